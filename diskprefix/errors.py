@@ -1,0 +1,112 @@
+"""The errors of diskprefix, with the HTTP status and the exit code that each one becomes.
+
+    DiskPrefixError                     500  exit 1
+    ├── InvalidRequest                  400          the client sent something that cannot be served
+    │   ├── InvalidScope                400          a cache scope outside the grammar
+    │   └── ContextTooLong              400          prompt plus reply exceed the model's positions
+    ├── ModelNotFound                   404          the request names a model that is not served
+    ├── QueueFull                       503          too many requests wait; Retry-After is sent
+    ├── NotReady                        503          the model is still loading, or the daemon is stopping
+    ├── SettingsError                        exit 2  a flag, an environment variable or a policy file is wrong
+    ├── ModelError                           exit 3  the model cannot be found, fetched, read or fitted
+    └── CacheError                      500  exit 4  the store cannot be used; a request goes on without it
+        ├── StoreUnavailable                         the folder cannot be created, read, written or locked
+        ├── StoreFormatError                         the folder holds a format that this version does not read
+        ├── StoreCorrupt                             a record or payload fails its checks
+        ├── StoreFull                                a publication does not fit the budget or the disk
+        └── PrefixGone                               a publication continues a prefix that was evicted meanwhile
+
+A message is one line that says what is wrong and what to do next. Errors of libraries are translated where they are
+called; nothing above that place needs to know the library.
+"""
+
+from __future__ import annotations
+
+
+class DiskPrefixError(Exception):
+    """Root of the tree. `param` names the request field or flag at fault; `code` is a stable machine-readable word."""
+
+    http_status = 500
+    exit_code = 1
+    error_type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(DiskPrefixError):
+    http_status = 400
+    exit_code = 2
+    error_type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class InvalidScope(InvalidRequest):
+    code = "invalid_scope"
+
+
+class ContextTooLong(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(DiskPrefixError):
+    http_status = 404
+    error_type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class QueueFull(DiskPrefixError):
+    """`retry_after_s` is a hint: the time that the requests ahead are expected to take."""
+
+    http_status = 503
+    error_type = "server_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NotReady(DiskPrefixError):
+    http_status = 503
+    code = "not_ready"
+
+
+class SettingsError(DiskPrefixError):
+    exit_code = 2
+    code = "invalid_settings"
+
+
+class ModelError(DiskPrefixError):
+    exit_code = 3
+    code = "model_error"
+
+
+class CacheError(DiskPrefixError):
+    exit_code = 4
+    code = "cache_error"
+
+
+class StoreUnavailable(CacheError):
+    code = "store_unavailable"
+
+
+class StoreFormatError(CacheError):
+    code = "store_format"
+
+
+class StoreCorrupt(CacheError):
+    code = "store_corrupt"
+
+
+class StoreFull(CacheError):
+    code = "store_full"
+
+
+class PrefixGone(CacheError):
+    code = "prefix_gone"

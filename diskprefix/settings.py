@@ -1,0 +1,159 @@
+"""One frozen settings object. Precedence, lowest first: defaults, policy file (TOML), environment, flags.
+
+The command line merges the sources (click does) and hands plain values to `Settings`; whoever embeds diskprefix builds
+`Settings` directly. A value outside its range raises `SettingsError` that names the flag.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from diskprefix.errors import SettingsError
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{u}b": n for u, n in _UNITS.items() if u not in ("", "b")}
+_UNITS |= {f"{u}ib": 1024**i for i, u in enumerate("kmgt", start=1)}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size(text: str | int, *, param: str) -> int:
+    """`4GiB`, `500MB`, `1.5 GiB` or a plain number of bytes → bytes. Raises `SettingsError`."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.fullmatch(str(text))
+    if not match or match[2].lower() not in _UNITS:
+        raise SettingsError(
+            f"{param}: {text!r} is not a size; write for example 4GiB, 500MB or 1073741824", param=param
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_size(num_bytes: float) -> str:
+    """Bytes in the largest binary unit that keeps the number at or above one: 4.0 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def cache_home() -> Path:
+    """`$XDG_CACHE_HOME/diskprefix`, or `~/.cache/diskprefix`."""
+    base = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return (Path(base) if base else Path.home() / ".cache") / "diskprefix"
+
+
+def default_kv_cache_dir() -> Path:
+    """systemd's CacheDirectory when the service runs under it, else the `kv` folder of `cache_home()`."""
+    directory = os.environ.get("CACHE_DIRECTORY", "").split(":")[0]
+    return (Path(directory) if directory else cache_home()) / "kv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that `diskprefix serve` can be told. Flag `--kv-cache-dir` is field `kv_cache_dir`, and so on."""
+
+    model: str | None = None
+    """None: the embedded default model."""
+    device: str = "auto"
+    dtype: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8642
+    max_queue: int = 64
+    max_body_bytes: int = 32 * 1024**2
+    block_size: int = 256
+    disk_prefix_cache: str = "auto:30"
+    """A scope in its canonical form; the grammar lives in `policy.scope`."""
+    kv_cache_dir: Path = field(default_factory=default_kv_cache_dir)
+    kv_cache_budget: int = 4 * 1024**3
+    kv_cache_min_tokens: int = 512
+    kv_cache_interval: int = 10240
+    kv_cache_cold_max: int = 10240
+    kv_cache_write_buffer: int = 1024**3
+    fingerprint: str = "strict"
+    served_model_name: str | None = None
+    chat_template: Path | None = None
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        self._require("port", 0, 65535)
+        self._require("max_queue", 1, 100_000)
+        self._require("block_size", 16, 65536)
+        self._require("kv_cache_budget", 16 * 1024**2, 2**50)
+        self._require("kv_cache_write_buffer", 0, 2**50)
+        self._require("kv_cache_min_tokens", 0, 2**31 - 1)
+        self._require("kv_cache_interval", 1, 2**31 - 1)
+        self._require("kv_cache_cold_max", 0, 2**31 - 1)
+        self._require("max_body_bytes", 1024, 2**40)
+        for name, allowed in (("fingerprint", ("strict", "portable")), ("dtype", DTYPES)):
+            if getattr(self, name) not in allowed:
+                flag = flag_of(name)
+                raise SettingsError(f"{flag}: {getattr(self, name)!r} is not one of {', '.join(allowed)}", param=flag)
+
+    def _require(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if not low <= value <= high:
+            flag = flag_of(name)
+            raise SettingsError(f"{flag}: {value} is out of range ({low} to {high})", param=flag)
+
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def flag_of(name: str) -> str:
+    """`kv_cache_dir` → `--kv-cache-dir`."""
+    return "--" + name.replace("_", "-")
+
+
+SETTING_NAMES = frozenset(f.name for f in fields(Settings))
+
+
+def find_policy(name_or_path: str) -> Path:
+    """A preset by its bare name (`agent`), or the path of a TOML file. Raises `SettingsError`."""
+    package = Path(__file__).parent
+    presets = next((d for d in (package / "presets", package.parent / "policies") if d.is_dir()), None)
+    candidate = Path(name_or_path)
+    if candidate.suffix == ".toml" or os.sep in name_or_path:
+        if candidate.is_file():
+            return candidate
+        raise SettingsError(f"--policy: no such file: {name_or_path}", param="--policy")
+    known = sorted(p.stem for p in presets.glob("*.toml")) if presets else []
+    if presets and name_or_path in known:
+        return presets / f"{name_or_path}.toml"
+    raise SettingsError(
+        f"--policy: no preset {name_or_path!r} (there are: {', '.join(known) or 'none'}); "
+        "the name of a file must end in .toml",
+        param="--policy",
+    )
+
+
+def read_policy(path: Path) -> dict[str, Any]:
+    """The settings that a policy file holds, keyed by field name. Raises `SettingsError` naming file, line and key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text)
+    except OSError as error:
+        raise SettingsError(f"--policy: cannot read {path}: {error.strerror}", param="--policy") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--policy: {path} is not valid TOML: {error}", param="--policy") from error
+    settings: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in SETTING_NAMES:
+            raise SettingsError(f"--policy: {path}:{_line_of(text, key)}: unknown key {key!r}", param="--policy")
+        if isinstance(value, dict | list):
+            raise SettingsError(
+                f"--policy: {path}:{_line_of(text, key)}: {key!r} must be a plain value", param="--policy"
+            )
+        settings[name] = value
+    return settings
+
+
+def _line_of(text: str, key: str) -> int:
+    pattern = re.compile(rf"""\s*(\[+\s*)?["']?{re.escape(key)}["']?\s*[=.\]]""")
+    return next((n for n, line in enumerate(text.splitlines(), start=1) if pattern.match(line)), 1)

@@ -1,0 +1,72 @@
+"""Token ids, the chained names of blocks, and checksums. The only importer of xxhash.
+
+A prompt is a one-dimensional int32 array. It is cut into blocks of `block_size` tokens counted from position 0. The
+name of a block is a 128-bit hash of its parent's name and its own token ids, so it names the whole prefix that ends
+with it; the first block's parent is the root, which names the model's numbers. The hash is seeded with a secret of the
+store, so that nobody else can compute names. Correctness never rests on a name: token ids are stored and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+TokenIds: TypeAlias = npt.NDArray[np.int32]
+"""Shape (num_tokens,), dtype int32, C-contiguous."""
+
+HASH_BYTES = 16
+
+
+def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> TokenIds:
+    """A contiguous int32 copy of `ids`, shape (len(ids),)."""
+    return np.ascontiguousarray(ids, dtype=np.int32)
+
+
+def block_hash(secret: int, parent: bytes, token_ids: TokenIds) -> bytes:
+    """Name of the block that holds `token_ids` and continues `parent` (16 bytes in, 16 bytes out).
+
+    Full blocks and the shorter tail of a prompt share the function: their token counts keep the names apart.
+    """
+    return xxhash.xxh3_128_digest(parent + token_ids.tobytes(), seed=secret)
+
+
+def chain(secret: int, root: bytes, token_ids: TokenIds, block_size: int) -> list[bytes]:
+    """Names of all full blocks of `token_ids`, in order; the partial rest is not named."""
+    names: list[bytes] = []
+    parent = root
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = block_hash(secret, parent, token_ids[start : start + block_size])
+        names.append(parent)
+    return names
+
+
+def common_prefix_length(a: TokenIds, b: TokenIds) -> int:
+    """How many leading tokens `a` and `b` share."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
+def floor_to_grid(position: int, block_size: int) -> int:
+    """The last grid point at or below `position`."""
+    return position - position % block_size
+
+
+def checksum(payload: bytes | memoryview) -> int:
+    """64-bit xxh3 of a payload. It finds corruption; it is not meant to resist an attacker."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
+def file_digest(path: Path) -> str:
+    """128-bit xxh3 of a file's content as 32 hex digits, read in 8 MiB pieces."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(8 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
