@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diskprefix.policy.history import History
+from diskprefix.tokens import TokenIds, as_token_ids
+
+PROMPTS = st.lists(st.lists(st.integers(0, 50_000), max_size=12).map(as_token_ids), max_size=20)
+
+
+def contents(history: History) -> list[list[int]]:
+    """Newest first."""
+    return [token_ids.tolist() for token_ids in history.recent(len(history))]
+
+
+def test_recent_gives_the_newest_first() -> None:
+    history = History(10, 100)
+    for first in (1, 2, 3):
+        history.add(as_token_ids([first, 0]))
+    assert [token_ids[0] for token_ids in history.recent(2)] == [3, 2]
+    assert [token_ids[0] for token_ids in history.recent(99)] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_recent_gives_nothing_for_no_window(n: int) -> None:
+    history = History(10, 100)
+    history.add(as_token_ids([1]))
+    assert history.recent(n) == ()
+
+
+def test_the_oldest_is_forgotten_over_the_count() -> None:
+    history = History(2, 100)
+    for first in (1, 2, 3):
+        history.add(as_token_ids([first]))
+    assert contents(history) == [[3], [2]]
+    assert len(history) == 2
+
+
+def test_the_oldest_are_forgotten_over_the_tokens() -> None:
+    history = History(10, 6)
+    for prompt in ([1, 1], [2, 2], [3, 3]):
+        history.add(as_token_ids(prompt))
+    assert len(history) == 3
+    history.add(as_token_ids([4, 4, 4]))
+    assert contents(history) == [[4, 4, 4], [3, 3]]
+    assert history.num_tokens == 5
+
+
+def test_a_prompt_over_the_token_bound_is_kept_by_its_beginning_and_not_evicted_at_once() -> None:
+    history = History(10, 4)
+    history.add(as_token_ids([9]))
+    history.add(as_token_ids([1, 2, 3, 4, 5]))
+    assert contents(history) == [[1, 2, 3, 4]]
+
+
+def test_a_prompt_without_tokens_is_not_remembered() -> None:
+    history = History(10, 10)
+    history.add(as_token_ids([]))
+    assert len(history) == 0
+
+
+@pytest.mark.parametrize(("max_prompts", "max_tokens"), [(0, 10), (10, 0), (0, 0)])
+def test_a_bound_of_zero_remembers_nothing(max_prompts: int, max_tokens: int) -> None:
+    history = History(max_prompts, max_tokens)
+    history.add(as_token_ids([1, 2]))
+    assert len(history) == 0
+    assert history.num_tokens == 0
+
+
+def test_what_is_remembered_does_not_follow_the_callers_array() -> None:
+    token_ids = as_token_ids([1, 2, 3])
+    history = History(10, 10)
+    history.add(token_ids)
+    token_ids[0] = 9
+    assert contents(history) == [[1, 2, 3]]
+
+
+def test_what_is_remembered_cannot_be_written_to() -> None:
+    history = History(10, 10)
+    history.add(as_token_ids([1, 2, 3]))
+    (remembered,) = history.recent(1)
+    assert remembered.dtype == np.int32
+    with pytest.raises(ValueError, match="read-only"):
+        remembered[0] = 9
+
+
+@given(PROMPTS, st.integers(0, 8), st.integers(0, 40))
+def test_the_window_is_the_newest_prompts_that_fit_both_bounds(
+    prompts: list[TokenIds], max_prompts: int, max_tokens: int
+) -> None:
+    history = History.from_prompts(prompts, max_prompts=max_prompts, max_tokens=max_tokens)
+    expected: list[list[int]] = []
+    left = max_tokens
+    for token_ids in reversed([p[:max_tokens].tolist() for p in prompts if len(p[:max_tokens])]):
+        if len(expected) == max_prompts or len(token_ids) > left:
+            break
+        expected.append(token_ids)
+        left -= len(token_ids)
+    assert contents(history) == expected
+    assert history.num_tokens == max_tokens - left
+
+
+@given(PROMPTS, st.integers(1, 8), st.integers(1, 40))
+def test_a_window_built_from_what_a_window_holds_is_the_same_window(
+    prompts: list[TokenIds], max_prompts: int, max_tokens: int
+) -> None:
+    history = History.from_prompts(prompts, max_prompts=max_prompts, max_tokens=max_tokens)
+    oldest_first = reversed(history.recent(len(history)))
+    again = History.from_prompts(oldest_first, max_prompts=max_prompts, max_tokens=max_tokens)
+    assert contents(again) == contents(history)
