@@ -1,0 +1,69 @@
+"""What the store holds, for people: the saved prompts, and what they share."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.schema import EntryRecord, NodeRecord
+from diskprefix.store.snapshot import Snapshot
+
+log = logging.getLogger("diskprefix")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryInfo:
+    """One saved prompt. Bytes cover its whole path; `shared_bytes` is the part that other entries use as well.
+
+    Times are seconds since the epoch. `hits` counts the requests that restored up to this entry's end or beyond.
+    """
+
+    id: str
+    model: str
+    num_tokens: int
+    raw_bytes: int
+    stored_bytes: int
+    shared_bytes: int
+    hits: int
+    created_at: float
+    last_used_at: float
+    scope: str
+    preview: str
+
+
+def list_entries(snapshot: Snapshot) -> list[EntryInfo]:
+    """All entries, the most recently used first. An entry whose path is damaged is left out and logged."""
+    paths: dict[bytes, tuple[EntryRecord, list[tuple[bytes, NodeRecord]]]] = {}
+    for name, entry in snapshot.entries():
+        try:
+            paths[name] = (entry, snapshot.path(name))
+        except StoreCorrupt as error:
+            log.warning("entry %s left out: %s", name.hex(), error)
+    users = Counter(node for _, path in paths.values() for node, _ in path)
+    infos = [_info(snapshot, name, entry, path, users) for name, (entry, path) in paths.items()]
+    return sorted(infos, key=lambda info: (-info.last_used_at, info.id))
+
+
+def _info(
+    snapshot: Snapshot,
+    name: bytes,
+    entry: EntryRecord,
+    path: list[tuple[bytes, NodeRecord]],
+    users: Counter[bytes],
+) -> EntryInfo:
+    root, usage = snapshot.root(entry.root), snapshot.usage(name)
+    return EntryInfo(
+        id=name.hex(),
+        model=root.model if root else "",
+        num_tokens=entry.num_tokens,
+        raw_bytes=sum(node.raw_bytes for _, node in path),
+        stored_bytes=sum(node.stored_bytes for _, node in path),
+        shared_bytes=sum(node.stored_bytes for node_name, node in path if users[node_name] > 1),
+        hits=usage.hits if usage else 0,
+        created_at=round(entry.created_at, 3),
+        last_used_at=round(usage.last_used if usage else entry.created_at, 3),
+        scope=entry.scope,
+        preview=entry.preview,
+    )

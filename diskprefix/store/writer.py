@@ -1,0 +1,158 @@
+"""The background writer: publications leave the request's path here and reach the store in order.
+
+It is bounded in bytes: when the buffer is full a publication is refused, never waited for. What is queued is visible to
+readers at once through `pending`. A failure of the store is logged once, counted, and leaves the daemon serving.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from diskprefix.errors import CacheError, PrefixGone, StoreFull
+from diskprefix.store.store import NewNode, Publication, Store
+
+log = logging.getLogger("diskprefix")
+
+_TOUCH_INTERVAL_S = 1.0
+"""How long uses may wait to be written together; a kill loses at most that much of the least-recently-used order."""
+
+
+class Writer:
+    """Owns the writing thread. `submit` and `touch` never block and never raise."""
+
+    def __init__(self, store: Store, *, buffer_bytes: int) -> None:
+        self._store = store
+        self._buffer_bytes = buffer_bytes
+        self._queue: deque[Publication] = deque()
+        self._touches: dict[bytes, tuple[float, int]] = {}
+        self._pending: Mapping[bytes, NewNode] = MappingProxyType({})
+        self._pending_bytes = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self.dropped = 0
+        self.evicted = 0
+        self.written_bytes = 0
+        self.error: str | None = None
+        """The store's last failure, None once a publication has been written again."""
+        self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def pending(self) -> Mapping[bytes, NewNode]:
+        """Nodes not yet in the store, an immutable view. Take it before a snapshot, or a node may be in neither."""
+        return self._pending
+
+    @property
+    def pending_bytes(self) -> int:
+        return self._pending_bytes
+
+    def submit(self, publication: Publication) -> bool:
+        """Queue a publication; False when the buffer has no room for it or the writer is closing."""
+        size = publication.payload_bytes
+        with self._changed:
+            if self._closing or self._pending_bytes + size > self._buffer_bytes:
+                self.dropped += 1
+                return False
+            if publication.base is not None:
+                self._store.pin(publication.base)
+            self._queue.append(publication)
+            self._pending_bytes += size
+            self._pending = MappingProxyType(dict(self._pending) | {n.name: n for n in publication.nodes})
+            self._changed.notify_all()
+        return True
+
+    def touch(self, name: bytes, when: float) -> None:
+        """Note the use of a stored node; written together with others."""
+        with self._changed:
+            last, hits = self._touches.get(name, (when, 0))
+            self._touches[name] = (max(last, when), hits + 1)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything queued is written; False when time runs out first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is queued, then stop. False when time ran out and publications were lost (they are counted)."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            with self._changed:
+                lost = max(0, len(self._queue) - 1)
+                self.dropped += lost
+                while len(self._queue) > 1:
+                    self._queue.pop()
+            # The transaction that is being written is let finish: LMDB would only roll it back.
+            self._thread.join()
+            if lost:
+                log.warning("[disk-cache] %d prompts were not saved: writing took over %.0f s", lost, timeout_s)
+            return not lost
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing, _TOUCH_INTERVAL_S)
+                publication = self._queue[0] if self._queue else None
+                touches, self._touches = self._touches, {}
+                closing = self._closing
+            if touches:
+                self._write_touches(touches)
+            if publication is not None:
+                self._write(publication)
+                self._forget(publication)
+            elif closing:
+                return
+
+    def _write(self, publication: Publication) -> None:
+        started = time.perf_counter()
+        try:
+            self.evicted += self._store.publish(publication)
+        except (StoreFull, PrefixGone) as error:
+            self.dropped += 1
+            log.warning("[disk-cache] not saved: %s", error)
+            return
+        except CacheError as error:
+            self.dropped += 1
+            self._report(error)
+            return
+        if self.error is not None:
+            self.error = None
+            log.info("[disk-cache] saving again")
+        self.written_bytes += publication.payload_bytes
+        log.debug(
+            "[disk-cache] wrote %d nodes, %.1f MB in %.0f ms",
+            len(publication.nodes),
+            publication.payload_bytes / 1e6,
+            (time.perf_counter() - started) * 1e3,
+        )
+
+    def _write_touches(self, touches: dict[bytes, tuple[float, int]]) -> None:
+        try:
+            self._store.touch(touches)
+        except CacheError as error:
+            self._report(error)
+
+    def _report(self, error: CacheError) -> None:
+        if self.error is None:
+            log.warning("[disk-cache] serving without saving until this is mended: %s", error)
+        self.error = str(error)
+
+    def _forget(self, publication: Publication) -> None:
+        with self._changed:
+            if self._queue and self._queue[0] is publication:
+                self._queue.popleft()
+            self._pending_bytes -= publication.payload_bytes
+            gone = {node.name for node in publication.nodes}
+            still = {node.name for other in self._queue for node in other.nodes}
+            self._pending = MappingProxyType({k: v for k, v in self._pending.items() if k not in gone or k in still})
+            if publication.base is not None:
+                self._store.unpin(publication.base)
+            self._changed.notify_all()

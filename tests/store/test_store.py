@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFormatError, StoreFull, StoreUnavailable
+from diskprefix.store.store import Store
+from tests.store.building import BLOCK, ROOT, Clock, is_whole, open_store, prompt, publication
+
+
+def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    pub = publication(store, prompt(1, 3 * BLOCK + 5))
+    store.publish(pub)
+    identity = store.store_id, store.secret
+    store.close()
+    store = open_store(tmp_path)
+    assert (store.store_id, store.secret) == identity
+    assert is_whole(store, pub)
+    with store.snapshot() as snapshot:
+        assert [name for name, _ in snapshot.entries()] == [pub.tip]
+        assert [p.tolist() for p in snapshot.recent_prompts(ROOT, 10)] == [prompt(1, 3 * BLOCK + 5).tolist()]
+        assert pub.tip is not None
+        assert [name for name, _ in snapshot.path(pub.tip)] == [node.name for node in pub.nodes]
+    store.close()
+
+
+def test_prompts_that_share_a_prefix_share_its_blocks(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    first, second = prompt(1, 4 * BLOCK), prompt(1, 4 * BLOCK)
+    second[3 * BLOCK :] += 1
+    for token_ids in (first, second):
+        store.publish(publication(store, token_ids))
+    assert store.counts()["blocks"] == 2 * (4 + 1) - 3
+    assert store.counts()["entries"] == 2
+    store.close()
+
+
+def test_two_stores_name_the_same_prompt_differently(tmp_path: Path) -> None:
+    names = []
+    for folder in ("a", "b"):
+        store = open_store(tmp_path / folder)
+        names.append({node.name for node in publication(store, prompt(1, 2 * BLOCK)).nodes})
+        store.close()
+    assert not names[0] & names[1]
+
+
+def test_a_snapshot_keeps_its_view_while_the_store_changes(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    pub = publication(store, prompt(1, 2 * BLOCK))
+    store.publish(pub)
+    with store.snapshot() as snapshot:
+        view = snapshot.payload(pub.nodes[0].name)
+        assert view is not None
+        before = bytes(view)
+        for name in [node.name for node in pub.nodes][::-1]:
+            store.quarantine(name)
+        for seed in range(5):
+            store.publish(publication(store, prompt(100 + seed, 2 * BLOCK)))
+        assert bytes(view) == before
+    assert not is_whole(store, pub)
+    store.close()
+
+
+def test_the_file_never_outgrows_the_budget_and_the_newest_prompt_is_whole(tmp_path: Path) -> None:
+    budget = 16 << 20
+    clock = Clock()
+    store = open_store(tmp_path, budget_bytes=budget, clock=clock)
+    for seed in range(120):
+        clock.now += 1
+        pub = publication(store, prompt(seed, 5 * BLOCK + seed % BLOCK), payload_bytes=300_000 + 1000 * (seed % 7))
+        store.publish(pub)
+        assert is_whole(store, pub)
+        assert (tmp_path / "data.mdb").stat().st_size <= budget
+    assert store.counts()["used_bytes"] <= budget
+    store.close()
+
+
+def test_the_least_recently_used_prompt_goes_first_and_a_touch_saves_it(tmp_path: Path) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+    pubs = [publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000) for seed in range(8)]
+    for pub in pubs[:4]:
+        clock.now += 1
+        store.publish(pub)
+    clock.now += 1
+    tip = pubs[0].tip
+    assert tip is not None
+    store.touch({tip: (clock.now, 1)})
+    for pub in pubs[4:7]:
+        clock.now += 1
+        store.publish(pub)
+    assert is_whole(store, pubs[0])
+    assert not is_whole(store, pubs[1])
+    store.close()
+
+
+def test_use_survives_a_reopen_and_counts_for_every_ancestor(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    pub = publication(store, prompt(1, 2 * BLOCK))
+    store.publish(pub)
+    assert pub.tip is not None
+    store.touch({pub.tip: (5000.0, 3)})
+    store.close()
+    store = open_store(tmp_path)
+    with store.snapshot() as snapshot:
+        usages = [snapshot.usage(node.name) for node in pub.nodes]
+    assert [(u.hits, u.last_used) for u in usages if u] == [(3, 5000.0)] * 3
+    store.close()
+
+
+def test_a_pinned_prefix_is_not_evicted(tmp_path: Path) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+    old = publication(store, prompt(0, 3 * BLOCK), payload_bytes=1_000_000)
+    store.publish(old)
+    assert old.tip is not None
+    store.pin(old.tip)
+    for seed in range(1, 12):
+        clock.now += 1
+        store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
+    assert is_whole(store, old)
+    store.unpin(old.tip)
+    for seed in range(12, 24):
+        clock.now += 1
+        store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
+    assert not is_whole(store, old)
+    store.close()
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_evicted(tmp_path: Path) -> None:
+    store = open_store(tmp_path, budget_bytes=16 << 20)
+    small = publication(store, prompt(1, 2 * BLOCK))
+    store.publish(small)
+    with pytest.raises(StoreFull, match="raise --kv-cache-budget"):
+        store.publish(publication(store, prompt(2, 8 * BLOCK), payload_bytes=3_000_000))
+    assert is_whole(store, small)
+    store.close()
+
+
+def test_a_publication_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    whole = publication(store, prompt(1, 4 * BLOCK))
+    broken = replace(whole, nodes=(whole.nodes[0], *whole.nodes[2:]))
+    with pytest.raises(PrefixGone):
+        store.publish(broken)
+    assert store.counts()["blocks"] == 0
+    store.publish(whole)
+    assert is_whole(store, whole)
+    store.close()
+
+
+def test_a_block_with_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    pub = publication(store, prompt(1, 2 * BLOCK))
+    store.publish(pub)
+    impostor = replace(pub.nodes[0], token_ids=pub.nodes[0].token_ids + 1)
+    with pytest.raises(PrefixGone, match="same name"):
+        store.publish(replace(pub, nodes=(impostor, *pub.nodes[1:])))
+    assert is_whole(store, pub)
+    store.close()
+
+
+def test_the_history_keeps_the_newest_prompts_of_each_root(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    other = b"o" * 16
+    for seed in range(7):
+        store.publish(publication(store, prompt(seed, BLOCK)))
+    store.publish(publication(store, prompt(50, BLOCK), root=other))
+    with store.snapshot() as snapshot:
+        assert [p.tolist() for p in snapshot.recent_prompts(ROOT, 99)] == [
+            prompt(s, BLOCK).tolist() for s in (3, 4, 5, 6)
+        ]
+        assert [p.tolist() for p in snapshot.recent_prompts(ROOT, 2)] == [prompt(s, BLOCK).tolist() for s in (5, 6)]
+        assert [p.tolist() for p in snapshot.recent_prompts(other, 99)] == [prompt(50, BLOCK).tolist()]
+    store.close()
+
+
+def test_a_lowered_budget_is_kept_after_a_reopen(tmp_path: Path) -> None:
+    store = open_store(tmp_path, budget_bytes=64 << 20)
+    for seed in range(12):
+        store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
+    store.close()
+    store = open_store(tmp_path, budget_bytes=16 << 20)
+    assert store.shrink_to_budget() > 0
+    assert store.counts()["used_bytes"] <= 16 << 20
+    store.close()
+
+
+def test_folder_and_files_are_private(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "kv"
+    open_store(folder).close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+
+
+def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    with lmdb.open(str(tmp_path), max_dbs=8, map_size=1 << 24) as env, env.begin(write=True) as txn:
+        txn.put(b"format", (7).to_bytes(4, "little"), db=env.open_db(b"meta", txn=txn))
+    with pytest.raises(StoreFormatError, match=r"newer diskprefix \(format 7.*another --kv-cache-dir"):
+        open_store(tmp_path)
+    with pytest.raises(StoreFormatError):
+        Store.open(tmp_path, read_only=True)
+
+
+def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(os.urandom(1 << 16))
+    with pytest.raises(StoreCorrupt, match="not a store"):
+        open_store(tmp_path)
+
+
+def test_a_folder_under_a_file_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreUnavailable, match="choose another folder"):
+        open_store(tmp_path / "file" / "kv")
+
+
+def test_reading_a_missing_store_creates_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="holds no diskprefix store"):
+        Store.open(tmp_path / "none", read_only=True)
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diskprefix.errors import StoreUnavailable
+from diskprefix.store.store import Publication, Store
+from diskprefix.store.writer import Writer
+from tests.store.building import BLOCK, is_whole, open_store, prompt, publication
+
+
+class Gate:
+    """Holds a store's `publish` until it is opened; may fail it."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.failure: Exception | None = None
+        publish = store.publish
+
+        def gated(pub: Publication) -> int:
+            assert self.open.wait(30)
+            if self.failure is not None:
+                raise self.failure
+            return publish(pub)
+
+        monkeypatch.setattr(store, "publish", gated)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = open_store(tmp_path)
+    yield store
+    store.close()
+
+
+def test_what_is_queued_is_visible_at_once_and_written_on_close(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(store, monkeypatch)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    pub = publication(store, prompt(1, 2 * BLOCK))
+    assert writer.submit(pub)
+    assert set(writer.pending) == {node.name for node in pub.nodes}
+    assert writer.pending_bytes == pub.payload_bytes
+    assert not is_whole(store, pub)
+    gate.open.set()
+    assert writer.close(30)
+    assert is_whole(store, pub)
+    assert not writer.pending
+    assert writer.pending_bytes == 0
+
+
+def test_a_full_buffer_drops_without_blocking(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(store, monkeypatch)
+    first, second = (publication(store, prompt(seed, 2 * BLOCK)) for seed in (1, 2))
+    writer = Writer(store, buffer_bytes=first.payload_bytes)
+    assert writer.submit(first)
+    assert not writer.submit(second)
+    assert writer.dropped == 1
+    gate.open.set()
+    assert writer.flush(30)
+    assert writer.submit(second)
+    assert writer.close(30)
+    assert is_whole(store, second)
+
+
+def test_a_failing_store_is_reported_once_and_so_is_its_recovery(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="diskprefix")
+    gate = Gate(store, monkeypatch)
+    gate.failure = StoreUnavailable("no space left")
+    gate.open.set()
+    writer = Writer(store, buffer_bytes=1 << 30)
+    pubs = [publication(store, prompt(seed, BLOCK)) for seed in range(3)]
+    for pub in pubs[:2]:
+        writer.submit(pub)
+        assert writer.flush(30)
+    assert writer.error == "no space left"
+    assert writer.dropped == 2
+    assert len([r for r in caplog.records if "serving without saving" in r.message]) == 1
+    gate.failure = None
+    writer.submit(pubs[2])
+    assert writer.flush(30)
+    assert is_whole(store, pubs[2])
+    assert writer.close(30)
+    assert [r.message for r in caplog.records if r.message.endswith("saving again")]
+
+
+def test_uses_are_written_together_with_their_counts(store: Store) -> None:
+    pub = publication(store, prompt(1, BLOCK))
+    store.publish(pub)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    assert pub.tip is not None
+    for when in (2000.0, 3000.0, 2500.0):
+        writer.touch(pub.tip, when)
+    assert writer.close(30)
+    with store.snapshot() as snapshot:
+        usage = snapshot.usage(pub.tip)
+    assert usage is not None
+    assert (usage.hits, usage.last_used) == (3, 3000.0)
+
+
+def test_closing_gives_up_when_time_runs_out_and_counts_what_is_lost(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(store, monkeypatch)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    for seed in range(3):
+        writer.submit(publication(store, prompt(seed, BLOCK)))
+    release = threading.Timer(0.2, gate.open.set)
+    release.start()
+    assert not writer.close(0.01)
+    release.join()
+    assert writer.dropped == 2
+    assert not writer.submit(publication(store, prompt(9, BLOCK)))
