@@ -23,7 +23,7 @@ _TOUCH_INTERVAL_S = 1.0
 
 
 class Writer:
-    """Owns the writing thread. `submit` and `touch` never block and never raise."""
+    """Owns the writing thread. `reserve`, `submit` and `touch` never wait for the disk and never raise."""
 
     def __init__(self, store: Store, *, buffer_bytes: int) -> None:
         self._store = store
@@ -51,20 +51,34 @@ class Writer:
     def pending_bytes(self) -> int:
         return self._pending_bytes
 
-    def submit(self, publication: Publication) -> bool:
-        """Queue a publication; False when the buffer has no room for it or the writer is closing."""
-        size = publication.payload_bytes
+    def reserve(self, size: int) -> bool:
+        """Set `size` bytes of the buffer aside for a publication that is being captured; False when there is no room.
+
+        What is refused is counted as dropped.
+        """
         with self._changed:
             if self._closing or self._pending_bytes + size > self._buffer_bytes:
                 self.dropped += 1
                 return False
+            self._pending_bytes += size
+        return True
+
+    def release(self, size: int) -> None:
+        """Give back what was reserved for a publication that could not be captured; it counts as dropped."""
+        with self._changed:
+            self._pending_bytes -= size
+            self.dropped += 1
+            self._changed.notify_all()
+
+    def submit(self, publication: Publication, *, reserved_bytes: int) -> None:
+        """Queue a publication whose payloads fill what `reserve` set aside. Its nodes are visible at once."""
+        assert publication.payload_bytes == reserved_bytes
+        with self._changed:
             if publication.base is not None:
                 self._store.pin(publication.base)
             self._queue.append(publication)
-            self._pending_bytes += size
             self._pending = MappingProxyType(dict(self._pending) | {n.name: n for n in publication.nodes})
             self._changed.notify_all()
-        return True
 
     def touch(self, name: bytes, when: float) -> None:
         """Note the use of a stored node; written together with others."""
@@ -73,9 +87,9 @@ class Writer:
             self._touches[name] = (max(last, when), hits + 1)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything queued is written; False when time runs out first."""
+        """Wait until everything reserved and queued is written; False when time runs out first."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue, timeout_s)
+            return self._changed.wait_for(lambda: not self._queue and not self._pending_bytes, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, then stop. False when time ran out and publications were lost (they are counted)."""

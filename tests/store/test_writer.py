@@ -36,11 +36,18 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
+def submit(writer: Writer, pub: Publication) -> bool:
+    reserved = writer.reserve(pub.payload_bytes)
+    if reserved:
+        writer.submit(pub, reserved_bytes=pub.payload_bytes)
+    return reserved
+
+
 def test_what_is_queued_is_visible_at_once_and_written_on_close(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(store, monkeypatch)
     writer = Writer(store, buffer_bytes=1 << 30)
     pub = publication(store, prompt(1, 2 * BLOCK))
-    assert writer.submit(pub)
+    assert submit(writer, pub)
     assert set(writer.pending) == {node.name for node in pub.nodes}
     assert writer.pending_bytes == pub.payload_bytes
     assert not is_whole(store, pub)
@@ -55,12 +62,12 @@ def test_a_full_buffer_drops_without_blocking(store: Store, monkeypatch: pytest.
     gate = Gate(store, monkeypatch)
     first, second = (publication(store, prompt(seed, 2 * BLOCK)) for seed in (1, 2))
     writer = Writer(store, buffer_bytes=first.payload_bytes)
-    assert writer.submit(first)
-    assert not writer.submit(second)
+    assert submit(writer, first)
+    assert not submit(writer, second)
     assert writer.dropped == 1
     gate.open.set()
     assert writer.flush(30)
-    assert writer.submit(second)
+    assert submit(writer, second)
     assert writer.close(30)
     assert is_whole(store, second)
 
@@ -75,13 +82,13 @@ def test_a_failing_store_is_reported_once_and_so_is_its_recovery(
     writer = Writer(store, buffer_bytes=1 << 30)
     pubs = [publication(store, prompt(seed, BLOCK)) for seed in range(3)]
     for pub in pubs[:2]:
-        writer.submit(pub)
+        submit(writer, pub)
         assert writer.flush(30)
     assert writer.error == "no space left"
     assert writer.dropped == 2
     assert len([r for r in caplog.records if "serving without saving" in r.message]) == 1
     gate.failure = None
-    writer.submit(pubs[2])
+    submit(writer, pubs[2])
     assert writer.flush(30)
     assert is_whole(store, pubs[2])
     assert writer.close(30)
@@ -108,10 +115,10 @@ def test_closing_gives_up_when_time_runs_out_and_counts_what_is_lost(
     gate = Gate(store, monkeypatch)
     writer = Writer(store, buffer_bytes=1 << 30)
     for seed in range(3):
-        writer.submit(publication(store, prompt(seed, BLOCK)))
+        submit(writer, publication(store, prompt(seed, BLOCK)))
     release = threading.Timer(0.2, gate.open.set)
     release.start()
     assert not writer.close(0.01)
     release.join()
     assert writer.dropped == 2
-    assert not writer.submit(publication(store, prompt(9, BLOCK)))
+    assert not submit(writer, publication(store, prompt(9, BLOCK)))
