@@ -1,0 +1,191 @@
+"""Our cache layers for transformers: preallocated, and laid out so that a block moves with one copy.
+
+`KVArena` owns the memory, one tensor per group of equal forms, [tensors, 1, heads, capacity, head_dim]; the layers that
+transformers sees are views of it. Nothing grows token by token (transformers' own layer copies the whole cache with
+`torch.cat` at every step). The memory is kept between requests: pages that were touched once are several times
+faster to fill (the first touch of fresh memory costs a page fault).
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from diskprefix.kv.layout import Group, Layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_CAPACITY_STEP = 1024
+_PAD_TOKENS = 64
+"""Keeps the distance between heads off powers of two, which would map them to the same cache sets."""
+
+
+def tensor_over(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over the bytes of `payload`, without a copy; only to be read, and only while `payload` lives.
+
+    `torch.frombuffer` warns about every read-only buffer, such as a view of the store's memory map: hence ctypes.
+    """
+    address = np.frombuffer(payload, dtype=np.uint8).ctypes.data
+    return torch.frombuffer((ctypes.c_uint8 * len(payload)).from_address(address), dtype=dtype)
+
+
+class FullAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of every token so far, written in place into views of the arena.
+
+    `keys` and `values` are [1, heads, capacity, head_dim]; the first `length` tokens are valid.
+    """
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+
+    def bind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Point the layer at new memory; the caller has copied what is valid."""
+        self.keys, self.values = keys, values
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """The arena binds the layer before its first use; there is nothing to do here."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [1, heads, n, head_dim] and answer views of all that is valid."""
+        end = self.length + key_states.shape[-2]
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.length = 0
+
+
+class KVArena:
+    """The KV memory of one sequence. Not thread-safe: it belongs to the engine thread."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._layout = layout
+        self.device = device
+        self._capacity = 0
+        self._marked = 0
+        self._tensors: list[torch.Tensor] = []
+        self._layers = [FullAttentionLayer() for _ in range(layout.num_layers)]
+        self.cache = Cache(layers=self._layers)
+        """What the model takes as `past_key_values`."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self._layers[0].length
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget all tokens from `num_tokens` on."""
+        assert num_tokens <= self._capacity or num_tokens == 0
+        for layer in self._layers:
+            layer.length = num_tokens
+
+    def mark(self) -> None:
+        """Remember this length for `rewind`."""
+        self._marked = self.num_tokens
+
+    def rewind(self) -> None:
+        """Go back to the marked length: what lies before it was never overwritten."""
+        self.truncate(self._marked)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` tokens in all; what is valid stays. New memory is touched here, once."""
+        if num_tokens <= self._capacity:
+            return
+        # By half at least, so that a long reply does not copy the arena again and again.
+        wanted = max(num_tokens, self._capacity + self._capacity // 2)
+        capacity = -(-wanted // _CAPACITY_STEP) * _CAPACITY_STEP + _PAD_TOKENS
+        grown = [self._allocate(group, capacity) for group in self._layout.groups]
+        for before, after in zip(self._tensors, grown, strict=False):
+            after[:, :, :, : self.num_tokens] = before[:, :, :, : self.num_tokens]
+        # Only now: a capture may be reading beside us.
+        self._tensors, self._capacity = grown, capacity
+        self._bind()
+
+    def write_block(self, position: int, num_tokens: int, payload: memoryview) -> None:
+        """Copy a raw payload (see `store.schema`) to tokens `position` … `position + num_tokens`."""
+        if num_tokens == 0:
+            return
+        start = 0
+        for group, tensor in zip(self._layout.groups, self._tensors, strict=True):
+            size = group.bytes_per_token * num_tokens
+            source = tensor_over(payload[start : start + size], group.dtype)
+            shape = (len(group.specs), 1, group.heads, num_tokens, group.head_dim)
+            tensor[:, :, :, position : position + num_tokens] = source.view(shape)
+            start += size
+
+    def read_block(self, position: int, num_tokens: int, payload: torch.Tensor) -> None:
+        """Copy those tokens' state as a raw payload to the beginning of `payload`, uint8 on the CPU.
+
+        May run beside the engine thread as long as nothing before `position + num_tokens` is written.
+        """
+        start = 0
+        for group, tensor in zip(self._layout.groups, self._tensors, strict=True):
+            size = group.bytes_per_token * num_tokens
+            shape = (len(group.specs), 1, group.heads, num_tokens, group.head_dim)
+            part = payload[start : start + size].view(group.dtype).view(shape)
+            part.copy_(tensor[:, :, :, position : position + num_tokens])
+            start += size
+
+    def _allocate(self, group: Group, capacity: int) -> torch.Tensor:
+        shape = (len(group.specs), 1, group.heads, capacity, group.head_dim)
+        return torch.zeros(shape, dtype=group.dtype, device=self.device)
+
+    def _bind(self) -> None:
+        views = {
+            (spec.layer, spec.part): tensor[i]
+            for group, tensor in zip(self._layout.groups, self._tensors, strict=True)
+            for i, spec in enumerate(group.specs)
+        }
+        for i, layer in enumerate(self._layers):
+            layer.bind(views[i, "keys"], views[i, "values"])
+
+
+class TransformersState:
+    """The state of a model whose layers we do not cache: transformers' own cache, new for each request.
+
+    It stands where a `KVArena` stands in the engine, so that such models run on the same path, uncached.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
+        self._marked: Cache | None = None
+        self.cache: Cache = DynamicCache(config=config)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Start again; other lengths cannot be had from state that is not ours."""
+        assert num_tokens == 0
+        self.cache, self._marked = DynamicCache(config=self._config), None
+
+    def reserve(self, num_tokens: int) -> None:
+        """Nothing to prepare: this cache grows by itself."""
+
+    def mark(self) -> None:
+        """Remember this point for `rewind`. The copy is deep: recurrent state is updated in place."""
+        self._marked = copy.deepcopy(self.cache)
+
+    def rewind(self) -> None:
+        assert self._marked is not None
+        self.cache = copy.deepcopy(self._marked)

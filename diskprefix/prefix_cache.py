@@ -1,0 +1,507 @@
+"""match → restore → capture → publish: the heart.
+
+A `PrefixCache` serves one model from one store. Each request takes a `CachedRequest` through these steps, all called
+on the engine thread:
+
+    cached = cache.begin(prompt, scope)        what to save is selected
+    restored = cached.restore(arena)           the longest stored prefix is found, verified and copied into the arena
+    cached.publish(arena, logits)              after the first token: what the policy wants is captured and published
+    report = cached.close()                    however the request ended
+
+Capturing copies the prompt's blocks out of the arena on a thread of its own while the reply is decoded: decoding only
+writes behind the prompt, and `begin` waits for the capture before the arena is used again. So saving costs nothing
+until the first token, and nothing afterwards but memory bandwidth.
+
+State enters and leaves only at grid points, so a restored run makes the same kernel calls on the same bytes as a cold
+one. The exception is the end of a prompt: its partial block and next-token logits are kept, so that an exact repeat
+runs no forward at all. If anything goes wrong in here the request goes on without the cache: `_attempt` is the one
+place that turns cache errors into misses.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+
+from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.kv.layers import KVArena, tensor_over
+from diskprefix.kv.layout import Layout
+from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.history import History
+from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
+from diskprefix.policy.select import Selection, select
+from diskprefix.settings import Settings
+from diskprefix.store.codec import read_payload
+from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, RootRecord
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store import NewNode, Publication, Store
+from diskprefix.store.writer import Writer
+from diskprefix.tokens import TokenIds, block_hash
+
+log = logging.getLogger("diskprefix")
+
+Source: TypeAlias = Literal["none", "memory", "disk"]
+MissReason: TypeAlias = Literal["first_request", "diverged", "too_short", "off", "unsupported", "error"]
+Saved: TypeAlias = Literal["none", "queued", "stored", "dropped"]
+T = TypeVar("T")
+
+_HISTORY_PROMPTS = 128
+_HISTORY_TOKENS = 1 << 22
+"""The window is bounded in memory and on disk whatever N a request asks for: 16 MiB of token ids for each root."""
+_VERIFY_THREADS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheReport:
+    """What the cache did for one request; the `prefix_cache` object of the response.
+
+    `selected` is the policy's boundary in tokens, `aligned` the same floored to the grid, `restored` the tokens that
+    were not prefilled. `saved`: `none` nothing to save, `queued` handed to the writer, `stored` already there,
+    `dropped` refused (buffer or budget full). `miss_reason` is None when something was restored; `diverged_at` is set
+    with `diverged`: the first token at which the prompt leaves everything seen.
+    """
+
+    scope: str
+    selected: int = 0
+    aligned: int = 0
+    restored: int = 0
+    source: Source = "none"
+    restore_ms: float = 0.0
+    saved: Saved = "none"
+    miss_reason: MissReason | None = None
+    diverged_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """`num_tokens` are in the arena; `logits` (shape [vocab], the model's dtype) only for an exact repeat."""
+
+    num_tokens: int = 0
+    logits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """One matched node: verified by `load` before a byte of it is used."""
+
+    name: bytes
+    position: int
+    num_tokens: int
+    kind: Kind
+    source: Source
+    load: Callable[[], memoryview]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A node that is to be captured and stored."""
+
+    name: bytes
+    parent: bytes
+    position: int
+    num_tokens: int
+    kind: Kind
+
+
+class PrefixCache:
+    """The prefix cache of one model. `begin` is for the engine thread; `stats` may be called from any thread."""
+
+    def __init__(
+        self, settings: Settings, store: Store, layout: Layout, root: bytes, model_name: str, default_scope: Scope
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.layout = layout
+        self.root = root
+        self.default_scope = default_scope
+        self.root_record = RootRecord(
+            model=model_name, block_size=settings.block_size, layout=layout.describe(), created_at=time.time()
+        )
+        self.writer = Writer(store, buffer_bytes=settings.kv_cache_write_buffer)
+        self.readers = ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="kv-reader")
+        self._capturer = ThreadPoolExecutor(1, thread_name_prefix="kv-capture")
+        self._capture: Future[None] | None = None
+        self.counters: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+        with store.snapshot() as snapshot:
+            prompts = snapshot.recent_prompts(root, _HISTORY_PROMPTS)
+        self.history = History.from_prompts(prompts, max_prompts=_HISTORY_PROMPTS, max_tokens=_HISTORY_TOKENS)
+
+    def begin(self, prompt: Prompt, scope: Scope) -> CachedRequest:
+        """Select what to save of `prompt`, and start a request. Waits until the arena is free to be overwritten."""
+        self.settle()
+        return CachedRequest(self, prompt, scope)
+
+    def capture(self, copy: Callable[[], None]) -> None:
+        """Run `copy`, which reads the arena, beside the engine thread; at most one at a time."""
+        self.settle()
+        self._capture = self._capturer.submit(copy)
+
+    def settle(self) -> None:
+        """Wait for the capture that is under way. Once it is over, what it captured is visible to `restore`."""
+        capture, self._capture = self._capture, None
+        if capture is not None and (error := capture.exception()) is not None:
+            self.counters["errors"] += 1
+            log.warning("[disk-cache] a prompt was not saved: %s", error)
+
+    def stats(self) -> dict[str, Any]:
+        """What `/props` and `/metrics` show. Counts of this process, sizes of the store. Never raises."""
+        try:
+            counts, error = self.store.counts(), self.writer.error
+        except CacheError as failure:
+            counts, error = {"entries": 0, "blocks": 0, "prompts": 0, "used_bytes": 0}, str(failure)
+        return {
+            "scope": str(self.default_scope),
+            "dir": str(self.store.path),
+            "state": "degraded" if error else "unsupported" if self.layout.unsupported else "ok",
+            "error": error,
+            "entries": counts["entries"],
+            "blocks": counts["blocks"],
+            "history": counts["prompts"],
+            "used_bytes": counts["used_bytes"],
+            "budget_bytes": self.store.budget_bytes,
+            "pending_bytes": self.writer.pending_bytes,
+            "bytes_per_token": self.layout.bytes_per_token,
+            "hits": self.counters["hits"],
+            "misses": dict(self.misses),
+            "restored_tokens": self.counters["restored_tokens"],
+            "restored_bytes": self.counters["restored_bytes"],
+            "saved_tokens": self.counters["saved_tokens"],
+            "saved_bytes": self.writer.written_bytes,
+            "dropped": self.writer.dropped,
+            "evicted_blocks": self.writer.evicted,
+            "quarantined": self.counters["quarantined"],
+            "errors": self.counters["errors"],
+        }
+
+    def close(self, timeout_s: float) -> bool:
+        """Flush the writer and close the store; False when time ran out before everything was saved."""
+        self.settle()
+        self._capturer.shutdown()
+        flushed = self.writer.close(timeout_s)
+        self.readers.shutdown()
+        self.store.close()
+        return flushed
+
+
+class CachedRequest:
+    """One request's way through the cache. Call `close` when the request ends, however it ends."""
+
+    def __init__(self, cache: PrefixCache, prompt: Prompt, scope: Scope) -> None:
+        self._cache = cache
+        self._prompt = prompt
+        self._scope = scope
+        self._bypass: MissReason | None = (
+            "unsupported" if cache.layout.unsupported else "off" if scope.kind == "off" else None
+        )
+        self.selection = self._select()
+        self.lookup_ms = 0.0
+        self.restore_ms = 0.0
+        self._restored = 0
+        self._source: Source = "none"
+        self._saved: Saved = "none"
+        self._miss_reason: MissReason | None = self._bypass
+        self._diverged_at: int | None = None
+        self._path: list[bytes] = []
+        """Names of the restored full blocks, from position 0 on."""
+        self._tail_stored = False
+        self._pinned: bytes | None = None
+
+    @property
+    def bypassed(self) -> bool:
+        """Whether this request neither restores nor saves."""
+        return self._bypass is not None
+
+    def restore(self, arena: KVArena) -> Restored:
+        """Copy the longest stored prefix into the arena (which is truncated first). A miss restores 0 tokens."""
+        arena.truncate(0)
+        if self.bypassed:
+            return Restored()
+        restored = self._attempt(lambda: self._restore(arena))
+        if restored is None:
+            arena.truncate(0)
+            self._path, self._miss_reason, restored = [], "error", Restored()
+        elif not restored.num_tokens and self._miss_reason is None:
+            self._explain_miss()
+        self._restored = restored.num_tokens
+        return restored
+
+    def publish(self, arena: KVArena, logits: torch.Tensor) -> None:
+        """Capture what the policy wants and hand it to the writer, with the entry and the history; never blocks.
+
+        `logits` are the next-token logits at the prompt's end, shape [vocab], as the model gave them. Until the next
+        `begin` the arena may grow but must not be changed before the prompt's end.
+        """
+        if self.bypassed:
+            return
+        assert arena.num_tokens == len(self._prompt.token_ids), "state length must equal key length"
+        planned, tip, num_tokens = self._plan()
+        prompt = self._remembered()
+        if tip is None and prompt is None:
+            return
+        size = sum(self._payload_bytes(node) for node in planned)
+        if not self._cache.writer.reserve(size):
+            self._saved = "dropped"
+            return
+        if tip is not None:
+            self._saved = "queued" if planned else "stored"
+        publication = Publication(
+            root=self._cache.root,
+            root_record=self._cache.root_record,
+            nodes=(),
+            tip=tip,
+            entry=None if tip is None else self._entry(num_tokens),
+            prompt=prompt,
+            history_limit=len(self._cache.history),
+        )
+        self._cache.counters["saved_tokens"] += sum(node.num_tokens for node in planned)
+        self._cache.capture(lambda: self._capture(arena, logits, planned, publication, size))
+
+    def close(self) -> CacheReport:
+        """Release what the request held, count it, and say what happened."""
+        if self._pinned is not None:
+            self._cache.store.unpin(self._pinned)
+            self._pinned = None
+        if self._restored:
+            self._cache.counters["hits"] += 1
+            self._cache.counters["restored_tokens"] += self._restored
+            self._cache.counters["restored_bytes"] += self._restored * self._cache.layout.bytes_per_token
+        else:
+            self._cache.misses[self._miss_reason or "error"] += 1
+        return self.report()
+
+    def report(self) -> CacheReport:
+        return CacheReport(
+            scope=str(self._scope),
+            selected=self.selection.selected,
+            aligned=self.selection.aligned,
+            restored=self._restored,
+            source=self._source,
+            restore_ms=self.restore_ms,
+            saved=self._saved,
+            miss_reason=None if self._restored else self._miss_reason,
+            diverged_at=None if self._restored else self._diverged_at,
+        )
+
+    @property
+    def _block_size(self) -> int:
+        return self._cache.settings.block_size
+
+    def _select(self) -> Selection:
+        settings = self._cache.settings
+        scope = Scope("off") if self._bypass else self._scope
+        recent = self._cache.history.recent(scope.value if scope.kind == "auto" else DEFAULT_WINDOW)
+        selection = select(
+            scope,
+            self._prompt,
+            recent,
+            block_size=settings.block_size,
+            min_tokens=settings.kv_cache_min_tokens,
+            cold_max=settings.kv_cache_cold_max,
+            interval=settings.kv_cache_interval,
+        )
+        log.info("%s", selection.log_line())
+        return selection
+
+    def _attempt(self, step: Callable[[], T]) -> T | None:
+        """Run a step that may fail in the store; a failure is logged and counted, and answers None."""
+        try:
+            return step()
+        except CacheError as error:
+            self._cache.counters["errors"] += 1
+            log.warning("[disk-cache] going on without the cache: %s", error)
+            return None
+
+    def _restore(self, arena: KVArena) -> Restored:
+        started = time.perf_counter()
+        # Before the snapshot: a node that is written in between is then seen twice, never not at all.
+        pending = self._cache.writer.pending
+        with self._cache.store.snapshot() as snapshot:
+            pieces = self._match(pending, snapshot)
+            self.lookup_ms = (time.perf_counter() - started) * 1e3
+            started = time.perf_counter()
+            restored = self._load(pieces, arena)
+            self.restore_ms = (time.perf_counter() - started) * 1e3
+        return restored
+
+    def _match(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot) -> list[_Piece]:
+        """The longest chain of stored nodes that the prompt starts with.
+
+        At least one token must be left to compute unless the tail, with the next-token logits, is stored too.
+        """
+        num_tokens, size = len(self._prompt.token_ids), self._block_size
+        pieces: list[_Piece] = []
+        parent = self._cache.root
+        for start in range(0, num_tokens - size + 1, size):
+            piece = self._find(pending, snapshot, parent, start, start + size, Kind.BLOCK)
+            if piece is None:
+                return pieces
+            pieces.append(piece)
+            parent = piece.name
+        tail = self._find(pending, snapshot, parent, len(pieces) * size, num_tokens, Kind.TAIL)
+        if tail is not None:
+            return [*pieces, tail]
+        if pieces and len(pieces) * size == num_tokens:
+            pieces.pop()
+        return pieces
+
+    def _find(
+        self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, parent: bytes, start: int, end: int, kind: Kind
+    ) -> _Piece | None:
+        wanted = self._planned(parent, start, end, kind)
+        name, expected = wanted.name, self._payload_bytes(wanted)
+        node: NewNode | NodeRecord | None = pending.get(name)
+        load: Callable[[], memoryview]
+        if isinstance(node, NewNode):
+            payload, source = node.payload, "memory"
+            load = lambda: payload  # noqa: E731
+        else:
+            record, stored = snapshot.node(name), snapshot.payload(name)
+            if record is None or stored is None:
+                return None
+            node, source = record, "disk"
+            load = lambda: read_payload(record, stored, expected_bytes=expected)  # noqa: E731
+        if not self._is_same(node, parent, start, end, kind):
+            log.warning("[disk-cache] block %s is named like another: ignored", name.hex())
+            return None
+        return _Piece(name, start, end - start, kind, "memory" if source == "memory" else "disk", load)
+
+    def _is_same(self, node: NewNode | NodeRecord, parent: bytes, start: int, end: int, kind: Kind) -> bool:
+        """A name is not a proof: the tokens, the parent and the place must be the same too."""
+        same_place = node.parent == parent and node.position == start and node.kind == kind
+        return same_place and node.token_ids.tobytes() == self._prompt.token_ids[start:end].tobytes()
+
+    def _load(self, pieces: list[_Piece], arena: KVArena) -> Restored:
+        """Copy the pieces in order while other threads fetch and verify the next ones; stop at the first bad one."""
+        arena.reserve(len(self._prompt.token_ids))
+        loads = [self._cache.readers.submit(piece.load) for piece in pieces]
+        logits: torch.Tensor | None = None
+        good: list[_Piece] = []
+        try:
+            for piece, load in zip(pieces, loads, strict=True):
+                payload = load.result()
+                arena.write_block(piece.position, piece.num_tokens, payload)
+                if piece.kind == Kind.TAIL:
+                    logits = self._logits(payload).to(arena.device)
+                good.append(piece)
+        except StoreCorrupt as error:
+            self._quarantine(pieces[len(good)], error)
+            good = self._leave_one_token(good)
+        finally:
+            # The views belong to the snapshot: no thread may still read them when it is closed.
+            for load in loads:
+                load.cancel() or load.exception()
+        return self._accept(good, logits, arena)
+
+    def _accept(self, pieces: list[_Piece], logits: torch.Tensor | None, arena: KVArena) -> Restored:
+        num_tokens = sum(piece.num_tokens for piece in pieces)
+        arena.truncate(num_tokens)
+        self._path = [piece.name for piece in pieces if piece.kind == Kind.BLOCK]
+        self._tail_stored = logits is not None
+        if pieces:
+            self._pinned = pieces[-1].name
+            self._cache.store.pin(self._pinned)
+            self._source = "disk" if any(piece.source == "disk" for piece in pieces) else "memory"
+            self._cache.writer.touch(self._pinned, time.time())
+        return Restored(num_tokens, logits)
+
+    def _leave_one_token(self, pieces: list[_Piece]) -> list[_Piece]:
+        """Without its tail, a prompt that ends on the grid must compute its last block again."""
+        complete = len(pieces) * self._block_size == len(self._prompt.token_ids)
+        return pieces[:-1] if complete else pieces
+
+    def _quarantine(self, piece: _Piece, error: StoreCorrupt) -> None:
+        log.warning("[disk-cache] block %s removed: %s", piece.name.hex(), error)
+        self._cache.counters["quarantined"] += 1
+        self._attempt(lambda: self._cache.store.quarantine(piece.name))
+
+    def _logits(self, payload: memoryview) -> torch.Tensor:
+        layout = self._cache.layout
+        return tensor_over(payload[len(payload) - layout.logits_bytes :], layout.logits_dtype).clone()
+
+    def _explain_miss(self) -> None:
+        if len(self._prompt.token_ids) < self._cache.settings.kv_cache_min_tokens:
+            self._miss_reason = "too_short"
+        elif not self.selection.recent:
+            self._miss_reason = "first_request"
+        else:
+            self._miss_reason = "diverged"
+            self._diverged_at = self.selection.common
+
+    def _plan(self) -> tuple[list[_Planned], bytes | None, int]:
+        """What is still to be stored, parents first; the node that the entry ends with, None if nothing is saved; and
+        the entry's length in tokens."""
+        size, num_tokens = self._block_size, len(self._prompt.token_ids)
+        names, planned = list(self._path), []
+        while len(names) * size < self.selection.aligned:
+            start = len(names) * size
+            node = self._planned(names[-1] if names else self._cache.root, start, start + size, Kind.BLOCK)
+            planned.append(node)
+            names.append(node.name)
+        if self.selection.keep_tail:
+            start = len(names) * size
+            tail = self._planned(names[-1] if names else self._cache.root, start, num_tokens, Kind.TAIL)
+            return (planned if self._tail_stored else [*planned, tail]), tail.name, num_tokens
+        blocks = self.selection.aligned // size
+        return planned, names[blocks - 1] if blocks else None, blocks * size
+
+    def _planned(self, parent: bytes, start: int, end: int, kind: Kind) -> _Planned:
+        return _Planned(self._name(parent, start, end), parent, start, end - start, kind)
+
+    def _payload_bytes(self, node: _Planned) -> int:
+        """What the layout says a node's raw payload holds: the tokens' state, and a tail's next-token logits."""
+        layout = self._cache.layout
+        return layout.bytes_per_token * node.num_tokens + (layout.logits_bytes if node.kind == Kind.TAIL else 0)
+
+    def _capture(
+        self, arena: KVArena, logits: torch.Tensor, planned: list[_Planned], publication: Publication, size: int
+    ) -> None:
+        """On the capturing thread: copy the planned nodes out of the arena and submit them in one publication."""
+        try:
+            nodes = tuple(self._captured(arena, logits, node) for node in planned)
+        except BaseException:
+            self._cache.writer.release(size)
+            raise
+        self._cache.writer.submit(replace(publication, nodes=nodes), reserved_bytes=size)
+
+    def _captured(self, arena: KVArena, logits: torch.Tensor, node: _Planned) -> NewNode:
+        layout, end = self._cache.layout, node.position + node.num_tokens
+        payload = torch.empty(self._payload_bytes(node), dtype=torch.uint8)
+        arena.read_block(node.position, node.num_tokens, payload)
+        if node.kind == Kind.TAIL:
+            payload[len(payload) - layout.logits_bytes :].view(layout.logits_dtype).copy_(logits)
+        return NewNode(
+            name=node.name,
+            parent=node.parent,
+            position=node.position,
+            token_ids=self._prompt.token_ids[node.position : end],
+            kind=node.kind,
+            payload=memoryview(payload.numpy()),  # type: ignore[arg-type]
+        )
+
+    def _entry(self, num_tokens: int) -> EntryRecord:
+        return EntryRecord(
+            root=self._cache.root,
+            num_tokens=num_tokens,
+            scope=str(self._scope),
+            preview=self._prompt.text,
+            created_at=time.time(),
+        )
+
+    def _remembered(self) -> TokenIds | None:
+        """The prompt, added to the history; None when it is too short to be worth a place in the window."""
+        token_ids = self._prompt.token_ids
+        if len(token_ids) < self._cache.settings.kv_cache_min_tokens:
+            return None
+        self._cache.history.add(token_ids)
+        return token_ids
+
+    def _name(self, parent: bytes, start: int, end: int) -> bytes:
+        return block_hash(self._cache.store.secret, parent, self._prompt.token_ids[start:end])

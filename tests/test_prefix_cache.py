@@ -1,0 +1,326 @@
+"""A hit is the cold run, bit for bit; and whatever goes wrong, the answer stays the same."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from diskprefix import prefix_cache
+from diskprefix.errors import StoreUnavailable
+from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.scope import parse_scope
+from diskprefix.store.codec import read_payload
+from diskprefix.store.schema import NodeRecord
+from diskprefix.tokens import TokenIds
+from tests.tiny import BLOCK, DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    assert isinstance(request.param, torch.dtype)
+    return request.param
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def runner(tmp_path: Path, dtype: torch.dtype, device: str) -> Iterator[Runner]:
+    runner = Runner(tiny_llama(dtype, device), tiny_settings(tmp_path / "kv"))
+    yield runner
+    runner.close()
+
+
+def same(a: Answer, b: Answer) -> bool:
+    return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
+
+
+def test_an_exact_repeat_after_a_reopen_runs_no_forward(runner: Runner) -> None:
+    prompt = random_prompt(1, 10 * BLOCK + 7)
+    cold = runner.run(prompt, "full", reply=8)
+    runner.reopen()
+    warm = runner.run(prompt, "full", reply=8)
+    assert same(cold, warm)
+    assert (cold.num_forwards, warm.num_forwards) == (11, 0)
+    assert (warm.report.restored, warm.report.source, warm.report.miss_reason) == (len(prompt), "disk", None)
+    assert (cold.report.restored, cold.report.source, cold.report.miss_reason) == (0, "none", "first_request")
+    assert (cold.report.saved, warm.report.saved) == ("queued", "stored")
+
+
+@pytest.mark.parametrize("extra", [0, 1, BLOCK - 1])
+def test_a_prompt_of_any_remainder_repeats_exactly(runner: Runner, extra: int) -> None:
+    prompt = random_prompt(2, 4 * BLOCK + extra)
+    cold = runner.run(prompt, "full", reply=4)
+    runner.reopen()
+    warm = runner.run(prompt, "full", reply=4)
+    assert same(cold, warm)
+    assert (warm.num_forwards, warm.report.restored) == (0, len(prompt))
+
+
+def test_a_prompt_shorter_than_a_block_repeats_exactly(tmp_path: Path) -> None:
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path, kv_cache_min_tokens=4))
+    prompt = random_prompt(2, 5)
+    cold = runner.run(prompt, "full", reply=4)
+    runner.reopen()
+    warm = runner.run(prompt, "full", reply=4)
+    assert same(cold, warm)
+    assert warm.report.restored == 5
+    runner.close()
+
+
+def test_a_prefix_that_ends_on_the_grid_leaves_a_block_to_compute(runner: Runner) -> None:
+    """The blocks of a longer prompt hold no logits at this point: at least one token must be computed."""
+    prompt = random_prompt(3, 6 * BLOCK)
+    runner.run(prompt, "full")
+    shorter = prompt[: 4 * BLOCK].copy()
+    warm = runner.run(shorter, "full", reply=4)
+    cold = runner.run(shorter, "off", reply=4)
+    assert same(cold, warm)
+    assert (warm.report.restored, warm.num_forwards) == (3 * BLOCK, 1)
+
+
+def test_the_longest_stored_prefix_is_found_whatever_the_scope_selects_now(runner: Runner) -> None:
+    prompt = random_prompt(4, 8 * BLOCK + 3)
+    runner.run(prompt, "full")
+    runner.reopen()
+    longer = np.concatenate([prompt, random_prompt(5, 2 * BLOCK)])
+    for scope in (2 * BLOCK, "auto:1", "full"):
+        warm, cold = runner.run(longer, scope, reply=4), runner.run(longer, "off", reply=4)
+        assert same(cold, warm)
+        assert warm.report.restored >= 8 * BLOCK
+
+
+def test_a_longer_prompt_extends_what_is_stored(runner: Runner) -> None:
+    prompt = random_prompt(6, 4 * BLOCK)
+    runner.run(prompt, "full")
+    runner.flush()
+    before = runner.cache.stats()["blocks"]
+    runner.run(np.concatenate([prompt, random_prompt(7, 2 * BLOCK)]), "full")
+    runner.flush()
+    assert runner.cache.stats()["blocks"] - before == 2 + 1
+
+
+def test_a_saved_boundary_serves_another_tail(runner: Runner) -> None:
+    anchor = random_prompt(8, 5 * BLOCK + 4)
+    first = np.concatenate([anchor, random_prompt(9, 40)])
+    second = np.concatenate([anchor, random_prompt(10, 40)])
+    assert runner.run(first, len(anchor)).report.aligned == 5 * BLOCK
+    runner.reopen()
+    warm, cold = runner.run(second, len(anchor), reply=4), runner.run(second, "off", reply=4)
+    assert same(cold, warm)
+    assert warm.report.restored == 5 * BLOCK
+
+
+def test_auto_knows_its_history_in_the_first_request_after_a_restart(runner: Runner) -> None:
+    anchor = random_prompt(11, 6 * BLOCK)
+    prompts = [np.concatenate([anchor, random_prompt(seed, 30)]) for seed in (12, 13, 14)]
+    runner.run(prompts[0], "auto:8", boundaries=(len(anchor),))
+    runner.reopen()
+    second = runner.run(prompts[1], "auto:8", boundaries=(len(anchor),))
+    assert (second.report.selected, second.report.aligned) == (len(anchor), len(anchor))
+    runner.reopen()
+    third = runner.run(prompts[2], "auto:8", boundaries=(len(anchor),), reply=4)
+    assert third.report.restored == len(anchor)
+    assert same(third, runner.run(prompts[2], "off", reply=4))
+
+
+def test_what_is_still_in_the_buffer_serves_the_next_request(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = threading.Event()
+    publish = runner.cache.store.publish
+    monkeypatch.setattr(runner.cache.store, "publish", lambda pub: publish(pub) if disk.wait(30) else 0)
+    prompt = random_prompt(15, 4 * BLOCK + 2)
+    cold = runner.run(prompt, "full", reply=4)
+    warm = runner.run(prompt, "full", reply=4)
+    disk.set()
+    assert same(cold, warm)
+    assert (warm.report.source, warm.report.restored) == ("memory", len(prompt))
+    runner.reopen()
+    assert runner.run(prompt, "full").report.source == "disk"
+
+
+@pytest.mark.parametrize("victim", [0, 2, 4])
+def test_a_damaged_block_is_removed_and_the_answer_stays_the_same(
+    runner: Runner, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_prompt(16, 4 * BLOCK + 2)
+    cold = runner.run(prompt, "full", reply=4)
+    runner.reopen()
+    calls = iter(range(100))
+
+    def damaged(record: NodeRecord, stored: memoryview, *, expected_bytes: int) -> memoryview:
+        if record.position == victim * BLOCK and next(calls) == 0:
+            stored = memoryview(bytes(stored[:-1]) + bytes([stored[-1] ^ 64]))
+        return read_payload(record, stored, expected_bytes=expected_bytes)
+
+    monkeypatch.setattr(prefix_cache, "read_payload", damaged)
+    warm = runner.run(prompt, "full", reply=4)
+    assert same(cold, warm)
+    assert warm.report.restored == victim * BLOCK
+    assert runner.cache.stats()["quarantined"] == 1
+    runner.reopen()
+    again = runner.run(prompt, "full", reply=4)
+    assert same(cold, again)
+    assert again.report.restored == len(prompt)
+
+
+def test_tokens_are_compared_so_equal_names_never_mix_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every block gets the same name: a store that trusted names would restore another prompt's state."""
+    monkeypatch.setattr(prefix_cache, "block_hash", lambda *_: b"n" * 16)
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path))
+    runner.run(random_prompt(17, BLOCK + 5), BLOCK)
+    runner.flush()
+    other = random_prompt(18, BLOCK + 5)
+    warm, cold = runner.run(other, BLOCK, reply=4), runner.run(other, "off", reply=4)
+    assert same(cold, warm)
+    assert warm.report.restored == 0
+    assert "named like another" in caplog.text
+    runner.close()
+
+
+def test_a_failing_store_makes_misses_not_errors(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = random_prompt(19, 4 * BLOCK)
+    cold = runner.run(prompt, "full", reply=4)
+
+    def fail() -> None:
+        raise StoreUnavailable("the disk is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.cache.store, "snapshot", fail)
+        warm = runner.run(prompt, "full", reply=4)
+        stats = runner.cache.stats()
+    assert same(cold, warm)
+    assert (warm.report.restored, warm.report.miss_reason) == (0, "error")
+    assert (stats["state"], stats["error"]) == ("degraded", "the disk is away")
+
+
+def test_another_root_never_hits(tmp_path: Path) -> None:
+    prompt = random_prompt(20, 4 * BLOCK)
+    model = tiny_llama()
+    for root in (b"a" * 16, b"b" * 16):
+        runner = Runner(model, tiny_settings(tmp_path), root=root)
+        assert runner.run(prompt, "full").report.miss_reason == "first_request"
+        runner.close()
+
+
+def test_the_miss_reason_says_what_would_help(runner: Runner) -> None:
+    prompt = random_prompt(21, 4 * BLOCK)
+    assert runner.run(prompt[: BLOCK - 1].copy(), "full").report.miss_reason == "too_short"
+    assert runner.run(prompt, "off").report.miss_reason == "off"
+    assert runner.run(prompt, "full").report.miss_reason == "first_request"
+    edited = prompt.copy()
+    edited[5] = (edited[5] + 1) % 100
+    report = runner.run(edited, "full").report
+    assert (report.miss_reason, report.diverged_at) == ("diverged", 5)
+
+
+def test_off_neither_restores_nor_saves_nor_remembers(runner: Runner) -> None:
+    prompt = random_prompt(22, 4 * BLOCK)
+    report = runner.run(prompt, "off").report
+    runner.flush()
+    stats = runner.cache.stats()
+    assert (report.saved, stats["blocks"], stats["history"]) == ("none", 0, 0)
+
+
+def test_what_exceeds_the_write_buffer_is_dropped_and_said_so(tmp_path: Path) -> None:
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path, kv_cache_write_buffer=1000))
+    assert runner.run(random_prompt(23, 4 * BLOCK), "full").report.saved == "dropped"
+    assert runner.cache.stats()["dropped"] == 1
+    runner.close()
+
+
+def test_a_capture_that_fails_costs_the_saving_alone(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = random_prompt(25, 4 * BLOCK)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for the copy")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.arena, "read_block", fail)
+        first = runner.run(prompt, "full", reply=4)
+        second = runner.run(prompt, "full", reply=4)
+        runner.flush()
+    assert same(first, second)
+    assert "no memory for the copy" in caplog.text
+    stats = runner.cache.stats()
+    assert (stats["errors"], stats["dropped"], stats["pending_bytes"], stats["blocks"]) == (2, 2, 0, 0)
+    runner.run(prompt, "full")
+    runner.flush()
+    assert runner.cache.stats()["blocks"] == 5
+
+
+def test_saving_reads_the_prompt_while_the_reply_is_decoded(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capture is held until the reply is complete: it must save the prompt's state, not what came after."""
+    decoded = threading.Event()
+    read = runner.arena.read_block
+
+    def late(position: int, num_tokens: int, payload: torch.Tensor) -> None:
+        assert decoded.wait(30)
+        read(position, num_tokens, payload)
+
+    monkeypatch.setattr(runner.arena, "read_block", late)
+    prompt = random_prompt(26, 4 * BLOCK + 3)
+    cold = runner.run(prompt, "full", reply=40)
+    decoded.set()
+    runner.reopen()
+    warm = runner.run(prompt, "full", reply=40)
+    assert same(cold, warm)
+    assert warm.report.restored == len(prompt)
+
+
+def test_state_and_key_must_have_the_same_length(runner: Runner) -> None:
+    cached = runner.cache.begin(Prompt(random_prompt(24, 3 * BLOCK)), parse_scope("full", param="scope"))
+    cached.restore(runner.arena)
+    with pytest.raises(AssertionError, match="state length must equal key length"):
+        cached.publish(runner.arena, torch.zeros(400))
+    cached.close()
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[TokenIds, str | int, bool]]:
+    """Prompts that share, branch, shrink and repeat; each with a scope, and whether the daemon restarts before it."""
+    base = random_prompt(draw(st.integers(0, 10_000)), 7 * BLOCK)
+    requests: list[tuple[TokenIds, str | int, bool]] = []
+    for _ in range(draw(st.integers(2, 5))):
+        cut = draw(st.integers(1, len(base)))
+        tail = random_prompt(draw(st.integers(0, 3)), draw(st.integers(0, 2 * BLOCK)))
+        scope: str | int = draw(st.sampled_from(["full", "auto:1", "auto:30"]) | st.integers(1, 8 * BLOCK))
+        requests.append((np.concatenate([base[:cut], tail]), scope, draw(st.booleans())))
+    return requests
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(history=histories())
+def test_logits_equal_the_cold_run_for_every_history_scope_and_cut(
+    dtype: torch.dtype, device: str, history: Any
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(_model(dtype, device), tiny_settings(Path(folder), kv_cache_budget=16 << 20))
+        for token_ids, scope, restart in history:
+            if restart:
+                runner.reopen()
+            warm = runner.run(token_ids, scope, reply=3)
+            assert same(runner.run(token_ids, "off", reply=3), warm)
+        runner.close()
+
+
+@cache
+def _model(dtype: torch.dtype, device: str) -> PreTrainedModel:
+    return tiny_llama(dtype, device)

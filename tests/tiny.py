@@ -1,0 +1,122 @@
+"""Small models with random weights, and a run of one through the prefix cache without a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from diskprefix.engine.prefill import prefill
+from diskprefix.kv.layers import KVArena
+from diskprefix.kv.layout import probe_layout
+from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.scope import parse_scope
+from diskprefix.prefix_cache import CacheReport, PrefixCache
+from diskprefix.settings import Settings
+from diskprefix.store.store import Store
+from diskprefix.tokens import TokenIds
+
+VOCAB = 400
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+"""A machine with a GPU runs the exactness tests on it too."""
+BLOCK = 16
+
+
+def tiny_llama(dtype: torch.dtype = torch.bfloat16, device: str = "cpu", *, seed: int = 0) -> PreTrainedModel:
+    """Two layers, grouped-query attention, head size 16."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=4096,
+    )
+    return LlamaForCausalLM(config).to(device, dtype).eval()
+
+
+def random_prompt(seed: int, num_tokens: int) -> TokenIds:
+    return np.random.default_rng(seed).integers(0, VOCAB, num_tokens).astype(np.int32)
+
+
+def tiny_settings(folder: Path, **changes: object) -> Settings:
+    values: dict[str, object] = {
+        "block_size": BLOCK,
+        "kv_cache_min_tokens": BLOCK,
+        "kv_cache_budget": 64 << 20,
+        "kv_cache_dir": folder,
+    }
+    return Settings(**(values | changes))  # type: ignore[arg-type]
+
+
+@dataclass
+class Answer:
+    """`logits` are the next-token logits at the prompt's end; `greedy` the tokens that follow."""
+
+    logits: torch.Tensor
+    greedy: list[int]
+    report: CacheReport
+    num_forwards: int
+
+
+class Runner:
+    """A model with a prefix cache on a folder, as the engine holds them; `reopen` is a clean restart."""
+
+    def __init__(self, model: PreTrainedModel, settings: Settings, root: bytes = b"r" * 16) -> None:
+        self.model = model
+        self.settings = settings
+        self.root = root
+        self.layout = probe_layout(model)
+        self.open()
+
+    def open(self) -> None:
+        """New memory too: nothing may be left over from before."""
+        store = Store.open(self.settings.kv_cache_dir, budget_bytes=self.settings.kv_cache_budget)
+        scope = parse_scope("full", param="scope")
+        self.cache = PrefixCache(self.settings, store, self.layout, self.root, "tiny", scope)
+        self.arena = KVArena(self.layout, self.model.device)
+
+    def close(self) -> None:
+        assert self.cache.close(30)
+
+    def reopen(self) -> None:
+        self.close()
+        self.open()
+
+    def flush(self) -> None:
+        self.cache.settle()
+        assert self.cache.writer.flush(30)
+
+    def run(self, token_ids: TokenIds, scope: str | int, *, boundaries: tuple[int, ...] = (), reply: int = 0) -> Answer:
+        prompt = Prompt(token_ids, boundaries)
+        with torch.inference_mode():
+            cached = self.cache.begin(prompt, parse_scope(scope, param="scope"))
+            restored = cached.restore(self.arena)
+            self.arena.reserve(len(token_ids) + reply)
+            logits, num_forwards = restored.logits, 0
+            if logits is None:
+                num_forwards = -(-(len(token_ids) - restored.num_tokens) // self.settings.block_size)
+                logits = prefill(
+                    self.model,
+                    self.arena,
+                    token_ids,
+                    start=restored.num_tokens,
+                    block_size=self.settings.block_size,
+                    is_cancelled=lambda: False,
+                )
+            cached.publish(self.arena, logits)
+            greedy = self._decode(logits, reply)
+        return Answer(logits.cpu().clone(), greedy, cached.close(), num_forwards)
+
+    def _decode(self, logits: torch.Tensor, count: int) -> list[int]:
+        tokens: list[int] = []
+        for _ in range(count):
+            tokens.append(int(logits.argmax()))
+            ids = torch.tensor([tokens[-1:]], device=self.model.device)
+            logits = self.model(input_ids=ids, past_key_values=self.arena.cache, use_cache=True).logits[0, -1]
+        return tokens
