@@ -1,0 +1,51 @@
+"""From tokens to text as it grows: incremental decoding, and stop strings that may span tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+
+class TextStream:
+    """Text of one reply. Holds back an incomplete character, and text that may be the start of a stop string."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._undecoded: list[int] = []
+        self._stop = stop
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that `token` makes final, perhaps empty. Sets `stopped` when a stop string is complete."""
+        text = self._stream.step(self._backend, token)
+        if text is None:
+            self._undecoded.append(token)
+            return ""
+        self._undecoded.clear()
+        return self._release(text)
+
+    def finish(self) -> str:
+        """What is still held when the reply ends without a stop string: it was none after all."""
+        rest = self._backend.decode(self._undecoded, skip_special_tokens=True) if self._undecoded else ""
+        held, self._held = self._held, ""
+        return held + rest
+
+    def _release(self, text: str) -> str:
+        self._held += text
+        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            ready, self._held = self._held[: min(found)], ""
+            return ready
+        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        ready = self._held[: len(self._held) - keep]
+        self._held = self._held[len(ready) :]
+        return ready
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,268 @@
+"""The engine: one model, its KV memory and its prefix cache; one request from token ids to a stream of tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diskprefix.engine.detokenize import TextStream
+from diskprefix.engine.loader import LoadedModel, load_model
+from diskprefix.engine.prefill import Cancelled, State, forward, prefill
+from diskprefix.engine.request import (
+    DoneEvent,
+    Event,
+    FinishEvent,
+    FinishReason,
+    GenerateRequest,
+    TextEvent,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from diskprefix.engine.sampling import Sampler
+from diskprefix.errors import ContextTooLong
+from diskprefix.kv.fingerprint import Fingerprint
+from diskprefix.kv.layers import KVArena, TransformersState
+from diskprefix.kv.layout import LAYOUT_VERSION, Layout, probe_layout
+from diskprefix.policy.scope import parse_scope
+from diskprefix.prefix_cache import CachedRequest, PrefixCache
+from diskprefix.settings import Settings
+from diskprefix.store.store import Store
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("diskprefix")
+
+_UNLIMITED_POSITIONS = 1 << 20
+"""For models whose config names no maximum (recurrent ones)."""
+_TOUCHED_AT_START_BYTES = 1 << 30
+"""KV memory that is allocated and touched before the first request: fresh pages would slow down its restore."""
+_FLUSH_TIMEOUT_S = 30.0
+
+
+class Engine:
+    """Runs requests one at a time on the thread that calls `run`."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, model_name: str, layout: Layout, cache: PrefixCache):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.cache = cache
+        self.max_positions = _max_positions(model)
+        self.startup_timings: dict[str, float] = {}
+        """Seconds from the start of loading: where they went."""
+        self.identity: dict[str, Any] = {}
+        """The fingerprint's ingredients, for `/props`."""
+        self._state: State = TransformersState(model.config) if layout.unsupported else KVArena(layout, model.device)
+        self._eos = _eos_ids(model, tokenizer)
+        if isinstance(self._state, KVArena):
+            affordable = _TOUCHED_AT_START_BYTES // layout.bytes_per_token
+            self._state.reserve(min(self.max_positions, affordable))
+        else:
+            names = ", ".join(layout.unsupported)
+            log.warning("[disk-cache] bypassed: this model has layers whose state is not supported yet (%s)", names)
+
+    @classmethod
+    def load(cls, settings: Settings, progress: Callable[[str], None]) -> Engine:
+        """Load the model and open its cache. Raises `ModelError`, `SettingsError` or `CacheError`, each one line."""
+        scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
+        # Before the model: what is wrong with the folder should not take seconds to be said.
+        store = Store.open(settings.kv_cache_dir, budget_bytes=settings.kv_cache_budget)
+        try:
+            store.shrink_to_budget()
+            loaded = load_model(settings, progress)
+            started = time.perf_counter()
+            layout = probe_layout(loaded.model)
+            fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
+            root = fingerprint.root(settings.block_size, LAYOUT_VERSION, layout.describe())
+            cache = PrefixCache(settings, store, layout, root, loaded.name, scope)
+        except BaseException:
+            store.close()
+            raise
+        engine = cls(loaded.model, loaded.tokenizer, loaded.name, layout, cache)
+        engine.identity = fingerprint.as_dict() | {"root": root.hex()}
+        engine.startup_timings = _timings(loaded, time.perf_counter() - started)
+        return engine
+
+    def run(
+        self,
+        request: GenerateRequest,
+        emit: Callable[[Event], None],
+        is_cancelled: Callable[[], bool],
+        arrived_at: float,
+    ) -> None:
+        """Run one request to its end, emitting its events; `arrived_at` is on the clock of `time.perf_counter`.
+
+        Raises `ContextTooLong`, or `Cancelled` within one step of `is_cancelled()` turning true.
+        """
+        self._check_length(request)
+        run = _Run(request, arrived_at, started=time.perf_counter())
+        cached = self.cache.begin(request.prompt, request.scope)
+        try:
+            with torch.inference_mode():
+                logits = self._prefill(run, cached, is_cancelled)
+                for choice in range(request.sampling.n):
+                    self._decode(run, choice, logits, emit, is_cancelled, cached if choice == 0 else None)
+        finally:
+            report = cached.close()
+        emit(DoneEvent(run.usage(report.restored), report, run.timings(cached)))
+
+    def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
+        """Flush and close the cache; False when unsaved state was lost to the time limit."""
+        return self.cache.close(timeout_s)
+
+    def _check_length(self, request: GenerateRequest) -> None:
+        num_tokens = len(request.prompt.token_ids)
+        if num_tokens >= self.max_positions:
+            raise ContextTooLong(
+                f"the prompt has {num_tokens} tokens; this model has {self.max_positions} positions, "
+                "and at least one must be left for the reply",
+                param="messages",
+            )
+
+    def _prefill(self, run: _Run, cached: CachedRequest, is_cancelled: Callable[[], bool]) -> torch.Tensor:
+        """Restore what is stored, compute the rest; answer the next-token logits."""
+        token_ids, state = run.request.prompt.token_ids, self._state
+        logits, start = None, 0
+        if isinstance(state, KVArena):
+            restored = cached.restore(state)
+            logits, start = restored.logits, restored.num_tokens
+        else:
+            state.truncate(0)
+        state.reserve(len(token_ids))
+        started = time.perf_counter()
+        if logits is None:
+            logits = prefill(
+                self.model,
+                state,
+                token_ids,
+                start=start,
+                block_size=self.cache.settings.block_size,
+                is_cancelled=is_cancelled,
+            )
+        run.prefill_s = time.perf_counter() - started
+        if run.request.sampling.n > 1:
+            state.mark()
+        return logits
+
+    def _decode(
+        self,
+        run: _Run,
+        choice: int,
+        logits: torch.Tensor,
+        emit: Callable[[Event], None],
+        is_cancelled: Callable[[], bool],
+        to_publish: CachedRequest | None,
+    ) -> None:
+        """Decode one choice from the prompt's next-token logits. The prompt's state is published after the first token:
+        by then it is complete, and saving no longer delays what the client waits for."""
+        sampling = run.request.sampling
+        sampler = Sampler(sampling, run.request.prompt.token_ids, self.model.device, choice)
+        text = TextStream(self.tokenizer, sampling.stop)
+        limit = self._reply_limit(run.request)
+        prompt_logits = logits
+        if choice > 0:
+            self._state.rewind()
+        for step in range(1, limit + 1):
+            if is_cancelled():
+                raise Cancelled
+            token = sampler.sample(logits)
+            run.count_token()
+            reason = self._emit_token(choice, token, sampler.logprobs(logits, token), text, step == limit, emit)
+            if to_publish is not None and isinstance(self._state, KVArena):
+                to_publish.publish(self._state, prompt_logits)
+                to_publish = None
+            if reason is not None:
+                emit(FinishEvent(choice, reason))
+                return
+            self._state.reserve(len(run.request.prompt.token_ids) + step)
+            logits = forward(self.model, self._state, torch.tensor([[token]], device=self.model.device))
+
+    def _emit_token(
+        self,
+        choice: int,
+        token: int,
+        logprobs: tuple[TokenLogprob, ...],
+        text: TextStream,
+        is_last: bool,
+        emit: Callable[[Event], None],
+    ) -> FinishReason | None:
+        """Emit one token's text; answer why the reply ends with it, if it does."""
+        if token in self._eos:
+            emit(TextEvent(choice, text.finish(), (token,)))
+            return "stop"
+        new_text = text.push(token)
+        reason: FinishReason | None = "stop" if text.stopped else "length" if is_last else None
+        if reason == "length":
+            new_text += text.finish()
+        emit(TextEvent(choice, new_text, (token,), tuple(self._with_text(item) for item in logprobs)))
+        return reason
+
+    def _with_text(self, item: TokenLogprob) -> TokenLogprob:
+        text = self.tokenizer.decode([item.token_id])
+        return replace(item, text=text, top=tuple(self._with_text(other) for other in item.top))
+
+    def _reply_limit(self, request: GenerateRequest) -> int:
+        """Tokens that may be generated: `max_tokens`, and what the model's positions leave."""
+        room = self.max_positions - len(request.prompt.token_ids)
+        return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
+
+
+@dataclass
+class _Run:
+    """What is measured of one request; times in seconds on the clock of `time.perf_counter`."""
+
+    request: GenerateRequest
+    arrived_at: float
+    started: float
+    prefill_s: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    num_generated: int = 0
+
+    def count_token(self) -> None:
+        self.last_token_at = time.perf_counter()
+        if not self.num_generated:
+            self.first_token_at = self.last_token_at
+        self.num_generated += 1
+
+    def usage(self, cached_tokens: int) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.request.prompt.token_ids),
+            completion_tokens=self.num_generated,
+            cached_tokens=cached_tokens,
+        )
+
+    def timings(self, cached: CachedRequest) -> Timings:
+        decode_s = self.last_token_at - self.first_token_at
+        return Timings(
+            queue_ms=(self.started - self.arrived_at) * 1e3,
+            lookup_ms=cached.lookup_ms,
+            restore_ms=cached.restore_ms,
+            prefill_ms=self.prefill_s * 1e3,
+            ttft_ms=(self.first_token_at - self.arrived_at) * 1e3,
+            decode_ms=decode_s * 1e3,
+            decode_tokens_per_s=(self.num_generated - 1) / decode_s if decode_s > 0 else 0.0,
+        )
+
+
+def _max_positions(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None) or _UNLIMITED_POSITIONS
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """What ends a reply: the generation config's ids (often several) and the tokenizer's own."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    listed = ids if isinstance(ids, list) else [ids]
+    return frozenset(i for i in (*listed, tokenizer.eos_token_id) if i is not None)
+
+
+def _timings(loaded: LoadedModel, warm_up_s: float) -> dict[str, float]:
+    return dict(loaded.timings) | {"warm_up": warm_up_s}

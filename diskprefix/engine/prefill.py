@@ -1,0 +1,54 @@
+"""The prefill grid: steps of `block_size` tokens counted from position 0, then one partial step.
+
+A run that was restored to a grid point goes on in the very same steps as the run that started cold, so it makes the
+same kernel calls on the same bytes. Any other step sizes would change the last bits of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from diskprefix.kv.layers import KVArena, TransformersState
+from diskprefix.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+State: TypeAlias = KVArena | TransformersState
+
+
+class Cancelled(Exception):
+    """The client has gone; not an error, and never sent anywhere."""
+
+
+def forward(model: PreTrainedModel, state: State, token_ids: torch.Tensor) -> torch.Tensor:
+    """Run [1, n] tokens on top of `state` and answer the next-token logits, shape [vocab], in the model's dtype."""
+    output = model(input_ids=token_ids, past_key_values=state.cache, use_cache=True, logits_to_keep=1)
+    logits: torch.Tensor = output.logits[0, -1]
+    return logits
+
+
+def prefill(
+    model: PreTrainedModel,
+    state: State,
+    token_ids: TokenIds,
+    *,
+    start: int,
+    block_size: int,
+    is_cancelled: Callable[[], bool],
+) -> torch.Tensor:
+    """Prefill from grid point `start` to the end of the prompt; answer the next-token logits, shape [vocab].
+
+    Raises `Cancelled` between steps once `is_cancelled()`.
+    """
+    assert start % block_size == 0, "state enters at grid points only"
+    assert start < len(token_ids), "at least one token must be computed"
+    ids = torch.from_numpy(token_ids).to(model.device, torch.long).unsqueeze(0)
+    for begin in range(start, len(token_ids), block_size):
+        if is_cancelled():
+            raise Cancelled
+        logits = forward(model, state, ids[:, begin : begin + block_size])
+    return logits

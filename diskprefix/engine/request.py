@@ -1,0 +1,109 @@
+"""The values that pass between the server and the engine: a request in, events out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from diskprefix.errors import DiskPrefixError
+from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.scope import Scope
+from diskprefix.prefix_cache import CacheReport
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. Names, ranges and defaults follow OpenAI; top_k, min_p and repetition_penalty follow vLLM.
+
+    `max_tokens` None means: up to the model's positions. `logprobs` None means none; k >= 0 reports the chosen token
+    and its k most likely alternatives. A `temperature` of 0 is greedy. `seed` None draws one.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    n: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    scope: Scope
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural-log probability of one token under the model's own distribution (before penalties and temperature)."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class TextEvent:
+    """New text of one choice. `text` may be empty while a multi-byte character or a stop string is incomplete."""
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class FinishEvent:
+    choice: int
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """Milliseconds, except the last. `ttft_ms` runs from arrival in the engine's queue to the first sampled token."""
+
+    queue_ms: float
+    lookup_ms: float
+    restore_ms: float
+    prefill_ms: float
+    ttft_ms: float
+    decode_ms: float
+    decode_tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class DoneEvent:
+    """The last event of a request that ended well."""
+
+    usage: Usage
+    cache: CacheReport
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class ErrorEvent:
+    """The last event of a request that failed. A cancelled request has no last event."""
+
+    error: DiskPrefixError
+
+
+Event: TypeAlias = TextEvent | FinishEvent | DoneEvent | ErrorEvent

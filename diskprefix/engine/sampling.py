@@ -1,0 +1,97 @@
+"""From logits to a token: transformers' own logits processors, and OpenAI's two penalties, which it does not have."""
+
+from __future__ import annotations
+
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from diskprefix.engine.request import SamplingParams, TokenLogprob
+from diskprefix.tokens import TokenIds
+
+
+class PresenceFrequencyPenalty(LogitsProcessor):  # type: ignore[misc]
+    """OpenAI's penalties: subtract `presence` once and `frequency` per occurrence, for generated tokens only."""
+
+    def __init__(self, presence: float, frequency: float, prompt_tokens: int) -> None:
+        self._presence = presence
+        self._frequency = frequency
+        self._prompt_tokens = prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """`input_ids` [1, n] holds prompt and reply; `scores` [1, vocab] float32."""
+        generated = input_ids[0, self._prompt_tokens :]
+        counts = torch.bincount(generated, minlength=scores.shape[-1])[: scores.shape[-1]]
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+class Sampler:
+    """Chooses the tokens of one reply. `choice` is its index among the request's `n`."""
+
+    def __init__(self, params: SamplingParams, prompt: TokenIds, device: torch.device, choice: int = 0) -> None:
+        self._greedy = params.temperature == 0
+        self._processors = _processors(params, len(prompt))
+        self._num_logprobs = params.logprobs
+        self._generator = torch.Generator(device=device)
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed((params.seed + choice) % 2**63)
+        # The processors read everything so far; without any of them there is nothing to keep.
+        self._ids = torch.from_numpy(prompt).to(device, torch.long).unsqueeze(0) if self._processors else None
+
+    def sample(self, logits: torch.Tensor) -> int:
+        """The next token for next-token `logits`, shape [vocab]."""
+        scores = logits.float().unsqueeze(0)
+        if self._ids is not None:
+            scores = self._processors(self._ids, scores)
+        if self._greedy:
+            chosen = scores.argmax(dim=-1, keepdim=True)
+        else:
+            chosen = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)
+        if self._ids is not None:
+            self._ids = torch.cat([self._ids, chosen], dim=-1)
+        return int(chosen)
+
+    def logprobs(self, logits: torch.Tensor, token: int) -> tuple[TokenLogprob, ...]:
+        """The chosen token's log probability and the likeliest alternatives; empty when not asked for.
+
+        They are the model's own, before penalties and temperature. Texts are filled in by the caller.
+        """
+        if self._num_logprobs is None:
+            return ()
+        values = logits.float().log_softmax(dim=-1)
+        best = values.topk(self._num_logprobs) if self._num_logprobs else None
+        top = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best else ()
+        alternatives = tuple(TokenLogprob(i, "", value) for i, value in top)
+        return (TokenLogprob(token, "", float(values[token]), alternatives),)
+
+
+def _processors(params: SamplingParams, prompt_tokens: int) -> LogitsProcessorList:
+    """In vLLM's order: bias and penalties on the model's logits, then temperature, then the cuts."""
+    processors = LogitsProcessorList()
+    if params.logit_bias:
+        processors.append(SequenceBiasLogitsProcessor([[[token], float(b)] for token, b in params.logit_bias.items()]))
+    if params.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        processors.append(PresenceFrequencyPenalty(params.presence_penalty, params.frequency_penalty, prompt_tokens))
+    if params.temperature == 0:
+        return processors
+    if params.temperature != 1:
+        processors.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k > 0:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        processors.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0:
+        processors.append(MinPLogitsWarper(params.min_p))
+    return processors

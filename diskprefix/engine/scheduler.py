@@ -1,0 +1,134 @@
+"""The queue in front of the engine: one thread, order of arrival, bounded, cancellable."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from diskprefix.engine.prefill import Cancelled
+from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
+from diskprefix.errors import DiskPrefixError, NotReady, QueueFull
+
+log = logging.getLogger("diskprefix")
+
+_SMOOTHING = 0.3
+"""Weight of the newest request in the moving average that `Retry-After` is estimated from."""
+
+
+class Runs(Protocol):
+    """What the scheduler needs of an engine."""
+
+    def run(
+        self,
+        request: GenerateRequest,
+        emit: Callable[[Event], None],
+        is_cancelled: Callable[[], bool],
+        arrived_at: float,
+    ) -> None: ...
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A queued or running request. `cancel` may be called from any thread, any number of times."""
+
+    request: GenerateRequest
+    emit: Callable[[Event], None]
+    arrived_at: float = field(default_factory=time.perf_counter)
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+
+class Scheduler:
+    """Owns the engine thread. `emit` of a request is called from that thread."""
+
+    def __init__(self, engine: Runs, max_queue: int) -> None:
+        self._engine = engine
+        self._max_queue = max_queue
+        self._waiting: deque[Ticket] = deque()
+        self._current: Ticket | None = None
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._mean_s = 1.0
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+
+    @property
+    def queue_depth(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> bool:
+        return self._current is not None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: GenerateRequest, emit: Callable[[Event], None]) -> Ticket:
+        """Queue a request. Raises `QueueFull` or, while stopping, `NotReady`."""
+        ticket = Ticket(request, emit)
+        with self._changed:
+            if self._stopping:
+                raise NotReady("the daemon is stopping")
+            self._waiting = deque(t for t in self._waiting if not t.cancelled)
+            if len(self._waiting) >= self._max_queue:
+                raise QueueFull(
+                    f"{len(self._waiting)} requests are waiting already; try again later or raise --max-queue",
+                    retry_after_s=max(1, math.ceil(self._mean_s * (len(self._waiting) + 1))),
+                )
+            self._waiting.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def stop(self, timeout_s: float) -> bool:
+        """Refuse what waits, let the running request finish for `timeout_s`, then cancel it. True if it finished."""
+        with self._changed:
+            self._stopping = True
+            refused = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+            for ticket in refused:
+                ticket.emit(ErrorEvent(NotReady("the daemon is stopping")))
+            finished = self._changed.wait_for(lambda: self._current is None, timeout_s)
+            if self._current is not None:
+                self._current.cancel()
+                self._current.emit(ErrorEvent(NotReady("the daemon is stopping")))
+        if self._thread.is_alive():
+            self._thread.join()
+        return finished
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._stopping)
+                if not self._waiting:
+                    return
+                self._current = ticket = self._waiting.popleft()
+            started = time.perf_counter()
+            self._run(ticket)
+            self._mean_s += _SMOOTHING * (time.perf_counter() - started - self._mean_s)
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
+
+    def _run(self, ticket: Ticket) -> None:
+        try:
+            if not ticket.cancelled:
+                self._engine.run(ticket.request, ticket.emit, lambda: ticket.cancelled, ticket.arrived_at)
+        except Cancelled:
+            log.info("[engine] %s cancelled", ticket.request.id)
+        except DiskPrefixError as error:
+            ticket.emit(ErrorEvent(error))
+        except Exception:  # the engine thread must outlive any request
+            log.exception("[engine] %s failed", ticket.request.id)
+            ticket.emit(ErrorEvent(DiskPrefixError("internal error; the daemon's log has the details")))
