@@ -26,10 +26,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from diskprefix.cache_report import CacheReport, MissReason, Saved, Source
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.kv.layers import KVArena, tensor_over
 from diskprefix.kv.layout import Layout
@@ -47,36 +48,12 @@ from diskprefix.tokens import TokenIds, block_hash
 
 log = logging.getLogger("diskprefix")
 
-Source: TypeAlias = Literal["none", "memory", "disk"]
-MissReason: TypeAlias = Literal["first_request", "diverged", "too_short", "off", "unsupported", "error"]
-Saved: TypeAlias = Literal["none", "queued", "stored", "dropped"]
 T = TypeVar("T")
 
 _HISTORY_PROMPTS = 128
 _HISTORY_TOKENS = 1 << 22
 """The window is bounded in memory and on disk whatever N a request asks for: 16 MiB of token ids for each root."""
 _VERIFY_THREADS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheReport:
-    """What the cache did for one request; the `prefix_cache` object of the response.
-
-    `selected` is the policy's boundary in tokens, `aligned` the same floored to the grid, `restored` the tokens that
-    were not prefilled. `saved`: `none` nothing to save, `queued` handed to the writer, `stored` already there,
-    `dropped` refused (buffer or budget full). `miss_reason` is None when something was restored; `diverged_at` is set
-    with `diverged`: the first token at which the prompt leaves everything seen.
-    """
-
-    scope: str
-    selected: int = 0
-    aligned: int = 0
-    restored: int = 0
-    source: Source = "none"
-    restore_ms: float = 0.0
-    saved: Saved = "none"
-    miss_reason: MissReason | None = None
-    diverged_at: int | None = None
 
 
 @dataclass(frozen=True)

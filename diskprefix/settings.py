@@ -146,9 +146,9 @@ def read_policy(path: Path) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name not in SETTING_NAMES:
             raise SettingsError(f"--policy: {path}:{_line_of(text, key)}: unknown key {key!r}", param="--policy")
-        if isinstance(value, dict | list):
+        if not isinstance(value, str | int | float) or isinstance(value, bool):
             raise SettingsError(
-                f"--policy: {path}:{_line_of(text, key)}: {key!r} must be a plain value", param="--policy"
+                f"--policy: {path}:{_line_of(text, key)}: {key!r} must be a number or a text", param="--policy"
             )
         settings[name] = value
     return settings

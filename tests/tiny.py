@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from diskprefix.cache_report import CacheReport
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.layers import KVArena
 from diskprefix.kv.layout import probe_layout
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache import CacheReport, PrefixCache
+from diskprefix.prefix_cache import PrefixCache
 from diskprefix.settings import Settings
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds

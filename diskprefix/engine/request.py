@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from diskprefix.cache_report import CacheReport
 from diskprefix.errors import DiskPrefixError
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import Scope
-from diskprefix.prefix_cache import CacheReport
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 

@@ -1,0 +1,6 @@
+"""`python -m diskprefix` is the `diskprefix` command."""
+
+from diskprefix.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The `diskprefix` command. Subcommands are imported when they are called: `inspect` must not wait for torch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from diskprefix import __version__
+from diskprefix.errors import DiskPrefixError
+
+COMMANDS = {
+    "serve": "diskprefix.cli.serve:serve",
+    "inspect": "diskprefix.cli.inspect:inspect",
+}
+"""Name of a subcommand → `module:attribute`."""
+
+_INTERRUPTED_EXIT_CODE = 130
+
+
+class LazyGroup(click.Group):
+    """A group that imports a subcommand when its help or its call needs it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name].split(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="diskprefix")
+def cli() -> None:
+    """Serve a language model whose prefix (KV) cache lives on disk.
+
+    A prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart.
+
+    \b
+    Examples:
+      diskprefix serve                          the embedded SmolLM2-135M-Instruct
+      diskprefix serve --model ~/models/qwen    a folder, a hub id or a .gguf file
+      diskprefix inspect                        what the cache holds
+    """
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The console script: runs a command and exits. An error is one line on stderr, never a traceback."""
+    sys.exit(_run(None if args is None else list(args)))
+
+
+def _run(args: list[str] | None) -> int:
+    try:
+        result: Any = cli.main(args, prog_name="diskprefix", standalone_mode=False)
+    except DiskPrefixError as error:
+        return _fail(error.message, error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.UsageError as error:
+        hint = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+        return _fail(f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
+    except click.ClickException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted", _INTERRUPTED_EXIT_CODE)
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str, exit_code: int) -> int:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return exit_code

@@ -1,0 +1,85 @@
+"""Options that have an environment variable each, in groups of the help, and may be set by a policy file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from diskprefix.settings import find_policy, read_policy
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def variable_of(flag: str) -> str:
+    """`--kv-cache-dir` → `DISKPREFIX_KV_CACHE_DIR`."""
+    return "DISKPREFIX_" + flag.removeprefix("--").replace("-", "_").upper()
+
+
+class GroupedOption(click.Option):
+    """An option that knows the heading under which the help shows it."""
+
+    def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """Names the variable or the policy file where the value came from there: the flag was not given."""
+        source = ctx.get_parameter_source(self.name) if ctx and self.name else None
+        if source is ParameterSource.ENVIRONMENT:
+            return f"'{self.envvar}'"
+        hint = super().get_error_hint(ctx)
+        return f"{hint} (from the policy file)" if source is ParameterSource.DEFAULT_MAP else hint
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its options under their headings, in the order of their first option."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(parameter, "group", "Other"), []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records, col_max=32)
+
+
+def option(flag: str, *, group: str, help: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
+    """`click.option` with its variable `DISKPREFIX_…` and its heading in the help."""
+    attributes = {"show_default": True, "envvar": variable_of(flag), **attributes}
+    return click.option(flag, cls=GroupedOption, group=group, help=help, **attributes)
+
+
+def policy_option(group: str) -> Callable[[Decorated], Decorated]:
+    """`--policy`: what the file says becomes the defaults, so that variables and flags still override it."""
+
+    def apply(ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+        if value is not None:
+            ctx.default_map = {**(ctx.default_map or {}), **read_policy(find_policy(value))}
+        return value
+
+    return option(
+        "--policy",
+        group=group,
+        metavar="NAME|FILE",
+        help="A preset (agent, chat), or a .toml file of settings; keys are the flags' names.",
+        is_eager=True,
+        expose_value=False,
+        callback=apply,
+    )
+
+
+def size_option(flag: str, *, group: str, help: str, default: str) -> Callable[[Decorated], Decorated]:
+    """An amount of bytes, handed on as text: `settings.parse_size` reads it, as it does in a policy file."""
+    return option(flag, group=group, help=help, default=default, metavar="SIZE", type=str)
+
+
+def choice_option(
+    flag: str, choices: Sequence[str], *, group: str, help: str, default: str
+) -> Callable[[Decorated], Decorated]:
+    """One of a few words."""
+    return option(flag, group=group, help=help, default=default, type=click.Choice(choices, case_sensitive=False))

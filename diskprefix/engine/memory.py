@@ -1,0 +1,115 @@
+"""How much memory a model's weights take, and how much there is."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diskprefix.errors import ModelError
+from diskprefix.settings import format_size
+
+if TYPE_CHECKING:
+    import torch
+
+_CAST_AT_LOAD = frozenset({"F64", "F32", "F16", "BF16"})
+"""safetensors types that a load casts to the model's dtype; all others (packed quantised weights) keep their size."""
+
+_ELEMENT_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+
+
+def require_memory(needed_bytes: int, available: int, *, what: str, advice: str) -> None:
+    """Raises `ModelError` with both figures if `needed_bytes` is more than `available`."""
+    if needed_bytes > available:
+        raise ModelError(
+            f"{what} does not fit: about {format_size(needed_bytes)} of memory needed, {format_size(available)} "
+            f"available; {advice}"
+        )
+
+
+def weights_bytes(files: Sequence[Path], dtype_bytes: int) -> int:
+    """What the weights in `files` take once loaded in a dtype of `dtype_bytes` bytes per element.
+
+    safetensors files are summed up from their headers. Pickled files (`.bin`) count as they are, which is the best
+    that can be said without reading them. Raises `ModelError` for a file that is not safetensors or is cut short.
+    """
+    return sum(
+        _safetensors_bytes(file, dtype_bytes) if file.suffix == ".safetensors" else file.stat().st_size
+        for file in files
+    )
+
+
+def _safetensors_bytes(file: Path, dtype_bytes: int) -> int:
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no dict)
+                view = tensors.get_slice(name)
+                dtype = view.get_dtype()
+                total += math.prod(view.get_shape()) * (
+                    dtype_bytes if dtype in _CAST_AT_LOAD else _ELEMENT_BYTES.get(dtype, 1)
+                )
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is damaged or cut short ({error}); fetch or copy it again") from error
+    return total
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory of `device`: what the driver reports for a GPU, `available_ram_bytes` for the CPU."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    return available_ram_bytes()
+
+
+def available_ram_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """RAM that this process could still take: the machine's MemAvailable or its control groups' rest, the lower one.
+
+    Where there is no /proc (macOS), the whole RAM of the machine.
+    """
+    return min([_machine_ram(proc), *_cgroup_rests(proc, cgroups)])
+
+
+def _machine_ram(proc: Path) -> int:
+    for line in _read(proc / "meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_rests(proc: Path, cgroups: Path) -> Iterator[int]:
+    """What is left under every limit between this process's control group and the root (cgroup v2 and v1)."""
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _limits_up_from(cgroups, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _limits_up_from(cgroups / "memory", path, *names)
+
+
+def _limits_up_from(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable: str) -> Iterator[int]:
+    group = mount / path.lstrip("/")
+    while True:
+        limit, usage = _read(group / limit_name).strip(), _read(group / usage_name).strip()
+        if limit.isdigit() and usage.isdigit():
+            # The kernel counts page cache as usage and gives it back on demand, as MemAvailable does.
+            stat = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines())
+            yield max(int(limit) - int(usage) + int(stat.get(reclaimable, "0")), 0)
+        if group == mount or mount not in group.parents:
+            return
+        group = group.parent
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,48 @@
+"""How far a long step has come: one bar on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+from rich.progress import TimeElapsedColumn as ElapsedColumn
+
+Report: TypeAlias = Callable[[str], None]
+"""Takes one line of text for people."""
+
+
+@contextmanager
+def progress_bar(
+    label: str, total: float, report: Report, *, in_bytes: bool = False
+) -> Iterator[Callable[[float], None]]:
+    """Yields a function that takes what is done so far, out of `total`; it never goes back.
+
+    On a terminal a bar on stderr that vanishes at the end; elsewhere `label` is reported at the start and again at
+    every quarter.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield _quarters(label, total, report)
+        return
+    amount = DownloadColumn(binary_units=True) if in_bytes else TaskProgressColumn()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), amount, ElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.update(task, completed=max(done, bar.tasks[0].completed))
+
+
+def _quarters(label: str, total: float, report: Report) -> Callable[[float], None]:
+    reported = 0
+
+    def advance(done: float) -> None:
+        nonlocal reported
+        quarter = min(int(4 * done / total), 3)
+        if quarter > reported:
+            reported = quarter
+            report(f"{label}: {25 * quarter} %")
+
+    report(label)
+    return advance

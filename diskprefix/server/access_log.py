@@ -1,0 +1,78 @@
+"""The outermost layer of every request: one log line, the request counter, and the answer to unexpected exceptions."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from diskprefix.server.errors import error_response, internal_error
+from diskprefix.server.metrics import ServerMetrics
+from diskprefix.server.record import RequestRecord
+
+log = logging.getLogger("diskprefix")
+
+_QUIET_ROUTES = frozenset({"/health", "/metrics"})
+"""Polled by machines every few seconds: logged at debug."""
+
+
+class AccessLog:
+    """ASGI middleware. Pure ASGI, because the response must still hear of a disconnect."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord()
+        scope.setdefault("state", {})["record"] = record
+        started = time.perf_counter()
+        try:
+            await self._answer(scope, receive, send, record)
+        finally:
+            self._close(scope, record, time.perf_counter() - started)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
+        response_started = False
+
+        async def note_status(message: Message) -> None:
+            nonlocal response_started
+            if message["type"] == "http.response.start":
+                response_started = True
+                record.status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_status)
+        except Exception:
+            log.exception("%s %s failed unexpectedly", scope["method"], _path(scope))
+            if response_started:
+                raise
+            await error_response(internal_error())(scope, receive, note_status)
+
+    def _close(self, scope: Scope, record: RequestRecord, elapsed_s: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.count_request(route, record.final_status)
+        level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
+        figures = _figures(record)
+        log.log(level, "%s %s %d%s · %.2f s", scope["method"], _path(scope), record.final_status, figures, elapsed_s)
+
+
+def _path(scope: Scope) -> str:
+    """As it was sent, escapes and all: decoded it could hold a newline and forge a line of the log."""
+    raw: bytes = scope["raw_path"]
+    return raw.decode("ascii", "replace")
+
+
+def _figures(record: RequestRecord) -> str:
+    if record.done is None:
+        return f" · {record.error}" if record.error else ""
+    usage, cache, timings = record.done.usage, record.done.cache, record.done.timings
+    return (
+        f" · prompt {usage.prompt_tokens} · restored {cache.restored} ({cache.miss_reason or cache.source})"
+        f" · reply {usage.completion_tokens} · ttft {timings.ttft_ms:.0f} ms"
+    )

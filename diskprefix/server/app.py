@@ -1,0 +1,84 @@
+"""The HTTP application: routes, errors, the access log and the life of the engine behind them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from diskprefix import __version__
+from diskprefix.server import completions, status
+from diskprefix.server.access_log import AccessLog
+from diskprefix.server.body import BodyTooLarge, on_body_too_large
+from diskprefix.server.daemon import Daemon, EngineLoader
+from diskprefix.server.errors import install_error_handlers
+from diskprefix.server.replies import ChatCompletionChunk
+from diskprefix.server.schemas import ChatRequest, CompletionRequest
+from diskprefix.settings import Settings
+
+_DESCRIPTION = """An OpenAI-compatible server for one local model that keeps the model's prefix (KV) cache on disk: a
+prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart of the daemon.
+
+Every reply says what the cache did (`prefix_cache`) and where the time went (`timings`)."""
+
+_TAGS = [
+    {"name": "completions", "description": "Generate text."},
+    {"name": "daemon", "description": "What the daemon says of itself."},
+]
+
+_OUTSIDE_FASTAPI: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, ChatCompletionChunk)
+"""Models that no route declares: bodies are read under a limit of our own, and chunks are events of a stream."""
+
+
+def create_app(settings: Settings, load_engine: EngineLoader | None = None) -> FastAPI:
+    """The application for `settings`. It loads the model in the background once an ASGI server has started it.
+
+    `load_engine` replaces `Engine.load`. The `Daemon` is `app.state.daemon`.
+    """
+    daemon = Daemon(settings, load_engine)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        daemon.start_loading()
+        try:
+            yield
+        finally:
+            await daemon.close()
+
+    app = FastAPI(
+        title="diskprefix",
+        version=__version__,
+        description=_DESCRIPTION,
+        openapi_tags=_TAGS,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    app.state.daemon = daemon
+    app.add_middleware(AccessLog, metrics=daemon.metrics)
+    app.add_exception_handler(BodyTooLarge, on_body_too_large)
+    install_error_handlers(app)
+    app.include_router(completions.router)
+    app.include_router(status.router)
+    _complete_openapi(app)
+    return app
+
+
+def _complete_openapi(app: FastAPI) -> None:
+    """Adds the schemas that the routes refer to but FastAPI cannot see."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        known = app.openapi_schema is not None
+        schema = generate()
+        if not known:
+            _, extra = models_json_schema(
+                [(model, "validation") for model in _OUTSIDE_FASTAPI], ref_template="#/components/schemas/{model}"
+            )
+            schema["components"]["schemas"] = extra["$defs"] | schema["components"]["schemas"]
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents

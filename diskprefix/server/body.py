@@ -1,0 +1,154 @@
+"""Reading a JSON body: bounded while it arrives, then parsed strictly, with errors that name the field."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from fastapi.exceptions import HTTPException
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from diskprefix.errors import InvalidRequest
+from diskprefix.server.errors import http_error_response
+from diskprefix.settings import format_size
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_PARSE_INLINE_BYTES = 64 * 1024
+"""A larger body is parsed in a thread, so that the event loop keeps answering /health."""
+
+_LINGER_BYTES = 256 * 1024**2
+_LINGER_S = 10.0
+
+
+class BodyTooLarge(HTTPException):
+    """413. The rest of the body is still on its way when this is raised."""
+
+
+async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
+    """The body as `model`. Raises `InvalidRequest`, and `HTTPException` 413 or 415."""
+    _check_content_type(request)
+    body = await _read(request, max_bytes)
+    if len(body) <= _PARSE_INLINE_BYTES:
+        return parse_json(body, model)
+    return await asyncio.to_thread(parse_json, body, model)
+
+
+def _check_content_type(request: Request) -> None:
+    """JSON, or what `curl -d` sends. A browser's form post is refused: any web page could send it to a local port."""
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise HTTPException(415, f"content-encoding {encoding} is not supported; send the body uncompressed")
+    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if kind == "application/json" or kind.endswith("+json"):
+        return
+    if kind == "application/x-www-form-urlencoded" and "origin" not in request.headers:
+        return
+    raise HTTPException(415, f"content-type {kind or 'of the body'} is not supported; send application/json")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = BodyTooLarge(413, f"the body is larger than {format_size(max_bytes)} (--max-body-bytes)")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+def parse_json(body: bytes, model: type[Model]) -> Model:
+    """Raises `InvalidRequest` with one line about the first thing that is wrong."""
+    if not body.strip():
+        raise InvalidRequest("the body is empty; send a JSON object", code="invalid_json")
+    try:
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"the body is not valid UTF-8 (byte {error.start}: 0x{body[error.start]:02x})", code="invalid_utf8"
+        ) from error
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise _invalid_request(error) from error
+
+
+def _invalid_request(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        reason = str(first.get("ctx", {}).get("error", first["msg"]))
+        return InvalidRequest(f"the body is not valid JSON: {reason}", code="invalid_json")
+    param = _param(first["loc"])
+    if not param:
+        return InvalidRequest("the body must be a JSON object", code="invalid_json")
+    return InvalidRequest(f"{param}: {_explain(first)}", param=param)
+
+
+def _param(loc: Iterable[int | str]) -> str:
+    """`("messages", 0, "content", "~list", 1, "type")` → `messages.0.content.1.type`."""
+    return ".".join(str(part) for part in loc if not str(part).startswith("~"))
+
+
+def _explain(error: Any) -> str:
+    """pydantic's message in our words, with the value at fault where it is short enough to help."""
+    match error["type"]:
+        case "missing":
+            return "is required"
+        case "extra_forbidden":
+            return "is not a known field"
+        case "none_required":
+            return "is not supported"
+        case "too_short":
+            return "must not be empty"
+    if error["loc"][-1] == "type" and "content" in error["loc"]:
+        return f"this model takes text only (got {_shown(error['input'])})"
+    message = str(error["msg"]).replace("Input should be", "must be").replace("valid array", "list")
+    return f"{message[:1].lower()}{message[1:]} (got {_shown(error['input'])})"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+class LingeringResponse(JSONResponse):
+    """An answer to a request whose body has not been read to its end.
+
+    Closing a socket with unread bytes resets the connection, and many clients would report that and never see the
+    answer. So the answer is sent first, then what still comes is thrown away, within limits of bytes and time.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            await asyncio.wait_for(_discard(Request(scope, receive)), _LINGER_S)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _discard(request: Request) -> None:
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > _LINGER_BYTES:
+            return
+
+
+async def on_body_too_large(_request: Request, error: Exception) -> LingeringResponse:
+    """Exception handler of `BodyTooLarge`."""
+    assert isinstance(error, BodyTooLarge)
+    answer = http_error_response(error.status_code, error.detail)
+    return LingeringResponse(json.loads(bytes(answer.body)), error.status_code, headers={"Connection": "close"})

@@ -1,0 +1,266 @@
+"""From messages or text to a `Prompt`: the chat template is rendered, the text tokenised, the safe boundaries found.
+
+All of it is CPU work that may take long for a long prompt; the server calls it in a thread. The template is rendered
+once for the prompt itself, a second time only if a message holds special-token text (see `policy.boundary`), and once
+over the leading system messages alone to see where they end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, NamedTuple
+
+from jinja2.exceptions import TemplateError
+
+from diskprefix.errors import ContextTooLong, InvalidRequest
+from diskprefix.policy.boundary import Prompt, neutralise, raw_boundaries, system_end, template_boundaries
+from diskprefix.server.schemas import ChatRequest, CompletionRequest, JsonObject, Message, TextPart, ToolCall
+from diskprefix.tokens import as_token_ids
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, PreTrainedTokenizerFast
+
+log = logging.getLogger("diskprefix")
+
+_TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError)
+"""What a template can raise over messages that it was not written for."""
+
+_PROBED_CHARS_PER_POSITION = 32
+"""A text of more characters is first judged by so many. Real text has about four characters to a token."""
+
+_PREVIEW_HEAD_CHARS = 100
+
+
+class _Conversation(NamedTuple):
+    """Everything that a template is given."""
+
+    messages: list[JsonObject]
+    tools: list[JsonObject] | None
+    variables: JsonObject
+
+
+class _Offsets:
+    """Token index → character span, computed for the few tokens that are asked about."""
+
+    def __init__(self, encoding: BatchEncoding) -> None:
+        self._encoding = encoding
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        span = self._encoding.token_to_chars(index)
+        return (span.start, span.end) if span is not None else (0, 0)
+
+
+class PromptRenderer:
+    """Renders and tokenises for one tokenizer and its model's sizes. Safe to call from several threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, max_positions: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_positions = max_positions
+        special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        special |= zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+        self._special_ids = frozenset(special)
+        self._special_texts = frozenset(special.values())
+        self.vocab_size = vocab_size
+        self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
+        self._warned_of_tools = False
+
+    def warm_up(self) -> None:
+        """Compiles the template and fills the tokenizer's caches, so that the first request need not."""
+        if self._tokenizer.chat_template:
+            self._try_render(_Conversation([{"role": "user", "content": "x"}], None, {}), True)
+        self._tokenizer("warm up", verbose=False)
+
+    def chat(self, body: ChatRequest) -> Prompt:
+        """The prompt of a chat request.
+
+        Raises `InvalidRequest` where the template cannot render it, `ContextTooLong` if it exceeds the positions.
+        """
+        conversation = self._conversation(body)
+        rendered = self._render(conversation, body.add_generation_prompt)
+        neutral_parts, changed = neutralise(list(conversation), self._special_texts)
+        neutral = None
+        if changed:
+            neutral = self._try_render(_Conversation(*neutral_parts), body.add_generation_prompt)
+        encoding = self._encode(rendered, add_special_tokens=False, param="messages")
+        token_ids = as_token_ids(encoding["input_ids"])
+        offsets = _Offsets(encoding)
+        boundaries = template_boundaries(token_ids, offsets, self._special_ids, rendered, neutral)
+        probe = self._try_render(_probe(conversation), body.add_generation_prompt)
+        return Prompt(
+            token_ids=token_ids,
+            boundaries=boundaries,
+            system_end=system_end(boundaries, offsets, rendered, probe) if probe else 0,
+            text=_chat_preview(conversation.messages),
+        )
+
+    def completion(self, body: CompletionRequest) -> Prompt:
+        """The prompt of a completion request: text, or token ids.
+
+        Raises `InvalidRequest` for unknown ids, `ContextTooLong` if it exceeds the positions.
+        """
+        prompt = body.one_prompt
+        if isinstance(prompt, str):
+            token_ids = as_token_ids(self._encode(prompt, add_special_tokens=True, param="prompt")["input_ids"])
+            text = prompt
+        else:
+            self._check_positions(len(prompt), param="prompt")
+            self._check_vocabulary(prompt)
+            token_ids = as_token_ids(prompt)
+            ends = prompt if len(prompt) <= 120 else [*prompt[:60], *prompt[-60:]]
+            text = str(self._tokenizer.decode(ends))
+        return Prompt(
+            token_ids=token_ids, boundaries=raw_boundaries(token_ids, self._special_ids), text=_preview(text, text)
+        )
+
+    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> BatchEncoding:
+        """Token ids and offsets of `text`.
+
+        Megabytes of text would keep a core busy for many seconds and take gigabytes of memory only to be refused. So
+        the beginning of such a text is encoded first, and the whole only if that leaves a doubt.
+        """
+        limit = self._max_positions * _PROBED_CHARS_PER_POSITION
+        if len(text) > limit:
+            begins = self._tokenizer(text[:limit], add_special_tokens=False, verbose=False)["input_ids"]
+            # Twice: where the text is cut, the last few tokens are not those of the whole.
+            if len(begins) >= 2 * self._max_positions:
+                raise self._too_long(f"more than {len(begins) // 2}", param)
+        encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        self._check_positions(len(encoding["input_ids"]), param)
+        return encoding
+
+    def _check_positions(self, num_tokens: int, param: str) -> None:
+        if num_tokens >= self._max_positions:
+            raise self._too_long(str(num_tokens), param)
+
+    def _too_long(self, num_tokens: str, param: str) -> ContextTooLong:
+        return ContextTooLong(
+            f"{param}: the prompt has {num_tokens} tokens, and this model has {self._max_positions} positions for "
+            "prompt and reply together",
+            param=param,
+        )
+
+    def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
+        for index, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequest(
+                    f"prompt.{index}: {token_id} is not a token id of this model (0 to {self.vocab_size - 1})",
+                    param=f"prompt.{index}",
+                )
+
+    def _conversation(self, body: ChatRequest) -> _Conversation:
+        tools = body.offered_tools
+        template = self._template(tools)
+        if tools and "tools" not in template:
+            self._warn_of_tools()
+        variables = body.chat_template_kwargs or {}
+        for name in self._reserved & variables.keys():
+            param = f"chat_template_kwargs.{name}"
+            raise InvalidRequest(f"{param}: is set by the daemon and cannot be overridden", param=param)
+        developer_is_known = "developer" in template
+        return _Conversation([_for_template(m, developer_is_known) for m in body.messages], tools, variables)
+
+    def _template(self, tools: list[JsonObject] | None) -> str:
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions, or start the daemon with --chat-template FILE",
+                param="messages",
+                code="no_chat_template",
+            )
+        return str(self._tokenizer.get_chat_template(tools=tools))
+
+    def _warn_of_tools(self) -> None:
+        if not self._warned_of_tools:
+            self._warned_of_tools = True
+            log.warning("a request offers tools, but the model's chat template ignores them (said once)")
+
+    def _render(self, conversation: _Conversation, add_generation_prompt: bool) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    conversation.messages,
+                    tools=conversation.tools,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **conversation.variables,
+                )
+            )
+        except _TEMPLATE_FAULTS as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InvalidRequest(
+                f"messages: the chat template refuses them: {reason}", param="messages", code="template_error"
+            ) from error
+
+    def _try_render(self, conversation: _Conversation, add_generation_prompt: bool) -> str:
+        """A rendering that only helps to find boundaries: empty where the template refuses it, so none is trusted."""
+        try:
+            return self._render(conversation, add_generation_prompt)
+        except InvalidRequest as error:
+            log.debug("no boundaries from this conversation: %s", error.message)
+            return ""
+
+
+def _for_template(message: Message, developer_is_known: bool) -> JsonObject:
+    role = "system" if message.role == "developer" and not developer_is_known else message.role
+    rendered: JsonObject = {"role": role, "content": _text_of(message.content)}
+    if message.tool_calls:
+        rendered["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            rendered[name] = value
+    return rendered
+
+
+def _text_of(content: str | list[TextPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+def _tool_call(call: ToolCall) -> JsonObject:
+    """Templates iterate over the arguments or dump them as JSON, so they get an object where the text is one."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            log.debug("tool call arguments are no JSON; the template gets the text")
+    rendered = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return rendered if call.id is None else {"id": call.id, **rendered}
+
+
+def _probe(conversation: _Conversation) -> _Conversation:
+    """The same system messages and tools before a user message that begins differently from the real one."""
+    leading = list(takewhile(_is_system, conversation.messages))
+    rest = conversation.messages[len(leading) :]
+    begins_with_x = bool(rest) and rest[0]["content"].lstrip().startswith("x")
+    return conversation._replace(messages=[*leading, {"role": "user", "content": "y" if begins_with_x else "x"}])
+
+
+def _is_system(message: JsonObject) -> bool:
+    return message["role"] in ("system", "developer")
+
+
+def _chat_preview(messages: list[JsonObject]) -> str:
+    """How the conversation begins, and the newest message of the user."""
+    newest = next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])
+    return _join_preview(messages[0]["content"], newest["content"] if newest is not messages[0] else "")
+
+
+def _preview(head: str, tail: str) -> str:
+    collapsed = _collapse(head)
+    if len(collapsed) <= 2 * _PREVIEW_HEAD_CHARS:
+        return collapsed
+    return f"{collapsed[:_PREVIEW_HEAD_CHARS]} … {_collapse(tail)[-_PREVIEW_HEAD_CHARS:]}"
+
+
+def _join_preview(first: str, last: str) -> str:
+    parts = [_collapse(text)[:_PREVIEW_HEAD_CHARS] for text in (first, last)]
+    return " … ".join(part for part in parts if part)
+
+
+def _collapse(text: str) -> str:
+    return " ".join(text.split())

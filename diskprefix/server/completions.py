@@ -1,0 +1,155 @@
+"""`POST /v1/chat/completions` and `POST /v1/completions`: one way through, two forms of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from diskprefix.engine.request import DoneEvent, Event, GenerateRequest, SamplingParams
+from diskprefix.policy.boundary import Prompt
+from diskprefix.server.body import read_json
+from diskprefix.server.chat import PromptRenderer
+from diskprefix.server.daemon import Daemon, Serving
+from diskprefix.server.errors import ErrorBody
+from diskprefix.server.forms import ChatForm, Collected, CompletionForm, Form
+from diskprefix.server.generation import Generation
+from diskprefix.server.params import chat_params, check_context, completion_params
+from diskprefix.server.record import record_of
+from diskprefix.server.replies import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    cache_reply,
+    timings_reply,
+    usage_reply,
+)
+from diskprefix.server.schemas import ChatRequest, CompletionRequest, PrefixCacheOptions, SamplingBody
+from diskprefix.server.streaming import ChunkWriter, EventStream, Json
+
+B = TypeVar("B", bound=SamplingBody)
+
+router = APIRouter(tags=["completions"])
+
+
+def _route(model: type[SamplingBody], whole: type[Any], chunk: type[Any]) -> dict[str, Any]:
+    """What OpenAPI says of a completion route; the body is read by `read_json`, so FastAPI cannot see it."""
+    errors = {
+        400: "The request cannot be served; `error.param` names the field.",
+        404: "The request names a model that is not served.",
+        413: "The body is larger than `--max-body-bytes`.",
+        415: "The body is not sent as JSON.",
+        500: "A failure of the daemon; its log has the details.",
+        503: "The queue is full, the model is loading or the daemon is stopping; see `Retry-After`.",
+    }
+    stream_schema = {"schema": {"$ref": f"#/components/schemas/{chunk.__name__}"}}
+    return {
+        "response_model": None,
+        "responses": {
+            200: {
+                "model": whole,
+                "description": f"The reply; with `stream: true` server-sent events of `{chunk.__name__}` objects, "
+                "closed by `data: [DONE]`.",
+                "content": {"text/event-stream": stream_schema},
+            },
+            **{status: {"model": ErrorBody, "description": text} for status, text in errors.items()},
+        },
+        "openapi_extra": {
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}},
+            }
+        },
+    }
+
+
+@router.post("/v1/chat/completions", summary="Chat", **_route(ChatRequest, ChatCompletion, ChatCompletionChunk))
+async def chat_completions(request: Request) -> Response:
+    """Reply to a conversation. The prompt's state is restored from disk as far as it is known there."""
+    return await _complete(request, ChatRequest, ChatForm(), chat_params, PromptRenderer.chat)
+
+
+@router.post("/v1/completions", summary="Text completion", **_route(CompletionRequest, Completion, Completion))
+async def completions(request: Request) -> Response:
+    """Continue a text, or a list of token ids, as it stands: no chat template is applied."""
+    return await _complete(request, CompletionRequest, CompletionForm(), completion_params, PromptRenderer.completion)
+
+
+async def _complete(
+    request: Request,
+    model: type[B],
+    form: Form,
+    params_of: Callable[[B, int], SamplingParams],
+    render: Callable[[PromptRenderer, B], Prompt],
+) -> Response:
+    daemon: Daemon = request.app.state.daemon
+    serving = daemon.require_serving()
+    body = await read_json(request, model, daemon.settings.max_body_bytes)
+    serving.require_model(body.model)
+    sampling = params_of(body, serving.renderer.vocab_size)
+    scope = (body.prefix_cache or PrefixCacheOptions()).applied_to(serving.scope)
+    prompt = await asyncio.to_thread(render, serving.renderer, body)
+    check_context(prompt, sampling.max_tokens, serving.engine.max_positions)
+    request_id = f"{form.id_prefix}{uuid.uuid4().hex}"
+    generate = GenerateRequest(id=request_id, prompt=prompt, sampling=sampling, scope=scope)
+    return await _answer(request, daemon, serving, generate, form, body)
+
+
+async def _answer(
+    request: Request, daemon: Daemon, serving: Serving, generate: GenerateRequest, form: Form, body: SamplingBody
+) -> Response:
+    def on_done(done: DoneEvent) -> None:
+        record_of(request).done = done
+        daemon.metrics.count_generation(done)
+
+    envelope = {
+        "id": generate.id,
+        "object": form.chunk_object if body.stream else form.whole_object,
+        "created": int(time.time()),
+        "model": serving.model_name,
+        "system_fingerprint": serving.fingerprint,
+    }
+    generation = Generation(serving.scheduler, generate, request.receive)
+    try:
+        # The first event decides between an HTTP error and a stream: a status cannot be taken back once it is sent.
+        first = await generation.next()
+        if body.stream:
+            include_usage = bool(body.stream_options and body.stream_options.include_usage)
+            return EventStream(generation, first, ChunkWriter(envelope, form.part, include_usage), on_done)
+        return await _whole(generation, first, envelope, form, generate.sampling.logprobs is not None, on_done)
+    except BaseException:
+        generation.close()
+        raise
+
+
+async def _whole(
+    generation: Generation,
+    first: Event,
+    envelope: Json,
+    form: Form,
+    with_logprobs: bool,
+    on_done: Callable[[DoneEvent], None],
+) -> JSONResponse:
+    collected = Collected(with_logprobs)
+    collected.add(first)
+    async for event in generation:
+        collected.add(event)
+        if isinstance(event, DoneEvent):
+            on_done(event)
+            done = event
+    generation.close()
+    return JSONResponse(
+        {
+            **envelope,
+            "choices": collected.choices(form),
+            "usage": usage_reply(done),
+            "prefix_cache": cache_reply(done),
+            "timings": timings_reply(done),
+        }
+    )

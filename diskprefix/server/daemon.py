@@ -1,0 +1,186 @@
+"""What is being served, from `loading` through `ok` to `stopping`.
+
+The model is loaded in a thread, so that the port answers `/health` from the first moment. Engine and scheduler are
+imported there too: torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from diskprefix.errors import DiskPrefixError, ModelNotFound, NotReady
+from diskprefix.policy.scope import Scope, parse_scope
+from diskprefix.server.chat import PromptRenderer
+from diskprefix.server.metrics import ServerMetrics
+from diskprefix.settings import Settings
+
+if TYPE_CHECKING:
+    from diskprefix.engine.generate import Engine
+    from diskprefix.engine.scheduler import Scheduler
+
+log = logging.getLogger("diskprefix")
+
+Status: TypeAlias = Literal["loading", "ok", "degraded", "stopping", "failed"]
+Progress: TypeAlias = Callable[[str], None]
+EngineLoader: TypeAlias = "Callable[[Settings, Progress], Engine]"
+
+
+@dataclass(frozen=True, eq=False)
+class Serving:
+    """A loaded engine and what the routes need beside it."""
+
+    engine: Engine
+    scheduler: Scheduler
+    renderer: PromptRenderer
+    scope: Scope
+    model_name: str
+    fingerprint: str
+    loaded_at: int
+    startup_s: dict[str, float]
+
+    def require_model(self, name: str | None) -> None:
+        """Raises `ModelNotFound` for any name but the served one. None is taken for it."""
+        if name is not None and name != self.model_name:
+            raise ModelNotFound(f"model {name!r} is not served here; {self.model_name!r} is", param="model")
+
+
+class Daemon:
+    """Owns the engine. All methods belong to the event loop's thread."""
+
+    def __init__(self, settings: Settings, load_engine: EngineLoader | None = None) -> None:
+        self.settings = settings
+        self.metrics = ServerMetrics(lambda: self.serving)
+        self.serving: Serving | None = None
+        self.failure: BaseException | None = None
+        self.prior_s = 0.0
+        """Age of the process when this object was made; part of the start-up times."""
+        self.doing = "starting"
+        """What the load is at, one line for `/health` and systemd."""
+        self.on_ready: Callable[[Serving], None] = lambda _serving: None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.on_progress: Progress = lambda _line: None
+        self._load_engine = load_engine
+        self._made_at = time.perf_counter()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def status(self) -> Status:
+        if self._stopping:
+            return "stopping"
+        if self.failure is not None:
+            return "failed"
+        if self.serving is None:
+            return "loading"
+        return "degraded" if self.serving.engine.cache.stats()["state"] == "degraded" else "ok"
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the loading thread still runs. It cannot be stopped, only left behind."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def require_serving(self) -> Serving:
+        """Raises `NotReady` while loading or stopping, or after a failed load."""
+        if self._stopping:
+            raise NotReady("the daemon is stopping")
+        if self.failure is not None:
+            raise NotReady("the model could not be loaded; the daemon's log has the reason")
+        if self.serving is None:
+            raise NotReady(f"the model is still loading ({self.doing}); /health tells when it is ready")
+        return self.serving
+
+    def start_loading(self) -> None:
+        """Starts the thread that loads; `on_ready` or `on_failure` is called on the running event loop."""
+        loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._load, args=(loop,), name="load", daemon=True)
+        self._thread.start()
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new and waiting requests, gives the running one `grace_s` seconds, then cancels it."""
+        self._stopping = True
+        if self.serving is not None:
+            await asyncio.to_thread(self.serving.scheduler.stop, grace_s)
+
+    async def close(self) -> None:
+        """Drains without grace, then flushes and closes the cache."""
+        await self.drain(0)
+        serving, self.serving = self.serving, None
+        if serving is not None and not await asyncio.to_thread(serving.engine.close):
+            log.warning("[disk-cache] not everything could be written in time; what was written is intact")
+
+    def _load(self, loop: asyncio.AbstractEventLoop) -> None:
+        def report(line: str) -> None:
+            log.info("%s", line)
+            loop.call_soon_threadsafe(self._progressed, line)
+
+        try:
+            serving = self._serve(report)
+        except DiskPrefixError as error:
+            self._hand_over(loop, self._failed, error)
+        except Exception as error:
+            log.exception("loading failed unexpectedly")
+            self._hand_over(loop, self._failed, error)
+        else:
+            self._hand_over(loop, self._loaded, serving)
+
+    @staticmethod
+    def _hand_over(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], value: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(call, value)
+
+    def _serve(self, progress: Progress) -> Serving:
+        scope = parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")
+        from diskprefix.engine.scheduler import Scheduler
+
+        load_engine = self._load_engine or _engine_loader()
+        imports_s = self.prior_s + time.perf_counter() - self._made_at
+        engine = load_engine(self.settings, progress)
+        renderer = PromptRenderer(
+            engine.tokenizer,
+            vocab_size=engine.model.config.get_text_config(decoder=True).vocab_size,
+            max_positions=engine.max_positions,
+        )
+        renderer.warm_up()
+        scheduler = Scheduler(engine, self.settings.max_queue)
+        scheduler.start()
+        return Serving(
+            engine=engine,
+            scheduler=scheduler,
+            renderer=renderer,
+            scope=scope,
+            model_name=self.settings.served_model_name or engine.model_name,
+            fingerprint=f"fp_{str(engine.identity.get('root', ''))[:16]}",
+            loaded_at=int(time.time()),
+            startup_s=self._startup_s(imports_s, engine.startup_timings),
+        )
+
+    def _startup_s(self, imports_s: float, of_engine: dict[str, float]) -> dict[str, float]:
+        """Where the time from the start of the process went; `imports` includes starting Python."""
+        seconds = of_engine | {"imports": imports_s + of_engine.get("imports", 0.0)}
+        seconds["total"] = self.prior_s + time.perf_counter() - self._made_at
+        return {name: round(value, 3) for name, value in seconds.items()}
+
+    def _progressed(self, line: str) -> None:
+        self.doing = line
+        self.on_progress(line)
+
+    def _loaded(self, serving: Serving) -> None:
+        self.serving = serving
+        if not self._stopping:
+            self.on_ready(serving)
+
+    def _failed(self, error: BaseException) -> None:
+        self.failure = error
+        self.on_failure()
+
+
+def _engine_loader() -> EngineLoader:
+    from diskprefix.engine.generate import Engine
+
+    return Engine.load

@@ -1,0 +1,101 @@
+"""Every failure as OpenAI's error body: {"error": {"message", "type", "param", "code"}} and the right status."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import HTTPException
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from diskprefix.errors import DiskPrefixError, NotReady, QueueFull
+from diskprefix.server.record import CLIENT_CLOSED_REQUEST, record_of
+
+log = logging.getLogger("diskprefix")
+
+NOT_READY_RETRY_AFTER_S = 2
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "unsupported_media_type"}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str = Field(description="One line that says what is wrong and what to do.")
+    type: str = Field(description="`invalid_request_error` (the client's fault) or `server_error`.")
+    param: str | None = Field(description="Dotted path of the field at fault, for example `messages.0.role`.")
+    code: str | None = Field(description="A stable machine-readable word, for example `invalid_scope`.")
+
+
+class ErrorBody(BaseModel):
+    """The body of every response with a status of 400 or more, as OpenAI writes it."""
+
+    error: ErrorDetail
+
+
+def error_body(error: DiskPrefixError) -> dict[str, Any]:
+    return _body(error.message, error.error_type, error.param, error.code)
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: DiskPrefixError) -> JSONResponse:
+    headers = {}
+    if isinstance(error, QueueFull):
+        headers["Retry-After"] = str(error.retry_after_s)
+    elif isinstance(error, NotReady):
+        headers["Retry-After"] = str(NOT_READY_RETRY_AFTER_S)
+    return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
+
+
+def internal_error() -> DiskPrefixError:
+    """What a client is told of an exception that nobody expected: nothing of its inside."""
+    return DiskPrefixError("internal error; the daemon's log has the details", code="internal_error")
+
+
+def http_error_response(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error of HTTP itself (route, method, body size, content type), which has no class in our tree."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse(_body(detail, kind, None, _CODES.get(status)), status_code=status, headers=headers)
+
+
+async def _on_diskprefix_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, DiskPrefixError)
+    record_of(request).error = error.message
+    if error.http_status == 500:
+        log.error("request failed: %s", error.message, exc_info=error)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, StarletteHTTPException)
+    headers = dict(error.headers or {})
+    detail = error.detail
+    if error.status_code == 404 and detail == "Not Found":
+        detail = f"no such route: {request.method} {request.url.path}; /docs lists those there are"
+    elif error.status_code == 405:
+        detail = f"{request.url.path} does not take {request.method}; it takes {headers.get('Allow', 'another method')}"
+    return http_error_response(error.status_code, detail, headers)
+
+
+async def _on_client_disconnect(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Registers the handlers that give every error OpenAI's body."""
+    handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+        DiskPrefixError: _on_diskprefix_error,
+        StarletteHTTPException: _on_http_exception,
+        HTTPException: _on_http_exception,
+        ClientDisconnect: _on_client_disconnect,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)

@@ -1,0 +1,113 @@
+"""Prometheus metrics in a registry of their own. Cache figures are read from the cache when they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from diskprefix.engine.request import DoneEvent
+
+if TYPE_CHECKING:
+    from diskprefix.server.daemon import Serving
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+
+_CACHE_COUNTERS = {
+    "hits": "Requests that restored something.",
+    "restored_tokens": "Tokens restored.",
+    "restored_bytes": "Bytes restored.",
+    "saved_tokens": "Tokens written.",
+    "saved_bytes": "Bytes written, before compression.",
+    "dropped": "Publications refused because the buffer or the budget was full.",
+    "evicted_blocks": "Blocks evicted to stay within the budget.",
+    "quarantined": "Records set aside because they failed their checks.",
+    "errors": "Cache errors that became misses.",
+}
+_CACHE_GAUGES = {
+    "entries": "Entries in the store.",
+    "blocks": "Blocks in the store.",
+    "used_bytes": "Bytes that the store uses.",
+    "budget_bytes": "Bytes that the store may use.",
+    "pending_bytes": "Bytes waiting to be written.",
+}
+
+
+class ServerMetrics:
+    """What the server counts. `serving` answers the loaded engine, or None while loading."""
+
+    def __init__(self, serving: Callable[[], Serving | None]) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "diskprefix_requests", "HTTP requests answered.", ["route", "status"], registry=self.registry
+        )
+        self._tokens = Counter(
+            "diskprefix_tokens", "Tokens of finished requests: prompt, completion, restored.", ["kind"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._seconds = {
+            phase: Histogram(f"diskprefix_{phase}_seconds", text, buckets=_SECONDS, registry=self.registry)
+            for phase, text in (
+                ("ttft", "Arrival in the queue to the first token."),
+                ("queue", "Waiting for the engine."),
+                ("restore", "Restoring from the cache."),
+                ("prefill", "Computing the rest of the prompt."),
+                ("decode", "Generating the reply."),
+            )
+        }
+        for kind in ("prompt", "completion", "restored"):
+            self._tokens.labels(kind)
+        self.registry.register(_EngineCollector(serving))
+        ProcessCollector(registry=self.registry)
+
+    def count_request(self, route: str, status: int) -> None:
+        self._requests.labels(route, str(status)).inc()
+
+    def count_generation(self, done: DoneEvent) -> None:
+        """Adds the figures of a request that ended well."""
+        self._tokens.labels("prompt").inc(done.usage.prompt_tokens)
+        self._tokens.labels("completion").inc(done.usage.completion_tokens)
+        self._tokens.labels("restored").inc(done.cache.restored)
+        for phase, histogram in self._seconds.items():
+            histogram.observe(getattr(done.timings, f"{phase}_ms") / 1000)
+
+    def render(self) -> bytes:
+        """The text that a scrape gets."""
+        return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    """Queue and cache figures, read when asked for."""
+
+    def __init__(self, serving: Callable[[], Serving | None]) -> None:
+        self._serving = serving
+
+    def describe(self) -> list[Metric]:
+        # Without this, registering would call collect() to learn the names.
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        serving = self._serving()
+        yield GaugeMetricFamily("diskprefix_ready", "1 once the model is loaded.", value=float(serving is not None))
+        if serving is None:
+            return
+        scheduler = serving.scheduler
+        yield GaugeMetricFamily("diskprefix_queue_depth", "Requests that wait.", value=scheduler.queue_depth)
+        yield GaugeMetricFamily("diskprefix_running", "Requests in the engine.", value=float(scheduler.running))
+        yield from _cache_metrics(serving.engine.cache.stats())
+
+
+def _cache_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
+    for name, text in _CACHE_COUNTERS.items():
+        yield CounterMetricFamily(f"diskprefix_cache_{name}", text, value=stats[name])
+    for name, text in _CACHE_GAUGES.items():
+        yield GaugeMetricFamily(f"diskprefix_cache_{name}", text, value=stats[name])
+    degraded = float(stats["state"] == "degraded")
+    yield GaugeMetricFamily("diskprefix_cache_degraded", "1 while the store cannot be used.", value=degraded)
+    misses = CounterMetricFamily("diskprefix_cache_misses", "Requests that restored nothing.", labels=["reason"])
+    for reason, count in stats["misses"].items():
+        misses.add_metric([reason], count)
+    yield misses

@@ -1,0 +1,76 @@
+"""From a validated body to `SamplingParams`, and the checks that need the model: vocabulary and positions."""
+
+from __future__ import annotations
+
+from diskprefix.engine.request import SamplingParams
+from diskprefix.errors import ContextTooLong, InvalidRequest
+from diskprefix.policy.boundary import Prompt
+from diskprefix.server.schemas import ChatRequest, CompletionRequest, SamplingBody
+
+_GREEDY_BELOW = 1e-5
+"""Dividing logits by less overflows float32; vLLM draws the line at the same place."""
+
+_ON_STREAMS_ONLY = "stream_options: is allowed with stream: true only"
+
+
+def chat_params(body: ChatRequest, vocab_size: int) -> SamplingParams:
+    """Raises `InvalidRequest` for fields that contradict each other or the vocabulary."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
+    return _sampling(
+        body,
+        vocab_size,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def completion_params(body: CompletionRequest, vocab_size: int) -> SamplingParams:
+    """Raises `InvalidRequest` for fields that contradict each other or the vocabulary."""
+    if body.best_of not in (None, body.n or 1):
+        raise InvalidRequest("best_of: is not supported, unless equal to n", param="best_of")
+    return _sampling(body, vocab_size, max_tokens=body.max_tokens, logprobs=body.logprobs)
+
+
+def _sampling(body: SamplingBody, vocab_size: int, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest(_ON_STREAMS_ONLY, param="stream_options")
+    temperature = 1.0 if body.temperature is None else body.temperature
+    stop = body.stop or ()
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        logprobs=logprobs,
+        n=body.n or 1,
+    )
+
+
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+    valid = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            raise InvalidRequest(
+                f"logit_bias: {key[:20]!r} is not a token id of this model (0 to {vocab_size - 1})", param="logit_bias"
+            )
+        valid[int(key)] = value
+    return valid
+
+
+def check_context(prompt: Prompt, max_tokens: int | None, max_positions: int) -> None:
+    """Raises `ContextTooLong` if `prompt` leaves no room for the `max_tokens` that were asked for."""
+    num_tokens = len(prompt.token_ids)
+    if max_tokens is not None and num_tokens + max_tokens > max_positions:
+        raise ContextTooLong(
+            f"max_tokens: {num_tokens} tokens of prompt and {max_tokens} of reply are {num_tokens + max_tokens}, and "
+            f"this model has {max_positions} positions for both together",
+            param="max_tokens",
+        )

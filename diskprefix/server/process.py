@@ -1,0 +1,195 @@
+"""The daemon as a process: its socket, its signals, what it tells systemd, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import prometheus_client
+import uvicorn
+
+from diskprefix.errors import DiskPrefixError, SettingsError
+from diskprefix.server.notify import notify
+from diskprefix.settings import Settings, format_size
+
+if TYPE_CHECKING:
+    from diskprefix.server.daemon import Daemon, EngineLoader, Serving
+
+log = logging.getLogger("diskprefix")
+
+GRACE_S = 5.0
+"""What a running request gets to finish after SIGTERM."""
+
+_SLOW_CLIENT_S = 3
+"""And what a client that does not read gets after that."""
+
+_KEEP_ALIVE_S = 75
+_BACKLOG = 2048
+_ABSENT_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
+_FORCED_EXIT_CODE = 130
+
+
+def run(settings: Settings, load_engine: EngineLoader | None = None) -> None:
+    """Serves until SIGTERM or SIGINT, then returns. Raises the error that kept the daemon from serving."""
+    signal.signal(signal.SIGTERM, _exit_cleanly)
+    listeners = listen(settings.host, settings.port)
+    address = f"http://{_for_url(settings.host)}:{listeners[0].getsockname()[1]}"
+    log.info("listening on %s; /health tells when the model is loaded", address)
+    # Only now: these imports take a while, and a port that is taken should be reported before.
+    from diskprefix.server.app import create_app
+
+    # The time at which each series was created doubles the length of a scrape and tells nothing.
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+    app = create_app(settings, load_engine)
+    daemon: Daemon = app.state.daemon
+    daemon.prior_s = process_age_s()
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(GRACE_S) + _SLOW_CLIENT_S,
+    )
+    server = _Server(config, daemon)
+    daemon.on_ready = lambda serving: _announce(serving, settings, address)
+    daemon.on_progress = lambda line: notify(STATUS=line)
+    daemon.on_failure = server.exit_soon
+    server.run(sockets=listeners)
+    _end(daemon)
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets on all addresses of `host`; port 0 takes a free one. Raises `SettingsError`.
+
+    They listen at once, before anything slow: a second daemon on the port must hear of it immediately.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"--host: {host!r} cannot be resolved: {error}", param="--host") from error
+    listeners: list[socket.socket] = []
+    failure: OSError | None = None
+    for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+        if listeners and port == 0:
+            break
+        try:
+            listeners.append(socket.create_server(address, family=family, backlog=_BACKLOG))
+        except OSError as error:
+            failure = error
+    # A name may have an address that this machine lacks, such as ::1 where IPv6 is off. A port in use is another thing.
+    if failure is not None and (not listeners or failure.errno not in _ABSENT_ADDRESS):
+        for listener in listeners:
+            listener.close()
+        hint = "is a daemon running already? Choose another with --port" if port else "see --host"
+        message = f"--port: cannot listen on {host}:{port}: {os.strerror(failure.errno or 0)}; {hint}"
+        raise SettingsError(message, param="--port") from failure
+    return listeners
+
+
+def _exit_cleanly(_signal: int, _frame: FrameType | None) -> None:
+    """SIGTERM before the server handles it itself: nothing has been done that would need an end."""
+    raise SystemExit(0)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but a clean end after SIGTERM is exit code 0, and the running request gets its time to finish."""
+
+    def __init__(self, config: uvicorn.Config, daemon: Daemon) -> None:
+        super().__init__(config)
+        self._daemon = daemon
+
+    def exit_soon(self) -> None:
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's own would raise the signal again in the end, and the process would die of it.
+        previous = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
+        if self.should_exit and sig == signal.SIGINT:
+            os._exit(_FORCED_EXIT_CODE)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._daemon.failure is None:
+            log.info("stopping: a running request gets %.0f s to finish", GRACE_S)
+        notify(STOPPING=1, STATUS="stopping")
+        drain = asyncio.create_task(self._daemon.drain(GRACE_S))
+        await super().shutdown(sockets)
+        await drain
+
+
+def _end(daemon: Daemon) -> None:
+    """Raises the load's error. A load that still runs is left behind: its thread cannot be stopped."""
+    if daemon.failure is not None:
+        if isinstance(daemon.failure, DiskPrefixError):
+            raise daemon.failure
+        raise DiskPrefixError(f"loading failed unexpectedly: {daemon.failure}") from daemon.failure
+    log.info("stopped")
+    if daemon.is_loading:
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _announce(serving: Serving, settings: Settings, address: str) -> None:
+    cache = describe_cache(serving, settings)
+    log.info("diskprefix ready on %s · %s · %s · %s", address, serving.model_name, cache, _startup(serving))
+    notify(READY=1, STATUS=f"serving {serving.model_name} on {address}, {cache}")
+
+
+def describe_cache(serving: Serving, settings: Settings) -> str:
+    """`cache auto:30 in /var/cache/diskprefix/kv (12 entries, 210.0 MiB of 4.0 GiB)`."""
+    stats = serving.engine.cache.stats()
+    if serving.scope.kind == "off":
+        return "cache off"
+    if stats["state"] == "unsupported":
+        return "cache bypassed (layers that are not supported yet)"
+    if stats["state"] == "degraded":
+        return f"cache degraded ({stats['error']})"
+    fill = f"{format_size(stats['used_bytes'])} of {format_size(stats['budget_bytes'])}"
+    return f"cache {serving.scope} in {settings.kv_cache_dir} ({stats['entries']} entries, {fill})"
+
+
+def _startup(serving: Serving) -> str:
+    """`3.1 s (imports 1.9, weights 0.6, warm-up 0.4)` from the start of the process, without what took no time."""
+    parts = sorted(((s, name) for name, s in serving.startup_s.items() if name != "total" and s >= 0.05), reverse=True)
+    named = ", ".join(f"{name.replace('_', '-')} {s:.1f}" for s, name in parts)
+    return f"{serving.startup_s['total']:.1f} s ({named})" if named else f"{serving.startup_s['total']:.1f} s"
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started; 0 where the system does not tell (it is read from /proc)."""
+    try:
+        # The process's name, in parentheses, may itself hold blanks and parentheses.
+        after_name = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        return 0.0
+
+
+def _for_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,32 @@
+"""What is noted of a request on its way, for its log line and its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import HTTPConnection
+
+from diskprefix.engine.request import DoneEvent
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that left; nobody receives it, the access log and the metrics show it."""
+
+
+@dataclass
+class RequestRecord:
+    """What is known of a request when it ends."""
+
+    status: int = 500
+    error: str | None = None
+    done: DoneEvent | None = None
+    disconnected: bool = False
+
+    @property
+    def final_status(self) -> int:
+        return CLIENT_CLOSED_REQUEST if self.disconnected else self.status
+
+
+def record_of(connection: HTTPConnection) -> RequestRecord:
+    """The record of the request that is being answered."""
+    record: RequestRecord = connection.scope["state"]["record"]
+    return record

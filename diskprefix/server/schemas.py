@@ -1,0 +1,325 @@
+"""The request bodies: OpenAI's fields, vLLM's sampling extensions and `prefix_cache`, strictly typed.
+
+Top-level fields that are not listed are accepted and ignored, as other OpenAI-compatible servers do, so that clients
+need not be changed. Inside `prefix_cache` nothing is ignored. Union members carry tags that begin with `~`; they say
+which form was meant and are left out of the `param` of an error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias, cast
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+    field_validator,
+)
+
+from diskprefix.errors import InvalidRequest
+from diskprefix.policy.scope import MAX_VALUE, WINDOW_PARAM, Scope, parse_scope, parse_window
+
+Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
+JsonObject: TypeAlias = dict[str, Any]
+
+
+class Body(BaseModel):
+    """A JSON object that is read strictly: no "5" for 5, no true for 1, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class PrefixCacheOptions(Body):
+    """How the disk cache treats this request. A field that is not listed here is refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    scope: Annotated[
+        Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1, "maximum": MAX_VALUE}]})
+    ] = Field(
+        default=None,
+        description="`off`, `full`, `auto`, `auto:N` (window of N recent prompts) or N (the first N prompt tokens). "
+        "Absent: the daemon's own scope.",
+        examples=["auto:8", "full", 1000],
+    )
+    window: Annotated[Any, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MAX_VALUE})] = Field(
+        default=None, description="Replaces the N of `auto:N`; for the scope `auto` only.", examples=[8]
+    )
+
+    @field_validator("scope", mode="after")
+    @classmethod
+    def _scope_follows_the_grammar(cls, value: object) -> object:
+        parse_scope(value, param="prefix_cache.scope")
+        return value
+
+    @field_validator("window", mode="after")
+    @classmethod
+    def _window_is_a_number_of_requests(cls, value: object) -> object:
+        return parse_window(value, param=WINDOW_PARAM)
+
+    def applied_to(self, default: Scope) -> Scope:
+        """The scope of this request. Raises `InvalidScope` for a window beside a scope that has none."""
+        scope = default if self.scope is None else parse_scope(self.scope, param="prefix_cache.scope")
+        return scope if self.window is None else scope.with_window(self.window)
+
+
+class TextPart(Body):
+    """One piece of a message's content. This model takes text only."""
+
+    type: Literal["text"] = Field(description="`text`; images, audio and files are refused.")
+    text: str = Field(description="The text itself.")
+
+
+def _form_of(value: object) -> str | None:
+    """Which member of a union of JSON types a value means."""
+    forms: dict[type, str] = {str: "~text", list: "~list", dict: "~object"}
+    return forms.get(type(value))
+
+
+def _string_or_list(expected: str) -> Discriminator:
+    return Discriminator(_form_of, custom_error_type="type", custom_error_message=f"Input should be {expected}")
+
+
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[list[TextPart], Tag("~list")],
+    _string_or_list("a string or a list of text parts"),
+]
+StopString: TypeAlias = Annotated[str, Field(min_length=1)]
+Stop: TypeAlias = Annotated[
+    Annotated[StopString, Tag("~text")] | Annotated[list[StopString], Field(max_length=16), Tag("~list")],
+    _string_or_list("a string or a list of up to 16 strings"),
+]
+
+
+Arguments: TypeAlias = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[JsonObject, Tag("~object")],
+    Discriminator(_form_of, custom_error_type="type", custom_error_message="Input should be JSON text or an object"),
+]
+
+
+class FunctionCall(Body):
+    """The function that the assistant called."""
+
+    name: str = Field(min_length=1, description="Name of the function.")
+    arguments: Arguments = Field(description="Its arguments: JSON text as OpenAI sends it, or an object.")
+
+
+class ToolCall(Body):
+    """A tool call of an earlier assistant message."""
+
+    id: str | None = Field(default=None, description="Matched by `tool_call_id` of the tool's answer.")
+    type: Literal["function"] = Field(default="function", description="Always `function`.")
+    function: FunctionCall
+
+
+class Message(Body):
+    """One message of the conversation."""
+
+    role: Role = Field(
+        description="Who speaks. `developer` is rendered as `system` where the template knows no better."
+    )
+    content: Content | None = Field(
+        default=None, description="Text, or a list of text parts. May be null in an assistant message with tool calls."
+    )
+    name: str | None = Field(default=None, description="Name of the speaker, for templates that render it.")
+    tool_calls: list[ToolCall] | None = Field(default=None, description="Tool calls of an assistant message.")
+    tool_call_id: str | None = Field(default=None, description="In a tool message: the call that it answers.")
+    reasoning_content: str | None = Field(
+        default=None, description="Thinking of an assistant message, for templates that render it."
+    )
+
+
+class ToolFunction(Body):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    name: str = Field(min_length=1, description="Name of the function.")
+    description: str | None = Field(default=None, description="What it does, for the model to read.")
+    parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
+
+
+class Tool(Body):
+    """A tool, handed to the chat template exactly as it was sent."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    type: Literal["function"] = Field(description="Always `function`.")
+    function: ToolFunction
+
+
+def _as_sent(value: JsonObject, check: ValidatorFunctionWrapHandler) -> JsonObject:
+    check(value)
+    return value
+
+
+ToolAsSent: TypeAlias = Annotated[Tool, WrapValidator(_as_sent)]
+"""Checked as a `Tool`, but kept as the client's dict: the order of its keys is part of the prompt."""
+
+
+class ResponseFormat(Body):
+    """The form of the reply."""
+
+    type: Literal["text"] = Field(description="`text`; constrained JSON output is not supported.")
+
+
+class StreamOptions(Body):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = Field(
+        default=None, description="Send one more chunk with `usage` (and no choices) before `[DONE]`."
+    )
+
+
+class SamplingBody(Body):
+    """The fields that both kinds of completion share."""
+
+    model: str | None = Field(
+        default=None, description="Name of the served model (see `/v1/models`). Absent: the served model."
+    )
+    stream: bool | None = Field(default=None, description="Send the reply as server-sent events while it is made.")
+    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="Most tokens to generate for a choice. Absent: up to the model's positions."
+    )
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy; default 1.")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling: smallest set with this mass.")
+    top_k: int | None = Field(default=None, ge=-1, description="Only the k most likely tokens; 0 or -1: all of them.")
+    min_p: float | None = Field(default=None, ge=0, le=1, description="Least probability, relative to the likeliest.")
+    seed: int | None = Field(
+        default=None, ge=-(2**63), le=2**63 - 1, description="Makes sampling repeatable. Absent: drawn for the request."
+    )
+    repetition_penalty: float | None = Field(default=None, gt=0, description="Above 1: repeats become less likely.")
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Flat penalty on tokens used before.")
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="Penalty for every earlier use.")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        default=None, description="Token id (as a string) → number added to its logit."
+    )
+    stop: Stop | None = Field(default=None, description="Text that ends the reply; it is not part of it.")
+    n: int | None = Field(default=None, ge=1, le=16, description="How many choices to generate.")
+    user: str | None = Field(default=None, description="Accepted and ignored.")
+    prefix_cache: PrefixCacheOptions | None = Field(default=None, description="The disk cache, for this request only.")
+
+
+class ChatRequest(SamplingBody):
+    """`POST /v1/chat/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "messages": [{"role": "user", "content": "Name three rivers."}],
+                    "max_tokens": 64,
+                    "prefix_cache": {"scope": "auto:8"},
+                }
+            ]
+        }
+    )
+
+    messages: list[Message] = Field(min_length=1, description="The conversation, oldest message first.")
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="As `max_tokens`, and wins over it.")
+    logprobs: bool | None = Field(default=None, description="Return the log probability of every token of the reply.")
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=20, description="And of its most likely alternatives; needs `logprobs: true`."
+    )
+    tools: list[ToolAsSent] | None = Field(
+        default=None, description="Functions offered to the model by its chat template."
+    )
+    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["auto", "none", None]})] = Field(
+        default=None, description="`auto`, or `none` to leave the tools out. Forcing a call is not supported."
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="Accepted and ignored.")
+    response_format: ResponseFormat | None = Field(default=None, description="Only `text`.")
+    modalities: list[Literal["text"]] | None = Field(default=None, description="Only `text`.")
+    chat_template_kwargs: JsonObject | None = Field(
+        default=None, description="Variables for the chat template, for example `enable_thinking`."
+    )
+    add_generation_prompt: bool = Field(default=True, description="End the prompt with the start of a reply.")
+    functions: None = Field(default=None, description="Not supported (deprecated by OpenAI): use `tools`.")
+    function_call: None = Field(default=None, description="Not supported (deprecated by OpenAI): use `tool_choice`.")
+
+    @field_validator("messages", mode="after")
+    @classmethod
+    def _only_a_tool_call_needs_no_content(cls, messages: list[Message]) -> list[Message]:
+        for index, message in enumerate(messages):
+            if message.content is None and not (message.role == "assistant" and message.tool_calls):
+                param = f"messages.{index}.content"
+                raise InvalidRequest(f"{param}: is required in a message of role {message.role}", param=param)
+        return messages
+
+    @field_validator("tool_choice", mode="after")
+    @classmethod
+    def _a_tool_call_cannot_be_forced(cls, choice: object) -> object:
+        if choice in (None, "auto", "none"):
+            return choice
+        raise InvalidRequest("tool_choice: only auto and none are supported", param="tool_choice")
+
+    @property
+    def offered_tools(self) -> list[JsonObject] | None:
+        """The tools as the client sent them; None where there are none, or `tool_choice` is `none`."""
+        return cast("list[JsonObject]", self.tools) if self.tools and self.tool_choice != "none" else None
+
+
+def _prompt_form(value: object) -> str | None:
+    """Text, token ids, or a list of either."""
+    if isinstance(value, str):
+        return "~text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    if isinstance(first, str):
+        return "~texts"
+    return "~batch" if isinstance(first, list) else "~ids"
+
+
+AnyPrompt: TypeAlias = str | list[str] | list[int] | list[list[int]]
+
+
+class CompletionRequest(SamplingBody):
+    """`POST /v1/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"prompt": "The three longest rivers are", "max_tokens": 64}]}
+    )
+
+    prompt: Annotated[
+        Annotated[str, Tag("~text")]
+        | Annotated[list[str], Tag("~texts")]
+        | Annotated[list[int], Tag("~ids")]
+        | Annotated[list[list[int]], Tag("~batch")],
+        Discriminator(
+            _prompt_form,
+            custom_error_type="type",
+            custom_error_message="Input should be a string or a list of token ids",
+        ),
+    ] = Field(description="Text, or token ids; or a list that holds exactly one of these.")
+    logprobs: int | None = Field(
+        default=None, ge=0, le=20, description="Return log probabilities, with so many alternatives for every token."
+    )
+    echo: Literal[False] | None = Field(default=None, description="Not supported.")
+    suffix: Literal[""] | None = Field(default=None, description="Not supported.")
+    best_of: int | None = Field(default=None, ge=1, description="Not supported, unless equal to `n`.")
+
+    @property
+    def one_prompt(self) -> str | list[int]:
+        """The prompt without the list around it."""
+        if isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list):
+            return self.prompt[0]
+        return self.prompt
+
+    @field_validator("prompt", mode="after")
+    @classmethod
+    def _exactly_one_prompt(cls, prompt: AnyPrompt) -> AnyPrompt:
+        is_batch = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+        if is_batch and len(prompt) > 1:
+            raise InvalidRequest(
+                f"prompt: {len(prompt)} prompts in one request are not supported; send them one by one", param="prompt"
+            )
+        if not prompt or (is_batch and not prompt[0]):
+            raise InvalidRequest("prompt: must not be empty", param="prompt")
+        return prompt

@@ -1,0 +1,199 @@
+"""What the daemon says of itself: `/health`, `/props`, `/metrics` and `/v1/models`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from diskprefix import __version__
+from diskprefix.server.daemon import Daemon, Serving, Status
+from diskprefix.server.errors import ErrorBody
+from diskprefix.server.replies import ModelCard, ModelList
+
+router = APIRouter(tags=["daemon"])
+
+_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorBody, "description": "The model is loading."}}
+
+
+class CacheHealth(BaseModel):
+    """The disk cache, as far as it matters for health."""
+
+    state: str = Field(description="`ok`; `unsupported`: the model's layers bypass it; `degraded`: nothing is kept.")
+    error: str | None = Field(description="Why it is degraded.")
+
+
+class Health(BaseModel):
+    """Whether requests are served."""
+
+    status: Status = Field(description="`ok` and `degraded` (200) serve requests; the others (503) do not.")
+    message: str | None = Field(description="What a load is at.")
+    model: str | None
+    cache: CacheHealth | None
+    queue_depth: int
+    running: bool
+
+
+class DiskPolicy(BaseModel):
+    """What the cache was told to do."""
+
+    scope: str = Field(description="Canonical scope of requests that name none.", examples=["auto:30"])
+    kind: str = Field(description="`off`, `full`, `auto` or `tokens`.")
+    window: int | None = Field(description="Recent requests that `auto` looks at.")
+    tokens: int | None = Field(description="The N of scope N.")
+    dir: str
+    budget_bytes: int
+    min_tokens: int
+    interval_tokens: int
+    cold_max_tokens: int
+    block_size: int
+    write_buffer_bytes: int
+
+
+class FullCache(BaseModel):
+    """The disk cache: its policy, and what it has counted since the daemon started."""
+
+    disk_policy: DiskPolicy
+    state: dict[str, Any] = Field(description="Counts and sizes, as in `/metrics`.")
+
+
+class ModelProps(BaseModel):
+    """The served model and what identifies its numbers."""
+
+    name: str
+    max_positions: int
+    vocab_size: int
+    device: str
+    dtype: str
+    has_chat_template: bool
+    identity: dict[str, Any] = Field(description="What goes into the root of the cache's keys.")
+    system_fingerprint: str
+
+
+class Props(BaseModel):
+    """Everything that one may want to know of a running daemon."""
+
+    version: str
+    model: ModelProps
+    full_cache: FullCache
+    queue_depth: int
+    running: bool
+    settings: dict[str, Any] = Field(description="Every setting with the value it has.")
+    startup_s: dict[str, float] = Field(description="Where the time to ready went, in seconds.")
+
+
+def _daemon(request: Request) -> Daemon:
+    daemon: Daemon = request.app.state.daemon
+    return daemon
+
+
+@router.get(
+    "/health",
+    summary="Health",
+    response_model=Health,
+    responses={503: {"model": Health, "description": "Loading, stopping, or the load failed."}},
+)
+async def health(request: Request) -> JSONResponse:
+    """200 when requests are served, 503 when not."""
+    daemon = _daemon(request)
+    status, serving = daemon.status, daemon.serving
+    stats = serving.engine.cache.stats() if serving else None
+    content = Health(
+        status=status,
+        message=daemon.doing if status == "loading" else None,
+        model=serving.model_name if serving else None,
+        cache=CacheHealth(state=stats["state"], error=stats["error"]) if stats else None,
+        queue_depth=serving.scheduler.queue_depth if serving else 0,
+        running=serving.scheduler.running if serving else False,
+    )
+    return JSONResponse(content.model_dump(), status_code=200 if status in ("ok", "degraded") else 503)
+
+
+@router.get("/props", summary="Properties", responses=_NOT_READY)
+async def props(request: Request) -> Props:
+    """The model, the cache with its policy and counts, the settings and the start-up times."""
+    daemon = _daemon(request)
+    serving = daemon.require_serving()
+    return Props(
+        version=__version__,
+        model=_model_props(serving),
+        full_cache=FullCache(disk_policy=_disk_policy(daemon, serving), state=serving.engine.cache.stats()),
+        queue_depth=serving.scheduler.queue_depth,
+        running=serving.scheduler.running,
+        settings={f.name: _plain(getattr(daemon.settings, f.name)) for f in fields(daemon.settings)},
+        startup_s=serving.startup_s,
+    )
+
+
+def _model_props(serving: Serving) -> ModelProps:
+    model = serving.engine.model
+    return ModelProps(
+        name=serving.model_name,
+        max_positions=serving.engine.max_positions,
+        vocab_size=serving.renderer.vocab_size,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        has_chat_template=bool(serving.engine.tokenizer.chat_template),
+        identity=serving.engine.identity,
+        system_fingerprint=serving.fingerprint,
+    )
+
+
+def _disk_policy(daemon: Daemon, serving: Serving) -> DiskPolicy:
+    settings, scope = daemon.settings, serving.scope
+    return DiskPolicy(
+        scope=str(scope),
+        kind=scope.kind,
+        window=scope.value if scope.kind == "auto" else None,
+        tokens=scope.value if scope.kind == "tokens" else None,
+        dir=str(settings.kv_cache_dir),
+        budget_bytes=settings.kv_cache_budget,
+        min_tokens=settings.kv_cache_min_tokens,
+        interval_tokens=settings.kv_cache_interval,
+        cold_max_tokens=settings.kv_cache_cold_max,
+        block_size=settings.block_size,
+        write_buffer_bytes=settings.kv_cache_write_buffer,
+    )
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
+@router.get(
+    "/metrics",
+    summary="Metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text."}},
+)
+async def metrics(request: Request) -> Response:
+    """Counters and histograms in Prometheus' text format; available while loading too."""
+    return Response(_daemon(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/models", summary="List models", responses=_NOT_READY)
+async def list_models(request: Request) -> ModelList:
+    """The one model that is served."""
+    return ModelList(data=[_card(_daemon(request).require_serving())])
+
+
+@router.get(
+    "/v1/models/{model_name:path}",
+    summary="Retrieve a model",
+    responses={404: {"model": ErrorBody, "description": "Not the served model."}, **_NOT_READY},
+)
+async def retrieve_model(model_name: str, request: Request) -> ModelCard:
+    """The served model by its name."""
+    serving = _daemon(request).require_serving()
+    serving.require_model(model_name)
+    return _card(serving)
+
+
+def _card(serving: Serving) -> ModelCard:
+    return ModelCard(id=serving.model_name, created=serving.loaded_at, max_model_len=serving.engine.max_positions)

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.cli import main
+from diskprefix.store.store import Store
+from tests.store.building import BLOCK, open_store, prompt, publication
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two prompts that share three blocks, the first of them used twice."""
+    store = open_store(tmp_path / "kv")
+    first, second = prompt(1, 4 * BLOCK), prompt(1, 4 * BLOCK)
+    second[3 * BLOCK :] += 1
+    pub = publication(store, first)
+    for publication_ in (pub, publication(store, second)):
+        store.publish(publication_)
+    assert pub.tip is not None
+    store.touch({pub.tip: (2000.0, 2)})
+    store.close()
+    return tmp_path / "kv"
+
+
+@dataclass
+class Result:
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str]) -> Invoke:
+    def run(*args: str | Path) -> Result:
+        code: object = 0
+        try:
+            main(["inspect", *map(str, args)])
+        except SystemExit as end:
+            code = end.code
+        out = capsys.readouterr()
+        assert isinstance(code, int | None)
+        return Result(code or 0, out.out, out.err)
+
+    return run
+
+
+def listed(invoke: Invoke, folder: Path) -> list[dict[str, Any]]:
+    result = invoke("--kv-cache-dir", folder, "--json")
+    assert result.exit_code == 0, result.stderr
+    entries: list[dict[str, Any]] = json.loads(result.stdout)["entries"]
+    return entries
+
+
+def test_json_lists_every_entry_with_the_documented_keys(invoke: Invoke, folder: Path) -> None:
+    first, second = listed(invoke, folder)
+    assert set(first) == {
+        "id", "model", "num_tokens", "raw_bytes", "stored_bytes", "shared_bytes", "hits", "created_at",
+        "last_used_at", "scope", "preview",
+    }  # fmt: skip
+    assert (first["hits"], first["last_used_at"], second["hits"]) == (2, 2000.0, 0)
+    assert {e["num_tokens"] for e in (first, second)} == {4 * BLOCK}
+    assert {e["raw_bytes"] for e in (first, second)} == {4 * 20_000 + 100}
+    assert {e["shared_bytes"] for e in (first, second)} == {3 * 20_000}
+    assert first["model"] == "tiny"
+
+
+def test_the_table_names_entries_and_totals(invoke: Invoke, folder: Path) -> None:
+    result = invoke("--kv-cache-dir", folder)
+    assert result.exit_code == 0
+    assert listed(invoke, folder)[0]["id"][:6] in result.stdout
+    assert "2 saved prompts, 7 blocks" in result.stdout
+
+
+def test_one_entry_shows_its_blocks(invoke: Invoke, folder: Path) -> None:
+    name = listed(invoke, folder)[0]["id"]
+    shown = invoke("--kv-cache-dir", folder, name[:8])
+    assert shown.exit_code == 0
+    assert f"tokens {3 * BLOCK}–{4 * BLOCK}" in shown.stdout
+    blocks = json.loads(invoke("--kv-cache-dir", folder, name, "--json").stdout)["blocks"]
+    assert [(b["position"], b["num_tokens"], b["kind"]) for b in blocks][-1] == (4 * BLOCK, 0, "tail")
+    assert blocks[-1]["hash"] == name
+
+
+@pytest.mark.parametrize("entry", ["zz", "", "0" * 33])
+def test_an_unknown_or_ambiguous_entry_is_one_line(invoke: Invoke, folder: Path, entry: str) -> None:
+    result = invoke("--kv-cache-dir", folder, entry)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_folder_without_a_store_is_one_line(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("--kv-cache-dir", tmp_path)
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert "holds no diskprefix store" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_preview_is_not_read_as_markup(invoke: Invoke, tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    pub = publication(store, prompt(1, BLOCK))
+    assert pub.entry is not None
+    entry = type(pub.entry)(
+        root=pub.entry.root, num_tokens=BLOCK, scope="full", preview="[bold]x[/bold] [/nope]", created_at=1.0
+    )
+    store.publish(replace(pub, entry=entry))
+    store.close()
+    result = invoke("--kv-cache-dir", tmp_path)
+    assert result.exit_code == 0
+    assert "[bold]x[/bold] [/nope]" in result.stdout
+
+
+def test_it_reads_a_store_that_is_being_written(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    stop = threading.Event()
+
+    def write() -> None:
+        for seed in range(10_000):
+            if stop.is_set():
+                return
+            store.publish(publication(store, prompt(seed, 2 * BLOCK)))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        command = [sys.executable, "-m", "diskprefix", "inspect", "--kv-cache-dir", str(tmp_path), "--json"]
+        for _ in range(3):
+            shown = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
+            assert "entries" in json.loads(shown.stdout)
+    finally:
+        stop.set()
+        writer.join()
+        store.close()
+
+
+def test_it_leaves_the_store_as_it_was(invoke: Invoke, folder: Path) -> None:
+    before = (folder / "data.mdb").read_bytes()
+    assert invoke("--kv-cache-dir", folder).exit_code == 0
+    assert (folder / "data.mdb").read_bytes() == before
+    store = Store.open(folder, read_only=True)
+    assert store.counts()["entries"] == 2
+    store.close()

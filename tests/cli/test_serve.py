@@ -1,0 +1,248 @@
+"""Flags, variables and policy files of `diskprefix serve`, and what its errors look like."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import diskprefix.cli.serve
+import diskprefix.server.process
+from diskprefix import __version__
+from diskprefix.cli import COMMANDS, cli, main
+from diskprefix.cli.options import variable_of
+from diskprefix.errors import ModelError
+from diskprefix.settings import Settings, flag_of
+
+SettingsOf = Callable[..., Settings]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for field in dataclasses.fields(Settings):
+        monkeypatch.delenv(variable_of(flag_of(field.name)), raising=False)
+    monkeypatch.delenv("DISKPREFIX_POLICY", raising=False)
+
+
+@pytest.fixture
+def settings_of(monkeypatch: pytest.MonkeyPatch) -> SettingsOf:
+    """The settings that `diskprefix serve` with these arguments would run with."""
+    seen: list[Settings] = []
+    monkeypatch.setattr(diskprefix.server.process, "run", seen.append)
+    monkeypatch.setattr(diskprefix.cli.serve, "configure_logging", lambda _level: None)
+
+    def run(*args: str) -> Settings:
+        with pytest.raises(SystemExit) as end:
+            main(["serve", *args])
+        assert end.value.code == 0
+        return seen[-1]
+
+    return run
+
+
+def error_line(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str]:
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    # click ends the terminal's ^C with a newline of its own.
+    message = captured.err.removeprefix("\n")
+    assert message.count("\n") == 1
+    assert message.startswith("error: ")
+    return end.value.code, message
+
+
+def test_without_arguments_the_settings_are_the_defaults(settings_of: SettingsOf) -> None:
+    assert settings_of() == Settings()
+
+
+def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
+    other: dict[str, str] = {
+        "model": "some/model",
+        "device": "cuda:1",
+        "dtype": "float32",
+        "host": "::1",
+        "port": "9000",
+        "max_queue": "5",
+        "max_body_bytes": "1MiB",
+        "block_size": "64",
+        "disk_prefix_cache": "FULL",
+        "kv_cache_dir": "/elsewhere",
+        "kv_cache_budget": "8GiB",
+        "kv_cache_min_tokens": "7",
+        "kv_cache_interval": "8",
+        "kv_cache_cold_max": "9",
+        "kv_cache_write_buffer": "64MiB",
+        "fingerprint": "portable",
+        "served_model_name": "me",
+        "chat_template": "/template.jinja",
+        "log_level": "debug",
+    }
+    assert other.keys() == {field.name for field in dataclasses.fields(Settings)}
+    by_flags = settings_of(*(part for name, value in other.items() for part in (flag_of(name), value)))
+    for name, value in other.items():
+        monkeypatch.setenv(variable_of(flag_of(name)), value)
+    assert settings_of() == by_flags
+    defaults = Settings()
+    unchanged = [name for name in other if getattr(by_flags, name) == getattr(defaults, name)]
+    assert unchanged == []
+    assert (by_flags.kv_cache_budget, by_flags.disk_prefix_cache) == (8 * 1024**3, "full")
+
+
+def test_a_flag_wins_over_a_variable_over_a_policy_over_the_default(
+    monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf, tmp_path: Path
+) -> None:
+    policy = tmp_path / "mine.toml"
+    policy.write_text('kv_cache_budget = "1GiB"\nkv-cache-min-tokens = 100\nmax_queue = 3\ndisk_prefix_cache = 1000\n')
+    monkeypatch.setenv("DISKPREFIX_KV_CACHE_BUDGET", "2GiB")
+    monkeypatch.setenv("DISKPREFIX_MAX_QUEUE", "4")
+    settings = settings_of("--max-queue", "5", "--policy", str(policy))
+    assert settings.max_queue == 5
+    assert settings.kv_cache_budget == 2 * 1024**3
+    assert settings.kv_cache_min_tokens == 100
+    assert settings.disk_prefix_cache == "1000"
+    assert settings.kv_cache_interval == Settings().kv_cache_interval
+
+
+def test_the_policy_may_come_from_its_variable(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
+    monkeypatch.setenv("DISKPREFIX_POLICY", "agent")
+    assert settings_of().disk_prefix_cache == "full"
+
+
+def test_an_empty_variable_is_no_variable(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
+    monkeypatch.setenv("DISKPREFIX_MODEL", "")
+    monkeypatch.setenv("DISKPREFIX_PORT", "")
+    assert settings_of() == Settings()
+
+
+def test_a_home_folder_is_expanded(settings_of: SettingsOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert settings_of("--kv-cache-dir", "~/kv").kv_cache_dir == tmp_path / "kv"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--disk-prefix-cache", "auto:0"), ("--disk-prefix-cache", "auto:0")),
+        (("--disk-prefix-cache", "sometimes"), ("--disk-prefix-cache", "sometimes")),
+        (("--disk-prefix-cache", ""), ("--disk-prefix-cache",)),
+        (("--kv-cache-budget", "lots"), ("--kv-cache-budget", "lots")),
+        (("--kv-cache-budget", "1MiB"), ("--kv-cache-budget", "out of range")),
+        (("--port", "99999"), ("--port", "99999")),
+        (("--port", "http"), ("--port", "http")),
+        (("--block-size", "0"), ("--block-size",)),
+        (("--max-queue", "0"), ("--max-queue",)),
+        (("--dtype", "int4"), ("--dtype", "int4")),
+        (("--fingerprint", "loose"), ("--fingerprint",)),
+        (("--policy", "no-such-preset"), ("--policy", "agent, chat")),
+        (("--no-such-flag",), ("--no-such-flag",)),
+        (("extra",), ("extra",)),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_names_it_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], args: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    code, line = error_line(capsys, "serve", *args)
+    assert code == 2
+    assert all(word in line for word in words)
+
+
+def test_a_wrong_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISKPREFIX_PORT", "http")
+    code, line = error_line(capsys, "serve")
+    assert code == 2
+    assert "DISKPREFIX_PORT" in line
+
+
+def test_a_wrong_type_in_a_policy_file_is_traced_to_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    policy = tmp_path / "mine.toml"
+    policy.write_text('port = "http"\n')
+    code, line = error_line(capsys, "serve", "--policy", str(policy))
+    assert code == 2
+    assert "from the policy file" in line
+
+
+def test_a_wrong_key_in_a_policy_file_is_named_with_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    policy = tmp_path / "mine.toml"
+    policy.write_text("# mine\nmax_queues = 3\n")
+    code, line = error_line(capsys, "serve", "--policy", str(policy))
+    assert code == 2
+    assert f"{policy}:2" in line
+    assert "max_queues" in line
+
+
+@pytest.mark.parametrize(("error", "code"), [(ModelError("no\nmodel"), 3), (KeyboardInterrupt(), 130)])
+def test_an_error_of_the_daemon_is_one_line_and_its_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    def fail(_settings: Settings) -> None:
+        raise error
+
+    monkeypatch.setattr(diskprefix.server.process, "run", fail)
+    monkeypatch.setattr(diskprefix.cli.serve, "configure_logging", lambda _level: None)
+    assert error_line(capsys, "serve")[0] == code
+
+
+def test_help_shows_every_flag_under_a_heading_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    for field in dataclasses.fields(Settings):
+        assert re.search(rf"^  {flag_of(field.name)} ", text, re.MULTILINE), field.name
+    for heading in ("Model:", "Server:", "Disk cache:", "Examples:"):
+        assert heading in text
+
+
+def test_the_group_lists_its_commands_and_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in COMMANDS)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert __version__ in capsys.readouterr().out
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 2
+    assert "Commands:" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_line(capsys, "bogus")[0] == 2
+
+
+def test_every_command_of_the_table_exists() -> None:
+    context = cli.make_context("diskprefix", [], resilient_parsing=True)
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        assert command.name == name
+
+
+def test_help_needs_neither_torch_nor_fastapi() -> None:
+    code = (
+        "import sys; from diskprefix.cli import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print({'torch', 'transformers', 'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "set()"
+
+
+def test_the_module_is_the_command() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "diskprefix", "--version"], capture_output=True, text=True, check=True
+    )
+    assert __version__ in answer.stdout

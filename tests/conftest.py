@@ -1,0 +1,29 @@
+"""Fixtures for all rooms: a tiny chat model on disk, and a daemon that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.server.chat_model import write_chat_model
+from tests.server.daemon_process import DaemonProcess, running_daemon
+
+# The same examples in every run, and no verdict that depends on how busy the machine is.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a chat model with random weights: 512 tokens, 2 048 positions, a ChatML template with tools."""
+    return write_chat_model(tmp_path_factory.mktemp("models") / "tiny-chat")
+
+
+@pytest.fixture(scope="session")
+def daemon(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A real daemon for the whole session. Tests that stop or disturb one start their own."""
+    with running_daemon(chat_model, tmp_path_factory.mktemp("daemon") / "kv") as process:
+        yield process

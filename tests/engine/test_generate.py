@@ -1,0 +1,197 @@
+"""The engine on a real model folder: events, limits, choices, cancellation, and the cache behind them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from diskprefix.engine.generate import Engine
+from diskprefix.engine.prefill import Cancelled
+from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
+from diskprefix.errors import ContextTooLong, StoreFormatError
+from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.scope import parse_scope
+from diskprefix.settings import Settings
+from diskprefix.tokens import TokenIds
+from tests.engine import tiny
+
+BLOCK = 16
+POSITIONS = 512
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_folder(tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16, max_position_embeddings=POSITIONS)
+
+
+def load(model: Path, kv: Path) -> Engine:
+    settings = Settings(
+        model=str(model), kv_cache_dir=kv, block_size=BLOCK, kv_cache_min_tokens=BLOCK, kv_cache_budget=32 << 20
+    )
+    return Engine.load(settings, lambda _: None)
+
+
+@pytest.fixture
+def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+    engine = load(folder, tmp_path / "kv")
+    yield engine
+    engine.close()
+
+
+def prompt(num_tokens: int, seed: int = 0) -> TokenIds:
+    return np.random.default_rng(seed).integers(3, 250, num_tokens).astype(np.int32)
+
+
+def run(
+    engine: Engine,
+    token_ids: TokenIds,
+    *,
+    scope: str = "full",
+    is_cancelled: Callable[[], bool] = lambda: False,
+    **params: Any,
+) -> list[Event]:
+    events: list[Event] = []
+    request = GenerateRequest(
+        id="test",
+        prompt=Prompt(token_ids),
+        sampling=SamplingParams(**({"temperature": 0, "max_tokens": 12} | params)),
+        scope=parse_scope(scope, param="scope"),
+    )
+    engine.run(request, events.append, is_cancelled, time.perf_counter())
+    return events
+
+
+def tokens_of(events: list[Event], choice: int = 0) -> list[int]:
+    return [token for e in events if isinstance(e, TextEvent) and e.choice == choice for token in e.token_ids]
+
+
+def done(events: list[Event]) -> DoneEvent:
+    last = events[-1]
+    assert isinstance(last, DoneEvent)
+    return last
+
+
+def test_a_restart_changes_nothing_but_the_time(folder: Path, tmp_path: Path) -> None:
+    answers = []
+    for _ in range(2):
+        engine = load(folder, tmp_path)
+        answers.append(run(engine, prompt(100), logprobs=3))
+        assert engine.close()
+    cold, warm = answers
+    assert [e for e in cold if not isinstance(e, DoneEvent)] == [e for e in warm if not isinstance(e, DoneEvent)]
+    assert (done(cold).usage.cached_tokens, done(warm).usage.cached_tokens) == (0, 100)
+    assert done(warm).cache.source == "disk"
+    assert done(warm).timings.ttft_ms > 0
+
+
+def test_an_exact_repeat_calls_the_model_for_decoding_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(engine, prompt(100))
+    lengths: list[int] = []
+    forward = engine.model.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        lengths.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine.model, "forward", counted)
+    run(engine, prompt(100), max_tokens=4)
+    assert lengths == [1, 1, 1]
+
+
+def test_the_reply_ends_at_max_tokens_or_at_the_positions(engine: Engine) -> None:
+    events = run(engine, prompt(20), max_tokens=5, logit_bias={2: -100.0})
+    assert (len(tokens_of(events)), events[-2]) == (5, FinishEvent(0, "length"))
+    assert done(events).usage.completion_tokens == 5
+    events = run(engine, prompt(POSITIONS - 3), max_tokens=None, logit_bias={2: -100.0})
+    assert (len(tokens_of(events)), events[-2]) == (3, FinishEvent(0, "length"))
+
+
+def test_the_end_of_sequence_token_stops_and_has_no_text(engine: Engine) -> None:
+    events = run(engine, prompt(20), logit_bias={2: 100.0})
+    assert events[:-1] == [TextEvent(0, "", (2,)), FinishEvent(0, "stop")]
+
+
+def test_a_stop_string_ends_the_reply(engine: Engine) -> None:
+    text = "".join(e.text for e in run(engine, prompt(20), logit_bias={2: -100.0}) if isinstance(e, TextEvent))
+    stop = text[2:4]
+    events = run(engine, prompt(20), stop=(stop,), logit_bias={2: -100.0})
+    assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text[: text.index(stop)]
+    assert events[-2] == FinishEvent(0, "stop")
+
+
+def test_choices_share_one_prefill_and_each_equals_its_own_run(engine: Engine) -> None:
+    together = run(engine, prompt(60), n=3, seed=5, temperature=1.0)
+    assert [e.choice for e in together if isinstance(e, FinishEvent)] == [0, 1, 2]
+    alone = run(engine, prompt(60), n=1, seed=6, temperature=1.0, scope="off")
+    assert tokens_of(together, 1) == tokens_of(alone)
+    assert tokens_of(together, 0) != tokens_of(together, 1)
+    assert done(together).usage.completion_tokens == sum(len(tokens_of(together, i)) for i in range(3))
+
+
+@pytest.mark.parametrize("length", [POSITIONS, POSITIONS + 100])
+def test_a_prompt_that_leaves_no_position_is_refused(engine: Engine, length: int) -> None:
+    with pytest.raises(ContextTooLong, match=f"{length} tokens; this model has {POSITIONS} positions"):
+        run(engine, prompt(length))
+
+
+def test_cancelling_stops_within_a_step_and_publishes_nothing_of_the_prefill(engine: Engine) -> None:
+    checks = iter([False, False, True])
+    with pytest.raises(Cancelled):
+        run(engine, prompt(100), is_cancelled=lambda: next(checks))
+    assert engine.cache.writer.flush(30)
+    assert engine.cache.stats()["blocks"] == 0
+    assert done(run(engine, prompt(100))).usage.cached_tokens == 0
+
+
+def test_a_reply_that_outgrows_the_memory_at_hand_is_not_changed(tmp_path: Path) -> None:
+    """The arena grows in the middle of decoding; the reply equals one that never had to."""
+    model = tiny.write_folder(tmp_path / "model", dtype=torch.bfloat16, max_position_embeddings=4096)
+    small, large = load(model, tmp_path / "a"), load(model, tmp_path / "b")
+    state = small._state
+    small._state = type(state)(small.cache.layout, small.model.device)  # type: ignore[call-arg]
+    replies = [tokens_of(run(e, prompt(1030), max_tokens=150, logit_bias={2: -100.0})) for e in (small, large)]
+    assert replies[0] == replies[1]
+    assert len(replies[0]) == 150
+    for engine in (small, large):
+        engine.close()
+
+
+def test_a_model_with_unknown_layers_bypasses_the_cache_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(tiny.tokens()),
+        sliding_window=32,
+        max_position_embeddings=POSITIONS,
+    )
+    MistralForCausalLM(config).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    engine = load(tmp_path / "model", tmp_path / "kv")
+    assert "DynamicSlidingWindowLayer" in caplog.text
+    first, second = run(engine, prompt(100), n=2), run(engine, prompt(100), n=2)
+    assert tokens_of(first) == tokens_of(second) == tokens_of(first, 1)
+    assert (done(second).cache.miss_reason, done(second).usage.cached_tokens) == ("unsupported", 0)
+    assert engine.cache.stats()["state"] == "unsupported"
+    engine.close()
+
+
+def test_a_folder_of_a_newer_format_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    import lmdb
+
+    with lmdb.open(str(tmp_path), max_dbs=8, map_size=1 << 24) as env, env.begin(write=True) as txn:
+        txn.put(b"format", (9).to_bytes(4, "little"), db=env.open_db(b"meta", txn=txn))
+    with pytest.raises(StoreFormatError, match="format 9"):
+        load(tmp_path / "no-such-model", tmp_path)

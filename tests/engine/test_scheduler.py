@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from diskprefix.engine.prefill import Cancelled
+from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, SamplingParams
+from diskprefix.engine.scheduler import Scheduler
+from diskprefix.errors import ContextTooLong, NotReady, QueueFull
+from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.scope import parse_scope
+
+
+def request(name: str) -> GenerateRequest:
+    prompt = Prompt(np.zeros(1, dtype=np.int32))
+    return GenerateRequest(id=name, prompt=prompt, sampling=SamplingParams(), scope=parse_scope("off", param="scope"))
+
+
+class Steps:
+    """An engine whose requests run until the test lets them go, in steps that look for a cancellation."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.ended: list[str] = []
+        self.go = threading.Event()
+        self.changed = threading.Condition()
+        self.failure: Exception | None = None
+
+    def run(
+        self,
+        request: GenerateRequest,
+        emit: Callable[[Event], None],
+        is_cancelled: Callable[[], bool],
+        arrived_at: float,
+    ) -> None:
+        assert arrived_at > 0
+        self._note(self.started, request.id)
+        while not self.go.wait(0.001):
+            if is_cancelled():
+                self._note(self.ended, f"{request.id} cancelled")
+                raise Cancelled
+        if self.failure is not None:
+            raise self.failure
+        emit(FinishEvent(0, "stop"))
+        self._note(self.ended, request.id)
+
+    def _note(self, where: list[str], what: str) -> None:
+        with self.changed:
+            where.append(what)
+            self.changed.notify_all()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, 30)
+
+
+class Events(list[Event]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        self.append(event)
+        self.last.set()
+
+
+@pytest.fixture
+def steps() -> Steps:
+    return Steps()
+
+
+def test_requests_run_one_at_a_time_in_order_of_arrival(steps: Steps) -> None:
+    scheduler = Scheduler(steps, 8)
+    scheduler.start()
+    for name in "abc":
+        scheduler.submit(request(name), Events())
+    steps.wait_until(lambda: bool(steps.started))
+    assert (steps.started, scheduler.queue_depth, scheduler.running) == (["a"], 2, True)
+    steps.go.set()
+    steps.wait_until(lambda: len(steps.ended) == 3)
+    assert steps.ended == ["a", "b", "c"]
+    assert scheduler.stop(30)
+
+
+def test_a_full_queue_refuses_with_a_hint(steps: Steps) -> None:
+    scheduler = Scheduler(steps, 2)
+    scheduler.start()
+    scheduler.submit(request("running"), Events())
+    steps.wait_until(lambda: bool(steps.started))
+    waiting = [scheduler.submit(request(name), Events()) for name in "ab"]
+    with pytest.raises(QueueFull, match="--max-queue") as refused:
+        scheduler.submit(request("c"), Events())
+    assert refused.value.retry_after_s >= 1
+    waiting[0].cancel()
+    scheduler.submit(request("d"), Events())
+    steps.go.set()
+    steps.wait_until(lambda: len(steps.ended) == 3)
+    assert steps.ended == ["running", "b", "d"]
+    scheduler.stop(30)
+
+
+def test_cancelling_stops_a_running_request_and_the_next_one_runs(steps: Steps) -> None:
+    scheduler = Scheduler(steps, 8)
+    scheduler.start()
+    first, events = scheduler.submit(request("a"), Events()), Events()
+    scheduler.submit(request("b"), events)
+    steps.wait_until(lambda: bool(steps.started))
+    first.cancel()
+    steps.wait_until(lambda: steps.started == ["a", "b"])
+    steps.go.set()
+    assert events.last.wait(30)
+    assert steps.ended[0] == "a cancelled"
+    scheduler.stop(30)
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [(ContextTooLong("too long"), "too long"), (ZeroDivisionError("secret detail"), "internal error")],
+)
+def test_a_failure_is_an_event_and_the_thread_lives_on(steps: Steps, failure: Exception, message: str) -> None:
+    scheduler = Scheduler(steps, 8)
+    scheduler.start()
+    steps.go.set()
+    for _ in range(2):
+        events = Events()
+        steps.failure = failure
+        scheduler.submit(request("a"), events)
+        assert events.last.wait(30)
+        (event,) = events
+        assert isinstance(event, ErrorEvent)
+        assert message in event.error.message
+        assert "secret" not in event.error.message
+    scheduler.stop(30)
+
+
+def test_stopping_refuses_what_waits_and_cancels_what_takes_too_long(steps: Steps) -> None:
+    scheduler = Scheduler(steps, 8)
+    scheduler.start()
+    running, waiting = Events(), Events()
+    scheduler.submit(request("a"), running)
+    steps.wait_until(lambda: bool(steps.started))
+    scheduler.submit(request("b"), waiting)
+    assert not scheduler.stop(0.01)
+    assert steps.ended == ["a cancelled"]
+    for events in (running, waiting):
+        (event,) = events
+        assert isinstance(event, ErrorEvent)
+        assert isinstance(event.error, NotReady)
+    with pytest.raises(NotReady):
+        scheduler.submit(request("c"), Events())

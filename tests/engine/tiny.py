@@ -1,0 +1,141 @@
+"""Models of a few kilobytes, made on the spot: a GGUF file, a wheel around it, a transformers folder."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MERGES = ["Ċ Ċ", "Ġ Ġ", "h e", "l l"]
+HIDDEN, HEADS, KV_HEADS, LAYERS, INNER = 32, 4, 2, 2, 64
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 characters in which byte-level BPE spells bytes, in the order of the bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return sorted(ByteLevel.alphabet())
+
+
+def tokens() -> list[str]:
+    return [*SPECIAL_TOKENS, *byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
+
+
+def write_gguf(
+    path: Path, *, seed: int = 0, pre: str = "smollm", without: str = "", architecture: str = "llama"
+) -> Path:
+    """A Llama of two layers in float32 with a byte-level tokenizer; `without` names a tensor to leave out."""
+    from gguf import GGUFWriter, TokenType
+
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_vocab_size(len(tokens()))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens())
+    kinds = [TokenType.CONTROL if token in SPECIAL_TOKENS else TokenType.NORMAL for token in tokens()]
+    writer.add_token_types(kinds)
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(0)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    for name, tensor in _tensors(seed).items():
+        if name != without:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tensors(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    kv = KV_HEADS * HIDDEN // HEADS
+    shapes = {"token_embd": (len(tokens()), HIDDEN), "output_norm": (HIDDEN,), "output": (len(tokens()), HIDDEN)}
+    for i in range(LAYERS):
+        shapes |= {
+            f"blk.{i}.attn_norm": (HIDDEN,),
+            f"blk.{i}.attn_q": (HIDDEN, HIDDEN),
+            f"blk.{i}.attn_k": (kv, HIDDEN),
+            f"blk.{i}.attn_v": (kv, HIDDEN),
+            f"blk.{i}.attn_output": (HIDDEN, HIDDEN),
+            f"blk.{i}.ffn_norm": (HIDDEN,),
+            f"blk.{i}.ffn_gate": (INNER, HIDDEN),
+            f"blk.{i}.ffn_up": (INNER, HIDDEN),
+            f"blk.{i}.ffn_down": (HIDDEN, INNER),
+        }
+    return {f"{name}.weight": rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def write_wheel(folder: Path, gguf: Path, *, name: str = "tiny_model", version: str = "1.0") -> tuple[Path, str]:
+    """A wheel that pip accepts, with `gguf` inside; returns it and its sha256."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(gguf, f"{name}/{gguf.name}")
+        # A dependency that exists nowhere: whoever resolves it fails.
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: no-such-package-at-all\n"
+        archive.writestr(f"{info}/METADATA", metadata)
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return wheel, hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+
+def llama(*, seed: int = 0, **changes: Any) -> Any:
+    """A random `LlamaForCausalLM` of two layers in float32, in evaluation mode."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": len(tokens()),
+        "max_position_embeddings": 128,
+    }
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**(sizes | changes))).eval()
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [(merge[0], merge[-1]) for merge in MERGES]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens())}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", extra_special_tokens=SPECIAL_TOKENS
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def write_folder(path: Path, *, seed: int = 0, dtype: Any = None, **changes: Any) -> Path:
+    """A model folder as `save_pretrained` writes it."""
+    model = llama(seed=seed, **changes)
+    (model if dtype is None else model.to(dtype)).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path

@@ -1,0 +1,139 @@
+"""`diskprefix serve` as a real process on a free port, and waiting for what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+START_TIMEOUT_S = 120.0
+_LISTENING = re.compile(r"listening on (http://\S+);")
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """This process's environment without any DISKPREFIX_ variable."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DISKPREFIX_")}
+    return kept | {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "default"} | changes
+
+
+class DaemonProcess:
+    """A started daemon. `url` is known once it listens; `wait_ready` returns when the model is loaded."""
+
+    def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._ended = False
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "diskprefix", "serve", "--port", "0", *flags],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env=environment or clean_environment(),
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait_for_line(self, pattern: str, timeout_s: float = START_TIMEOUT_S) -> re.Match[str]:
+        """The first match of `pattern` in what the daemon logged, waiting for it if need be."""
+        expression = re.compile(pattern)
+
+        def found() -> re.Match[str] | None:
+            return next((match for line in self.lines if (match := expression.search(line))), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or self._ended, timeout_s)
+            match = found()
+        assert match is not None, f"no line like {pattern!r} in:\n" + "\n".join(self.lines)
+        return match
+
+    @property
+    def url(self) -> str:
+        return self.wait_for_line(_LISTENING.pattern)[1]
+
+    def wait_ready(self) -> DaemonProcess:
+        self.wait_for_line(r"diskprefix ready on ")
+        return self
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60)
+
+    def wait_saved(self) -> None:
+        """Returns when nothing waits to be written: what was answered until now survives SIGKILL."""
+        with self.client() as client:
+            wait_until(lambda: client.get("/props").json()["full_cache"]["state"]["pending_bytes"] == 0, "all is saved")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 60) -> int:
+        """Sends the signal and answers the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return code
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self.lines)
+
+    def __enter__(self) -> DaemonProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(30)
+        self._reader.join(30)
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+
+
+def serve_flags(model: Path, cache: Path, **changes: Any) -> list[str]:
+    """Flags for a tiny model: small blocks, and prompts of any length are saved."""
+    values = {
+        "model": model,
+        "kv_cache_dir": cache,
+        "block_size": 16,
+        "kv_cache_min_tokens": 16,
+        "kv_cache_budget": "64MiB",
+        "disk_prefix_cache": "full",
+        "device": "cpu",
+    } | changes
+    return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@contextmanager
+def running_daemon(model: Path, cache: Path, **changes: Any) -> Iterator[DaemonProcess]:
+    """A daemon that is ready; killed in the end if it still runs."""
+    with DaemonProcess(*serve_flags(model, cache, **changes)) as daemon:
+        yield daemon.wait_ready()
+
+
+def wait_until(condition: Any, what: str, timeout_s: float = 30) -> Any:
+    """The first true value of `condition()`; fails with `what` at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        threading.Event().wait(0.01)
+    return value

@@ -1,0 +1,175 @@
+"""The real application over an engine that does what a test tells it to, behind a real socket.
+
+What a real engine does too fast, too rarely or not at all: standing still in the middle, failing, never becoming ready.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import uvicorn
+
+from diskprefix.cache_report import CacheReport
+from diskprefix.engine.generate import Engine
+from diskprefix.engine.prefill import Cancelled
+from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, TextEvent, Timings, Usage
+from diskprefix.server.app import create_app
+from diskprefix.server.daemon import Daemon
+from diskprefix.settings import Settings
+from tests.server.chat_model import POSITIONS, VOCAB_SIZE
+from tests.server.daemon_process import wait_until
+
+Emit = Callable[[Event], None]
+Script = Callable[[GenerateRequest, Emit, Callable[[], bool]], None]
+
+STATS: dict[str, Any] = {
+    "scope": "auto:30",
+    "dir": "kv",
+    "state": "ok",
+    "error": None,
+    "entries": 1,
+    "blocks": 2,
+    "used_bytes": 3,
+    "budget_bytes": 4,
+    "pending_bytes": 5,
+    "hits": 6,
+    "misses": {"first_request": 7, "diverged": 8},
+    "restored_tokens": 9,
+    "restored_bytes": 10,
+    "saved_tokens": 11,
+    "saved_bytes": 12,
+    "dropped": 13,
+    "evicted_blocks": 14,
+    "quarantined": 15,
+    "errors": 16,
+}
+
+
+def done(completion_tokens: int = 2, cached_tokens: int = 0, **report: Any) -> DoneEvent:
+    return DoneEvent(
+        Usage(prompt_tokens=10, completion_tokens=completion_tokens, cached_tokens=cached_tokens),
+        CacheReport(scope="auto:30", restored=cached_tokens, **report),
+        Timings(
+            queue_ms=1,
+            lookup_ms=2,
+            restore_ms=3.14159,
+            prefill_ms=4,
+            ttft_ms=5,
+            decode_ms=6,
+            decode_tokens_per_s=7,
+        ),
+    )
+
+
+def say_hello(request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
+    for choice in range(request.sampling.n):
+        emit(TextEvent(choice, "Hello", (1,)))
+        emit(TextEvent(choice, " world", (2,)))
+        emit(FinishEvent(choice, "stop"))
+    emit(done())
+
+
+class ScriptedEngine:
+    """Runs `script` for every request. `entered` is set while one runs, `cancelled` once one was cancelled."""
+
+    def __init__(self, script: Script = say_hello) -> None:
+        self.script = script
+        self.entered = threading.Event()
+        self.cancelled = threading.Event()
+        self.closed = threading.Event()
+        self.stats = dict(STATS)
+        self.requests: list[GenerateRequest] = []
+        self.model = SimpleNamespace(
+            config=SimpleNamespace(get_text_config=lambda **_: SimpleNamespace(vocab_size=VOCAB_SIZE)),
+            device="cpu",
+            dtype="torch.float32",
+        )
+        self.tokenizer: Any = None
+        self.max_positions = POSITIONS
+        self.model_name = "scripted"
+        self.identity = {"root": "0123456789abcdef0123456789abcdef"}
+        self.startup_timings = {"weights": 0.5}
+        self.cache = SimpleNamespace(stats=lambda: self.stats)
+
+    def load(self, settings: Settings, progress: Callable[[str], None]) -> Engine:
+        """Stands in for `Engine.load`."""
+        from transformers import AutoTokenizer
+
+        progress("reading the tokenizer")
+        self.tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        return cast("Engine", self)
+
+    def run(self, request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool], arrived_at: float) -> None:
+        assert arrived_at > 0
+        self.requests.append(request)
+        self.entered.set()
+        try:
+            self.script(request, emit, is_cancelled)
+        except Cancelled:
+            self.cancelled.set()
+            raise
+
+    def close(self) -> bool:
+        self.closed.set()
+        return True
+
+
+def until_cancelled(_request: GenerateRequest, _emit: Emit, is_cancelled: Callable[[], bool]) -> None:
+    """A prefill that does not end by itself."""
+    wait_until(is_cancelled, "the request is cancelled")
+    raise Cancelled
+
+
+class AppServer:
+    """The application behind a socket, with uvicorn in a thread."""
+
+    def __init__(self, settings: Settings, load_engine: Any) -> None:
+        self.app = create_app(settings, load_engine)
+        self.daemon: Daemon = self.app.state.daemon
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(self.app, http="h11", ws="none", lifespan="on", log_config=None, access_log=False)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: self.daemon.serving, "the scripted engine is loaded")
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def scripted_app(model: Path, engine: ScriptedEngine | None = None, **changes: Any) -> Iterator[AppServer]:
+    """A ready server over `engine`."""
+    engine = engine or ScriptedEngine()
+    with started_app(model, engine.load, **changes) as server:
+        server.wait_ready()
+        yield server
+
+
+@contextmanager
+def started_app(model: Path, load_engine: Any, **changes: Any) -> Iterator[AppServer]:
+    """A server that has just begun to load."""
+    server = AppServer(Settings(model=str(model), port=0, **changes), load_engine)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()

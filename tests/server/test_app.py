@@ -1,0 +1,349 @@
+"""The application over a scripted engine: what happens around a request rather than in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from diskprefix.engine.request import DoneEvent, FinishEvent, GenerateRequest, TextEvent
+from diskprefix.errors import DiskPrefixError, ModelError, StoreUnavailable
+from tests.server.daemon_process import wait_until
+from tests.server.scripted import (
+    AppServer,
+    Emit,
+    ScriptedEngine,
+    done,
+    say_hello,
+    scripted_app,
+    started_app,
+    until_cancelled,
+)
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def server(chat_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
+    with scripted_app(chat_model, engine) as running:
+        yield running
+
+
+def open_raw(server: AppServer, body: dict[str, Any]) -> socket.socket:
+    """A chat request on a bare socket that the test can close when it likes."""
+    payload = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + payload)
+    return connection
+
+
+def events_of(text: str) -> list[str]:
+    return [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+
+
+def test_health_is_503_while_loading_and_requests_are_told_to_come_back(
+    chat_model: Path, engine: ScriptedEngine
+) -> None:
+    go_on = threading.Event()
+
+    def slow(settings: Any, progress: Callable[[str], None]) -> Any:
+        progress("fetching the model")
+        assert go_on.wait(30)
+        return engine.load(settings, progress)
+
+    with started_app(chat_model, slow) as server, server.client() as client:
+        wait_until(lambda: client.get("/health").json()["message"] == "fetching the model", "the load reports")
+        assert client.get("/health").status_code == 503
+        assert client.get("/health").json()["status"] == "loading"
+        for answer in (client.post(CHAT, json=HELLO), client.get("/v1/models"), client.get("/props")):
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) > 0
+            assert answer.json()["error"]["code"] == "not_ready"
+        assert "diskprefix_ready 0.0" in client.get("/metrics").text
+        go_on.set()
+        wait_until(lambda: client.get("/health").status_code == 200, "the daemon is ready")
+        assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+@pytest.mark.parametrize("error", [ModelError("no such model"), RuntimeError("secret detail")])
+def test_a_failed_load_is_kept_for_the_exit_and_requests_are_refused(chat_model: Path, error: Exception) -> None:
+    def fail(_settings: Any, _progress: Any) -> Any:
+        raise error
+
+    with started_app(chat_model, fail) as server, server.client() as client:
+        wait_until(lambda: server.daemon.failure, "the load failed")
+        assert server.daemon.failure is error
+        answer = client.post(CHAT, json=HELLO)
+        assert answer.status_code == 503
+        assert "secret" not in answer.text
+        assert client.get("/health").json()["status"] == "failed"
+
+
+def test_a_degraded_cache_is_named_by_health_and_does_not_stop_requests(
+    server: AppServer, engine: ScriptedEngine
+) -> None:
+    engine.stats |= {"state": "degraded", "error": "disk full"}
+    with server.client() as client:
+        health = client.get("/health")
+        assert health.status_code == 200
+        assert health.json()["status"] == "degraded"
+        assert health.json()["cache"] == {"state": "degraded", "error": "disk full"}
+        assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+def test_a_full_queue_is_503_with_retry_after(chat_model: Path, engine: ScriptedEngine) -> None:
+    engine.script = until_cancelled
+    with scripted_app(chat_model, engine, max_queue=1) as server, server.client() as client:
+        running = open_raw(server, HELLO)
+        assert engine.entered.wait(30)
+        waiting = open_raw(server, HELLO)
+        wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the second request waits")
+        answer = client.post(CHAT, json=HELLO)
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"] | {"message": ""} == {
+            "message": "",
+            "type": "server_error",
+            "param": None,
+            "code": "queue_full",
+        }
+        running.close()
+        waiting.close()
+        wait_until(lambda: not client.get("/health").json()["running"], "the engine is free again")
+        engine.script = say_hello
+        assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_during_prefill_cancels_its_request(
+    server: AppServer, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.script = until_cancelled
+    connection = open_raw(server, HELLO | {"stream": stream})
+    assert engine.entered.wait(30)
+    connection.close()
+    assert engine.cancelled.wait(30)
+    engine.script = say_hello
+    with server.client() as client:
+        assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream_cancels_its_request(
+    server: AppServer, engine: ScriptedEngine
+) -> None:
+    def endless(request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool]) -> None:
+        emit(TextEvent(0, "first", (1,)))
+        until_cancelled(request, emit, is_cancelled)
+
+    engine.script = endless
+    with server.client() as client:
+        with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
+            assert "first" in next(answer.iter_lines())
+        assert engine.cancelled.wait(30)
+        counted = 'diskprefix_requests_total{route="/v1/chat/completions",status="499"} 1.0'
+        wait_until(lambda: counted in client.get("/metrics").text, "the request is counted as left")
+
+
+def test_a_client_that_leaves_while_it_waits_never_reaches_the_engine(
+    server: AppServer, engine: ScriptedEngine
+) -> None:
+    release = threading.Event()
+
+    def hold(request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool]) -> None:
+        assert release.wait(30)
+        say_hello(request, emit, is_cancelled)
+
+    engine.script = hold
+    first = open_raw(server, HELLO)
+    assert engine.entered.wait(30)
+    with server.client() as client:
+        second = open_raw(server, HELLO | {"seed": 2})
+        wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the second request waits")
+        second.close()
+        left = 'status="499"} 1.0'
+        wait_until(lambda: left in client.get("/metrics").text, "the server saw it leave")
+        release.set()
+        assert b"200 OK" in first.recv(1000)
+        assert client.post(CHAT, json=HELLO | {"seed": 3}).status_code == 200
+    first.close()
+    assert [request.sampling.seed for request in engine.requests] == [None, 3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_before_the_first_token_has_its_http_status(
+    server: AppServer, engine: ScriptedEngine, stream: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoreUnavailable("the disk is gone")
+
+    engine.script = fail
+    with server.client() as client:
+        answer = client.post(CHAT, json=HELLO | {"stream": stream})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "store_unavailable"
+
+
+def test_an_error_in_the_middle_of_a_stream_is_an_error_event_without_done(
+    server: AppServer, engine: ScriptedEngine
+) -> None:
+    def fail_late(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
+        emit(TextEvent(0, "so far", (1,)))
+        raise DiskPrefixError("it broke")
+
+    engine.script = fail_late
+    with server.client() as client:
+        answer = client.post(CHAT, json=HELLO | {"stream": True})
+    events = events_of(answer.text)
+    assert json.loads(events[0])["choices"][0]["delta"]["content"] == "so far"
+    assert json.loads(events[-1])["error"]["message"] == "it broke"
+    assert "[DONE]" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unexpected_exception_in_the_engine_is_500_without_its_inside(
+    server: AppServer, engine: ScriptedEngine, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def crash(*_: object) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    engine.script = crash
+    with caplog.at_level(logging.ERROR), server.client() as client:
+        answer = client.post(CHAT, json=HELLO | {"stream": stream})
+        assert client.get("/health").status_code == 200
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "secret" not in answer.text
+    assert "Traceback" not in answer.text
+    assert "secret detail" in caplog.text
+
+
+def test_an_unexpected_exception_in_the_server_is_500_without_its_inside(
+    server: AppServer, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.stats = {}
+    with caplog.at_level(logging.ERROR), server.client() as client:
+        answer = client.get("/metrics")
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "internal_error"
+        assert "KeyError" not in answer.text
+        assert "GET /metrics failed unexpectedly" in caplog.text
+        assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+def test_a_context_that_no_chat_template_can_render_names_the_messages(server: AppServer) -> None:
+    with server.client() as client:
+        answer = client.post(CHAT, json={"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"
+    assert "a tool cannot speak first" in answer.json()["error"]["message"]
+
+
+def test_the_last_chunk_carries_cache_and_timings(server: AppServer) -> None:
+    with server.client() as client:
+        events = events_of(client.post(CHAT, json=HELLO | {"stream": True, "n": 2}).text)
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks] == [
+        (0, None),
+        (0, None),
+        (0, "stop"),
+        (1, None),
+        (1, None),
+        (1, "stop"),
+    ]
+    assert [c["choices"][0]["delta"].get("role") for c in chunks] == ["assistant", None, None, "assistant", None, None]
+    assert [i for i, c in enumerate(chunks) if "prefix_cache" in c] == [5]
+    assert chunks[-1]["timings"]["restore_ms"] == 3.14
+    assert "usage" not in chunks[-1]
+
+
+def test_with_include_usage_the_last_chunk_has_usage_and_no_choices(server: AppServer) -> None:
+    with server.client() as client:
+        body = HELLO | {"stream": True, "stream_options": {"include_usage": True}}
+        events = events_of(client.post(CHAT, json=body).text)
+    *chunks, last = [json.loads(event) for event in events[:-1]]
+    assert all(chunk["usage"] is None and "prefix_cache" not in chunk for chunk in chunks)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert last["choices"] == []
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert {"prefix_cache", "timings"} <= last.keys()
+
+
+def test_diverged_at_is_there_only_when_it_is_known(server: AppServer, engine: ScriptedEngine) -> None:
+    def answer_with(last: DoneEvent) -> Any:
+        def script(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
+            emit(FinishEvent(0, "length"))
+            emit(last)
+
+        engine.script = script
+        with server.client() as client:
+            return client.post(CHAT, json=HELLO).json()["prefix_cache"]
+
+    assert "diverged_at" not in answer_with(done(miss_reason="first_request"))
+    assert answer_with(done(miss_reason="diverged", diverged_at=3))["diverged_at"] == 3
+
+
+def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServer, engine: ScriptedEngine) -> None:
+    body = HELLO | {
+        "max_tokens": 5,
+        "max_completion_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.1,
+        "seed": 11,
+        "stop": "END",
+        "logit_bias": {"5": -100},
+        "logprobs": True,
+        "top_logprobs": 3,
+        "presence_penalty": 1,
+        "n": 2,
+        "prefix_cache": {"scope": "AUTO", "window": 8},
+        "user": "me",
+        "some_other_field": {"ignored": True},
+    }
+    with server.client() as client:
+        assert client.post(CHAT, json=body).status_code == 200
+    request = engine.requests[0]
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.5, 0.9, 0)
+    assert (sampling.min_p, sampling.seed, sampling.stop, sampling.n) == (0.1, 11, ("END",), 2)
+    assert (sampling.logit_bias, sampling.logprobs, sampling.presence_penalty) == ({5: -100.0}, 3, 1.0)
+    assert str(request.scope) == "auto:8"
+
+
+def test_a_stopping_daemon_refuses_what_waits_and_cancels_what_runs(chat_model: Path, engine: ScriptedEngine) -> None:
+    engine.script = until_cancelled
+    answers: list[httpx.Response] = []
+    with scripted_app(chat_model, engine) as server:
+        with server.client() as client:
+            running = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=HELLO)))
+            waiting = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=HELLO)))
+            running.start()
+            assert engine.entered.wait(30)
+            waiting.start()
+            wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the second request waits")
+        serving = server.daemon.serving
+        assert serving is not None
+        serving.scheduler.stop(0)
+        running.join(30)
+        waiting.join(30)
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert {answer.json()["error"]["message"] for answer in answers} == {"the daemon is stopping"}
+    assert engine.closed.is_set()

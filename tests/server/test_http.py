@@ -1,0 +1,321 @@
+"""The real daemon over HTTP: nonsense gets a clear answer, it keeps serving, and what it says of itself holds."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.chat_model import POSITIONS, VOCAB_SIZE
+from tests.server.daemon_process import DaemonProcess, wait_until
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "temperature": 0}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[httpx.Client]:
+    with daemon.client() as client:
+        yield client
+        # Whatever a test has sent: the daemon must still answer a plain request.
+        assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    assert "Traceback" not in answer.text
+    return error
+
+
+def metrics_of(client: httpx.Client) -> dict[str, float]:
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    return {
+        sample.name + "".join(f"|{value}" for _, value in sorted(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prefix_cache": {"scope": "sometimes"}}, "prefix_cache.scope"),
+        ({"prefix_cache": {"scope": "auto:0"}}, "prefix_cache.scope"),
+        ({"prefix_cache": {"scope": ["auto"]}}, "prefix_cache.scope"),
+        ({"prefix_cache": {"scope": "auto", "window": "8"}}, "prefix_cache.window"),
+        ({"prefix_cache": {"scope": "full", "window": 8}}, "prefix_cache.window"),
+        ({"prefix_cache": {"mode": "full"}}, "prefix_cache.mode"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+        ({"logit_bias": {"512": 1}}, "logit_bias"),
+        ({"logit_bias": {"one": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+def test_a_wrong_field_is_a_400_that_names_it(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    for stream in (False, True):
+        extra = {"stream": True} if stream and param != "stream_options" else {}
+        answer = client.post(CHAT, json=HELLO | fields | extra)
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == param
+        assert error_of(answer)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "code"),
+    [
+        (b'{"messages": "\xff"}', JSON, 400, "invalid_utf8"),
+        (b"\xff\xfe{\x00}\x00", JSON, 400, "invalid_utf8"),
+        (b"{not json", JSON, 400, "invalid_json"),
+        (b"", JSON, 400, "invalid_json"),
+        (b"[1]", JSON, 400, "invalid_json"),
+        (b"messages=hello", {"content-type": "application/x-www-form-urlencoded"}, 400, "invalid_json"),
+        (json.dumps(HELLO), {"content-type": "text/plain"}, 415, "unsupported_media_type"),
+        (json.dumps(HELLO), {"content-type": "multipart/form-data; boundary=x"}, 415, "unsupported_media_type"),
+        (json.dumps(HELLO), JSON | {"content-encoding": "gzip"}, 415, "unsupported_media_type"),
+        (
+            json.dumps(HELLO),
+            {"content-type": "application/x-www-form-urlencoded", "origin": "http://elsewhere"},
+            415,
+            "unsupported_media_type",
+        ),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_refused(
+    client: httpx.Client, content: bytes | str, headers: dict[str, str], status: int, code: str
+) -> None:
+    answer = client.post(CHAT, content=content, headers=headers)
+    assert answer.status_code == status
+    assert error_of(answer)["code"] == code
+
+
+@pytest.mark.parametrize("content_type", [None, "application/json; charset=utf-8", "application/x-www-form-urlencoded"])
+def test_a_body_of_json_is_read_as_curl_sends_it(client: httpx.Client, content_type: str | None) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    assert client.post(CHAT, content=json.dumps(HELLO), headers=headers).status_code == 200
+
+
+def test_a_40_mb_body_is_a_413(client: httpx.Client) -> None:
+    big = HELLO | {"messages": [{"role": "user", "content": "x" * 40_000_000}]}
+    answer = client.post(CHAT, json=big)
+    assert answer.status_code == 413
+    assert error_of(answer)["code"] == "body_too_large"
+    assert "32.0 MiB" in error_of(answer)["message"]
+
+
+def test_a_40_mb_body_in_chunks_of_unknown_length_is_a_413(client: httpx.Client) -> None:
+    answer = client.post(CHAT, content=iter([b"x" * 1_000_000] * 40), headers=JSON)
+    assert answer.status_code == 413
+
+
+def test_a_client_that_waits_for_100_continue_is_refused_before_it_sends_anything(daemon: DaemonProcess) -> None:
+    port = int(daemon.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 99000000\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_context_that_is_too_long_is_a_400_with_both_figures(client: httpx.Client) -> None:
+    answer = client.post(CHAT, json=HELLO | {"messages": [{"role": "user", "content": "rivers " * POSITIONS}]})
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert f"{POSITIONS} positions" in error["message"]
+    answer = client.post(COMPLETIONS, json={"prompt": [5] * POSITIONS})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "prompt")
+
+
+def test_a_reply_that_cannot_fit_is_a_400_and_one_that_just_fits_is_made(client: httpx.Client) -> None:
+    prompt = [5] * (POSITIONS - 3)
+    answer = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 4})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "max_tokens")
+    bias = {"2": -100}
+    answer = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 3, "logit_bias": bias, "temperature": 0})
+    assert answer.json()["usage"]["total_tokens"] == POSITIONS
+    answer = client.post(COMPLETIONS, json={"prompt": prompt, "logit_bias": bias, "temperature": 0})
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("GET", "/v1/chat/completions/", 404, "not_found"),
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("DELETE", "/health", 405, "method_not_allowed"),
+        ("GET", "/v1/models/gpt-4", 404, "model_not_found"),
+    ],
+)
+def test_wrong_routes_and_methods_have_openais_body(
+    client: httpx.Client, method: str, path: str, status: int, code: str
+) -> None:
+    answer = client.request(method, path)
+    assert answer.status_code == status
+    assert error_of(answer)["code"] == code
+
+
+def test_a_model_that_is_not_served_is_a_404_that_names_the_served_one(client: httpx.Client) -> None:
+    answer = client.post(CHAT, json=HELLO | {"model": "gpt-4"})
+    assert answer.status_code == 404
+    assert error_of(answer)["param"] == "model"
+    assert "'tiny-chat'" in error_of(answer)["message"]
+    assert client.post(CHAT, json=HELLO | {"model": "tiny-chat"}).json()["model"] == "tiny-chat"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e-300},
+        {"temperature": 2, "top_p": 1e-9, "top_k": 10**9, "min_p": 1},
+        {"temperature": 0, "n": 3},
+        {"repetition_penalty": 1e-3},
+        {"repetition_penalty": 1e3},
+        {"seed": -(2**63)},
+        {"seed": 2**63 - 1, "n": 16},
+        {"logit_bias": {str(i): -100 for i in range(VOCAB_SIZE)}},
+        {"stop": ["a", "b", "\u0000", "🦀"]},
+        {"logprobs": True, "top_logprobs": 20},
+        {"frequency_penalty": -2, "presence_penalty": 2},
+        {"messages": [{"role": "user", "content": ""}]},
+        {"messages": [{"role": "user", "content": "\u0000🦀\ufffe"}]},
+    ],
+)
+def test_extremes_that_are_allowed_are_served(client: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = client.post(CHAT, json=HELLO | {"temperature": 1, "max_tokens": 4} | fields)
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_repeat_is_restored_and_says_the_same(client: httpx.Client) -> None:
+    body = HELLO | {"messages": [{"role": "user", "content": "Name three rivers and where they end. " * 4}]}
+    first, second = (client.post(CHAT, json=body).json() for _ in range(2))
+    assert first["prefix_cache"]["restored"] == first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prefix_cache"]["restored"] == second["usage"]["prompt_tokens"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == second["usage"]["prompt_tokens"]
+    assert second["prefix_cache"]["source"] in ("memory", "disk")
+    assert second["prefix_cache"]["miss_reason"] is None
+    assert second["choices"] == first["choices"]
+
+
+def test_a_response_has_exactly_the_documented_fields(client: httpx.Client) -> None:
+    answer = client.post(CHAT, json=HELLO).json()
+    assert answer.keys() == {
+        "id", "object", "created", "model", "system_fingerprint", "choices", "usage", "prefix_cache", "timings"
+    }  # fmt: skip
+    assert answer["prefix_cache"].keys() - {"diverged_at"} == {
+        "scope", "selected", "aligned", "restored", "source", "restore_ms", "saved", "miss_reason"
+    }  # fmt: skip
+    assert answer["timings"].keys() == {
+        "queue_ms", "lookup_ms", "restore_ms", "prefill_ms", "ttft_ms", "decode_ms", "decode_tokens_per_s"
+    }  # fmt: skip
+    assert all(value == round(value, 2) for value in answer["timings"].values())
+
+
+def test_a_scope_of_the_request_is_the_scope_of_the_reply(client: httpx.Client) -> None:
+    for scope, canonical in (("off", "off"), ("AUTO:8", "auto:8"), (100, "100"), ("auto", "auto:30")):
+        answer = client.post(CHAT, json=HELLO | {"prefix_cache": {"scope": scope}}).json()
+        assert answer["prefix_cache"]["scope"] == canonical
+    assert client.post(CHAT, json=HELLO).json()["prefix_cache"]["scope"] == "full"
+
+
+def test_logprobs_of_completions_add_up_to_the_text(client: httpx.Client) -> None:
+    body = {"prompt": "Name three rivers", "max_tokens": 12, "temperature": 0, "logprobs": 2, "logit_bias": {"2": -100}}
+    choice = client.post(COMPLETIONS, json=body).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 12
+    assert all(value <= 0 for value in logprobs["token_logprobs"])
+    assert all(len(top) <= 2 for top in logprobs["top_logprobs"])
+
+
+def test_props_tell_policy_counts_settings_and_start_up(client: httpx.Client) -> None:
+    before = client.get("/props").json()
+    assert client.post(CHAT, json=HELLO | {"messages": [{"role": "user", "content": "count me " * 9}]}).is_success
+    after = client.get("/props").json()
+    assert before["full_cache"]["disk_policy"]["scope"] == "full"
+    assert before["full_cache"]["disk_policy"]["block_size"] == 16
+    assert before["model"]["max_positions"] == POSITIONS
+    assert before["model"]["identity"]["weights_digest"]
+    assert before["settings"]["kv_cache_min_tokens"] == 16
+    assert before["startup_s"]["total"] >= before["startup_s"]["imports"] > 0
+    misses = [sum(state["full_cache"]["state"]["misses"].values()) for state in (before, after)]
+    assert misses[1] == misses[0] + 1
+
+
+def test_metrics_count_what_happened(client: httpx.Client) -> None:
+    body = HELLO | {"messages": [{"role": "user", "content": "metrics are counted " * 9}]}
+    assert client.post(CHAT, json=body).is_success
+    before = metrics_of(client)
+    answer = client.post(CHAT, json=body).json()
+    after = metrics_of(client)
+
+    def grown(name: str) -> float:
+        return after[name] - before[name]
+
+    assert grown("diskprefix_requests_total|/v1/chat/completions|200") == 1
+    assert grown("diskprefix_tokens_total|prompt") == answer["usage"]["prompt_tokens"]
+    assert grown("diskprefix_tokens_total|restored") == answer["prefix_cache"]["restored"] > 0
+    assert grown("diskprefix_cache_hits_total") == 1
+    assert grown("diskprefix_cache_restored_tokens_total") == answer["prefix_cache"]["restored"]
+    assert grown("diskprefix_ttft_seconds_count") == 1
+    assert after["diskprefix_ready"] == 1
+    assert after["diskprefix_cache_budget_bytes"] == 64 * 1024**2
+
+
+def test_openapi_is_complete(client: httpx.Client) -> None:
+    schema = client.get("/openapi.json").json()
+    schemas = schema["components"]["schemas"]
+    referred = {part.partition('"')[0] for part in json.dumps(schema).split("#/components/schemas/")[1:]}
+    assert referred <= schemas.keys()
+    assert {"ChatRequest", "CompletionRequest", "ChatCompletion", "ChatCompletionChunk", "ErrorBody"} <= referred
+    for name in ("ChatRequest", "CompletionRequest", "PrefixCacheOptions"):
+        undescribed = [field for field, about in schemas[name]["properties"].items() if "description" not in about]
+        assert undescribed == []
+    for path in (CHAT, COMPLETIONS):
+        operation = schema["paths"][path]["post"]
+        assert {"200", "400", "404", "413", "415", "500", "503"} <= operation["responses"].keys()
+        assert operation["requestBody"]["required"]
+    assert client.get("/docs").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_stops_the_engine(client: httpx.Client, daemon: DaemonProcess, stream: bool) -> None:
+    cancelled = sum("cancelled" in line for line in daemon.lines)
+    endless = HELLO | {"max_tokens": 1900, "n": 16, "logit_bias": {"2": -100}, "stream": stream}
+    with httpx.Client(base_url=daemon.url, timeout=60 if stream else 1) as impatient:
+        if stream:
+            with impatient.stream("POST", CHAT, json=endless) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                impatient.post(CHAT, json=endless)
+    wait_until(lambda: sum("cancelled" in line for line in daemon.lines) > cancelled, "the engine logs it")
+    wait_until(lambda: not client.get("/health").json()["running"], "the engine is free")
+
+
+def test_health_says_ok(client: httpx.Client) -> None:
+    health = client.get("/health").json()
+    assert (health["status"], health["model"], health["cache"]["state"]) == ("ok", "tiny-chat", "ok")
+
+
+def test_a_path_cannot_forge_a_line_of_the_log(client: httpx.Client, daemon: DaemonProcess) -> None:
+    client.get("/x%0A2026-01-01%20ERROR%20forged")
+    daemon.wait_for_line(r"GET /x%0A2026-01-01%20ERROR%20forged 404")
+
+
+def test_each_request_is_one_log_line_with_its_figures(client: httpx.Client, daemon: DaemonProcess) -> None:
+    body = HELLO | {"messages": [{"role": "user", "content": "log this line, please"}]}
+    prompt_tokens = client.post(CHAT, json=body).json()["usage"]["prompt_tokens"]
+    daemon.wait_for_line(rf"POST /v1/chat/completions 200 · prompt {prompt_tokens} · restored \d+ \(\w+\) · reply \d")

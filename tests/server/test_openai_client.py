@@ -1,0 +1,188 @@
+"""The official `openai` client against the real daemon, unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletion
+
+from tests.server.daemon_process import DaemonProcess
+
+MODEL = "tiny-chat"
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Name three rivers and tell me where each of them begins."},
+]
+NO_END = {"2": -100}
+"""Keeps the end-of-reply token away, so that a random model speaks as long as it may."""
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_chat(client: OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_completion_tokens=8, temperature=0, logit_bias=NO_END
+    )
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 8
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + 8
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.cached_tokens is not None
+    assert reply.model_extra is not None
+    assert reply.model_extra["prefix_cache"]["scope"] == "full"
+
+
+def test_a_stream_says_what_the_whole_reply_says(client: OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "temperature": 0, "n": 2}
+    whole = client.chat.completions.create(**fields, logit_bias=NO_END)
+    texts = ["", ""]
+    chunks = list(
+        client.chat.completions.create(**fields, logit_bias=NO_END, stream=True, stream_options={"include_usage": True})
+    )
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
+    assert chunks[-1].model_extra is not None
+    assert chunks[-1].model_extra["prefix_cache"]["restored"] == chunks[-1].usage.prompt_tokens
+    assert chunks[-1].model_extra["timings"]["ttft_ms"] > 0
+
+
+def test_without_include_usage_the_last_chunk_has_the_finish_reason_and_the_cache_report(client: OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=3, stream=True))
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    assert chunks[-1].model_extra is not None
+    assert {"prefix_cache", "timings"} <= chunks[-1].model_extra.keys()
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_the_stream_helper_assembles_the_reply(client: OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "logit_bias": NO_END}
+    text = client.chat.completions.create(**fields, max_tokens=12).choices[0].message.content
+    assert text is not None
+    # The helper raises for a reply that was cut by max_tokens, so this one is ended by a stop string.
+    with client.chat.completions.stream(**fields, stop=text[6:8]) as stream:
+        assembled = stream.get_final_completion()
+    assert assembled.choices[0].message.content == text[: text.index(text[6:8])]
+    assert assembled.choices[0].finish_reason == "stop"
+
+
+def test_logprobs(client: OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=4, temperature=0, logprobs=True, top_logprobs=2, logit_bias=NO_END
+    )
+    assert reply.choices[0].logprobs is not None
+    content = reply.choices[0].logprobs.content
+    assert content is not None
+    assert len(content) == 4
+    assert all(len(token.top_logprobs) == 2 for token in content)
+
+
+@pytest.mark.parametrize("prompt", ["Name three rivers", ["Name three rivers"], [5, 6, 7]])
+def test_completions(client: OpenAI, prompt: Any) -> None:
+    reply = client.completions.create(model=MODEL, prompt=prompt, max_tokens=6, temperature=0, logit_bias=NO_END)
+    chunks = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=6, temperature=0, logit_bias=NO_END, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == reply.choices[0].text
+    assert reply.object == "text_completion"
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 6
+
+
+def test_tools_are_passed_to_the_chat_template(client: OpenAI) -> None:
+    def prompt_tokens(**tools: Any) -> int:
+        reply: ChatCompletion = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1, **tools)
+        assert reply.usage is not None
+        return reply.usage.prompt_tokens
+
+    plain = prompt_tokens()
+    assert prompt_tokens(tools=[TOOL], tool_choice="auto") > plain + 20
+    assert prompt_tokens(tools=[TOOL], tool_choice="none") == plain
+
+
+def test_a_conversation_with_tool_calls_is_rendered(client: OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]
+    reply = client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL], max_tokens=1)
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 1
+
+
+def test_the_request_may_set_the_scope(client: OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=1, extra_body={"prefix_cache": {"scope": "auto:8"}}
+    )
+    assert reply.model_extra is not None
+    assert reply.model_extra["prefix_cache"]["scope"] == "auto:8"
+
+
+def test_a_bad_request_is_a_bad_request_error_with_its_param(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, extra_body={"prefix_cache": {"scope": "sometimes"}}
+        )
+    assert caught.value.param == "prefix_cache.scope"
+    assert caught.value.code == "invalid_scope"
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_a_bad_request_for_a_stream_is_raised_at_once(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=5000, stream=True)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_model_that_is_not_served_is_a_not_found_error(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="gpt-4", messages=MESSAGES)
+    assert caught.value.code == "model_not_found"
+
+
+def test_models_are_listed_and_retrieved(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("org/other")
+
+
+def test_the_async_client_streams_several_conversations_at_once(daemon: DaemonProcess) -> None:
+    async def ask(client: AsyncOpenAI, question: str) -> str:
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": question}], max_tokens=6, temperature=0, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def ask_all() -> tuple[list[str], list[str]]:
+        questions = [f"Question number {i}" for i in range(4)]
+        async with AsyncOpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0) as client:
+            together = await asyncio.gather(*(ask(client, question) for question in questions))
+            one_by_one = [await ask(client, question) for question in questions]
+        return list(together), one_by_one
+
+    together, one_by_one = asyncio.run(ask_all())
+    assert together == one_by_one

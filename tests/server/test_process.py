@@ -1,0 +1,269 @@
+"""The daemon as a process: starting, failing to start, being told to stop, and being killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import lmdb
+import pytest
+
+from diskprefix.errors import SettingsError
+from diskprefix.server.process import listen, process_age_s
+from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon, serve_flags, wait_until
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Name three rivers and tell me where each begins. " * 3}],
+    "max_tokens": 4,
+    "temperature": 0,
+}
+STREAM = BODY | {"stream": True, "logit_bias": {"2": -100}}
+ENDLESS = STREAM | {"max_tokens": 1900, "n": 16}
+"""Takes many times the grace of a stopping daemon."""
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def refused_start(*flags: str) -> tuple[int, str]:
+    """Exit code and the one error line of a daemon that must not start."""
+    with DaemonProcess(*flags) as daemon:
+        code = daemon.process.wait(120)
+        daemon.stop()
+    assert "Traceback" not in daemon.log
+    errors = [line for line in daemon.lines if line.startswith("error: ")]
+    assert len(errors) == 1, daemon.log
+    assert daemon.lines[-1] == errors[0]
+    return code, errors[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_daemon_with_0_and_what_was_pending_is_written(
+    chat_model: Path, cache: Path, number: signal.Signals
+) -> None:
+    with running_daemon(chat_model, cache) as daemon:
+        first = httpx.post(daemon.url + CHAT, json=BODY, timeout=60).json()
+        assert daemon.stop(number) == 0
+        assert "stopped" in daemon.lines[-1]
+    with running_daemon(chat_model, cache) as daemon:
+        again = httpx.post(daemon.url + CHAT, json=BODY, timeout=60).json()
+    assert again["prefix_cache"]["restored"] == first["usage"]["prompt_tokens"]
+    assert again["prefix_cache"]["source"] == "disk"
+    assert again["choices"] == first["choices"]
+
+
+def test_a_killed_daemon_answers_from_disk_after_a_restart(chat_model: Path, cache: Path) -> None:
+    with running_daemon(chat_model, cache) as daemon, daemon.client() as client:
+        first = client.post(CHAT, json=BODY).json()
+        wait_until(lambda: client.get("/props").json()["full_cache"]["state"]["entries"] == 1, "the entry is written")
+        assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
+    with running_daemon(chat_model, cache) as daemon, daemon.client() as client:
+        again = client.post(CHAT, json=BODY).json()
+    assert again["prefix_cache"]["source"] == "disk"
+    assert again["prefix_cache"]["restored"] == first["usage"]["prompt_tokens"]
+    assert again["choices"] == first["choices"]
+
+
+def test_a_running_request_is_finished_before_the_end(chat_model: Path, cache: Path) -> None:
+    with running_daemon(chat_model, cache) as daemon:
+        with httpx.stream("POST", daemon.url + CHAT, json=STREAM | {"max_tokens": 100}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            daemon.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2] == "data: [DONE]"
+        assert daemon.stop() == 0
+
+
+def test_a_request_that_outlasts_the_grace_gets_an_error_event(chat_model: Path, cache: Path) -> None:
+    with running_daemon(chat_model, cache) as daemon:
+        url = daemon.url
+        with httpx.stream("POST", url + CHAT, json=ENDLESS, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            daemon.process.send_signal(signal.SIGTERM)
+            daemon.wait_for_line("stopping: ")
+            with pytest.raises(httpx.ConnectError):
+                wait_until(lambda: httpx.get(url + "/health").is_error and None, "no new connection is taken")
+            rest = [line for line in lines if line]
+        assert rest[-1].startswith('data: {"error":{"message":"the daemon is stopping"')
+        assert daemon.stop() == 0
+
+
+def test_a_second_interrupt_ends_the_daemon_at_once(chat_model: Path, cache: Path) -> None:
+    with (
+        running_daemon(chat_model, cache) as daemon,
+        httpx.stream("POST", daemon.url + CHAT, json=ENDLESS, timeout=60) as answer,
+    ):
+        next(answer.iter_lines())
+        daemon.process.send_signal(signal.SIGINT)
+        daemon.wait_for_line("stopping: ")
+        assert daemon.stop(signal.SIGINT) == 130
+
+
+def test_a_signal_before_anything_was_done_ends_the_daemon_with_0(chat_model: Path, cache: Path) -> None:
+    with DaemonProcess(*serve_flags(chat_model, cache)) as daemon:
+        assert daemon.url
+        assert daemon.stop(signal.SIGTERM) == 0
+        assert "Traceback" not in daemon.log
+
+
+def test_a_loading_daemon_answers_health_and_ends_with_0_when_told_to(
+    chat_model: Path, cache: Path, tmp_path: Path
+) -> None:
+    never_written = tmp_path / "template"
+    os.mkfifo(never_written)
+    with DaemonProcess(*serve_flags(chat_model, cache, chat_template=never_written)) as daemon:
+        with daemon.client() as client:
+            assert client.get("/health").json()["status"] == "loading"
+            answer = client.post(CHAT, json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        assert answer.headers["retry-after"]
+        assert daemon.stop(signal.SIGTERM) == 0
+        assert daemon.lines[-1].endswith("stopped")
+
+
+def test_a_second_daemon_on_the_port_is_refused_and_the_first_keeps_serving(
+    daemon: DaemonProcess, chat_model: Path, cache: Path
+) -> None:
+    port = daemon.url.rpartition(":")[2]
+    code, line = refused_start(*serve_flags(chat_model, cache, port=port))
+    assert code == 2
+    assert f"--port: cannot listen on 127.0.0.1:{port}" in line
+    assert "is a daemon running already?" in line
+    assert not cache.exists(), "it is refused before anything is touched"
+    assert httpx.post(daemon.url + CHAT, json=BODY, timeout=60).status_code == 200
+
+
+def test_a_cache_folder_that_cannot_be_created_is_refused(chat_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    code, line = refused_start(*serve_flags(chat_model, tmp_path / "file" / "kv"))
+    assert code == 4
+    assert str(tmp_path / "file") in line
+
+
+def test_a_cache_folder_of_a_newer_format_is_refused_and_left_alone(chat_model: Path, cache: Path) -> None:
+    with running_daemon(chat_model, cache) as daemon:
+        assert httpx.post(daemon.url + CHAT, json=BODY, timeout=60).is_success
+        assert daemon.stop() == 0
+    with lmdb.open(str(cache), max_dbs=16) as store:
+        meta = store.open_db(b"meta")
+        with store.begin(write=True) as txn:
+            txn.put(b"format", struct.pack("<I", 99), db=meta)
+    before = (cache / "data.mdb").read_bytes()
+    code, line = refused_start(*serve_flags(chat_model, cache))
+    assert code == 4
+    assert "99" in line
+    assert (cache / "data.mdb").read_bytes() == before
+
+
+def test_a_model_that_does_not_exist_is_refused(cache: Path, tmp_path: Path) -> None:
+    code, line = refused_start(*serve_flags(tmp_path / "nothing", cache))
+    assert code == 3
+    assert "nothing" in line
+
+
+@pytest.mark.parametrize("host", ["300.1.1.1", "no such host"])
+def test_a_host_that_cannot_be_resolved_is_refused(host: str) -> None:
+    with pytest.raises(SettingsError, match="--host"):
+        listen(host, 0)
+
+
+def test_an_address_that_this_machine_lacks_is_left_out_if_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def two_addresses(*_: object, **__: object) -> list[Any]:
+        return [(socket.AF_INET, 0, 0, "", (address, 0)) for address in ("203.0.113.7", "127.0.0.1")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
+    [listener] = listen("both", 0)
+    assert listener.getsockname()[0] == "127.0.0.1"
+    listener.close()
+
+
+def test_a_port_in_use_on_one_of_two_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        def two_addresses(*_: object, **__: object) -> list[Any]:
+            return [(socket.AF_INET, 0, 0, "", (address, port)) for address in ("127.0.0.2", "127.0.0.1")]
+
+        monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
+        with pytest.raises(SettingsError, match=f"both:{port}: Address already in use"):
+            listen("both", port)
+
+
+def test_port_0_takes_a_free_port_of_one_address() -> None:
+    listeners = listen("localhost", 0)
+    try:
+        assert len(listeners) == 1
+        assert listeners[0].getsockname()[1] > 0
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def test_the_age_of_a_process_is_counted_from_its_start() -> None:
+    assert 0 < process_age_s() < 24 * 3600
+
+
+class Notifications:
+    """A socket that listens as systemd does."""
+
+    def __init__(self, address: str) -> None:
+        self.messages: list[str] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(address)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while message := self._socket.recv(65536):
+            self.messages.append(message.decode())
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(30)
+        self._socket.close()
+
+
+@pytest.fixture(params=["path", "abstract"])
+def notifications(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Notifications]]:
+    """The value of NOTIFY_SOCKET, and what arrives there."""
+    name = f"diskprefix-test-{tmp_path.name}"
+    is_path = request.param == "path"
+    listener = Notifications(str(tmp_path / "notify") if is_path else f"\0{name}")
+    yield str(tmp_path / "notify") if is_path else f"@{name}", listener
+    listener.close()
+
+
+def test_systemd_hears_of_readiness_when_the_model_answers_and_of_the_end(
+    chat_model: Path, cache: Path, notifications: tuple[str, Notifications]
+) -> None:
+    address, heard = notifications
+    environment = clean_environment(NOTIFY_SOCKET=address)
+    with DaemonProcess(*serve_flags(chat_model, cache), environment=environment) as daemon:
+        wait_until(lambda: any(m.startswith("READY=1") for m in heard.messages), "READY=1")
+        assert httpx.get(daemon.url + "/health").status_code == 200
+        assert daemon.stop() == 0
+    ready = next(m for m in heard.messages if m.startswith("READY=1"))
+    assert "STATUS=serving tiny-chat on http://127.0.0.1:" in ready
+    wait_until(lambda: heard.messages[-1].startswith("STOPPING=1"), "STOPPING=1")
+
+
+def test_a_daemon_that_cannot_load_is_never_ready(
+    cache: Path, tmp_path: Path, notifications: tuple[str, Notifications]
+) -> None:
+    address, heard = notifications
+    environment = clean_environment(NOTIFY_SOCKET=address)
+    with DaemonProcess(*serve_flags(tmp_path / "nothing", cache), environment=environment) as daemon:
+        assert daemon.process.wait(120) == 3
+    assert not any("READY" in message for message in heard.messages)

@@ -1,0 +1,247 @@
+"""What a body may hold, and what an error says of one that holds something else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from diskprefix.errors import InvalidRequest
+from diskprefix.policy.scope import Scope
+from diskprefix.server.body import parse_json
+from diskprefix.server.schemas import ChatRequest, CompletionRequest
+
+USER = {"role": "user", "content": "hello"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_json(json.dumps({"messages": [USER]} | fields).encode(), ChatRequest)
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_json(json.dumps(fields).encode(), CompletionRequest)
+
+
+def refusal(**fields: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**fields)
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [5]}, "messages.0"),
+        ({"messages": [USER, {"role": "wizard", "content": "x"}]}, "messages.1.role"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": 5}}]}]},
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 5.0}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", ""]}, "stop.1"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": True}, "stream_options"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        ({"tools": {"type": "function"}}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"modalities": ["text", "audio"]}, "modalities.1"),
+        ({"functions": []}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
+        ({"prefix_cache": "full"}, "prefix_cache"),
+        ({"prefix_cache": {"scope": "sometimes"}}, "prefix_cache.scope"),
+        ({"prefix_cache": {"scope": "auto:0"}}, "prefix_cache.scope"),
+        ({"prefix_cache": {"scope": ["auto"]}}, "prefix_cache.scope"),
+        ({"prefix_cache": {"scope": {"kind": "auto"}}}, "prefix_cache.scope"),
+        ({"prefix_cache": {"scope": True}}, "prefix_cache.scope"),
+        ({"prefix_cache": {"scope": 1.5}}, "prefix_cache.scope"),
+        ({"prefix_cache": {"scope": 0}}, "prefix_cache.scope"),
+        ({"prefix_cache": {"scope": None}}, "prefix_cache.scope"),
+        ({"prefix_cache": {"window": "8"}}, "prefix_cache.window"),
+        ({"prefix_cache": {"window": 0}}, "prefix_cache.window"),
+        ({"prefix_cache": {"window": True}}, "prefix_cache.window"),
+        ({"prefix_cache": {"window": 10**40}}, "prefix_cache.window"),
+        ({"prefix_cache": {"widow": 8}}, "prefix_cache.widow"),
+    ],
+)
+def test_a_wrong_field_is_named_by_its_path(fields: dict[str, Any], param: str) -> None:
+    error = refusal(**fields)
+    assert error.param == param
+    assert error.message.startswith(f"{param}: ")
+    assert error.http_status == 400
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_content_that_is_not_text_is_refused_as_such(kind: str) -> None:
+    error = refusal(messages=[{"role": "user", "content": [{"type": "text", "text": "see:"}, {"type": kind}]}])
+    assert error.param == "messages.0.content.1.type"
+    assert "this model takes text only" in error.message
+
+
+def test_the_value_at_fault_is_shown_if_it_is_short() -> None:
+    assert "(got -5)" in refusal(max_tokens=-5).message
+    assert len(refusal(seed="9" * 10_000).message) < 200
+
+
+def test_fields_that_other_servers_know_are_ignored_and_null_means_absent() -> None:
+    ignored = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "reasoning_effort": "low", "new": [1]}
+    nulls = dict.fromkeys(("temperature", "stop", "tools", "seed", "stream_options", "prefix_cache", "logit_bias"))
+    body = chat(**ignored, **nulls)
+    assert body.temperature is None
+    assert body.prefix_cache is None
+
+
+def test_tools_keep_the_order_and_the_fields_of_the_client() -> None:
+    tool = {"function": {"parameters": {"b": 1, "a": 2}, "strict": True, "name": "f"}, "type": "function"}
+    assert json.dumps(chat(tools=[tool]).offered_tools) == json.dumps([tool])
+
+
+@pytest.mark.parametrize("fields", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}])
+def test_no_tools_are_offered_where_there_are_none_or_they_are_not_to_be_used(fields: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert chat(**({"tools": tools} | fields)).offered_tools is None
+
+
+def test_an_assistant_message_with_tool_calls_needs_no_content() -> None:
+    assert chat(messages=[{"role": "assistant", "tool_calls": [CALL]}]).messages[0].content is None
+
+
+@pytest.mark.parametrize(
+    ("options", "default", "expected"),
+    [
+        ({}, "full", "full"),
+        ({"scope": "off"}, "full", "off"),
+        ({"scope": " Auto "}, "full", "auto:30"),
+        ({"scope": 1000}, "full", "1000"),
+        ({"scope": "1000"}, "full", "1000"),
+        ({"scope": "auto:5", "window": 8}, "full", "auto:8"),
+        ({"window": 8}, "auto", "auto:8"),
+    ],
+)
+def test_the_scope_of_a_request_replaces_the_daemons(options: dict[str, Any], default: str, expected: str) -> None:
+    defaults = {"full": Scope("full"), "auto": Scope("auto", 30)}
+    body = chat(prefix_cache=options)
+    assert body.prefix_cache is not None
+    assert str(body.prefix_cache.applied_to(defaults[default])) == expected
+
+
+def test_a_window_beside_a_scope_without_one_is_refused() -> None:
+    body = chat(prefix_cache={"scope": "full", "window": 8})
+    assert body.prefix_cache is not None
+    with pytest.raises(InvalidRequest) as caught:
+        body.prefix_cache.applied_to(Scope("auto", 30))
+    assert caught.value.param == "prefix_cache.window"
+
+
+@pytest.mark.parametrize("prompt", ["text", ["text"], [1, 2], [[1, 2]]])
+def test_one_prompt_may_come_in_a_list(prompt: Any) -> None:
+    assert completion(prompt=prompt).one_prompt in ("text", [1, 2])
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [""], [[]], 5, None, [1, "a"], ["a", 1], [1.5], [True], ["a", "b"], [[1], [2]]]
+)
+def test_no_prompt_two_prompts_and_other_things_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(prompt=prompt)
+    assert str(caught.value.param).startswith("prompt")
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"logprobs": 21}, {"best_of": 0}])
+def test_what_completions_do_not_support_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(prompt="x", **fields)
+    assert caught.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"  \n", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"[]", "invalid_json"),
+        (b'"text"', "invalid_json"),
+        (b'{"messages": [}', "invalid_json"),
+        (b'{"messages": "\\ud800"}', "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b'{"messages": "\xff\xfe"}', "invalid_utf8"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused_in_one_line(body: bytes, code: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_json(body, ChatRequest)
+    assert caught.value.code == code
+    assert "\n" not in caught.value.message
+
+
+def test_a_byte_order_mark_is_no_error() -> None:
+    assert parse_json(b'\xef\xbb\xbf{"messages": [{"role": "user", "content": "x"}]}', ChatRequest)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+_FIELDS = st.sampled_from(sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields}))
+
+
+@given(st.dictionaries(_FIELDS, _JSON, max_size=6))
+def test_any_json_is_either_accepted_or_refused_with_a_param(fields: dict[str, Any]) -> None:
+    for model in (ChatRequest, CompletionRequest):
+        error = error_of(fields, model)
+        assert error is None or (error.param and "\n" not in error.message)
+
+
+def error_of(fields: dict[str, Any], model: type[BaseModel]) -> InvalidRequest | None:
+    try:
+        parse_json(json.dumps(fields).encode(), model)
+    except InvalidRequest as error:
+        return error
+    return None
