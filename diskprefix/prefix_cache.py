@@ -32,7 +32,7 @@ import torch
 
 from diskprefix.cache_report import CacheReport, MissReason, Saved, Source
 from diskprefix.errors import CacheError, StoreCorrupt
-from diskprefix.kv.layers import KVArena, tensor_over
+from diskprefix.kv.layers import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.history import History
@@ -53,7 +53,7 @@ T = TypeVar("T")
 _HISTORY_PROMPTS = 128
 _HISTORY_TOKENS = 1 << 22
 """The window is bounded in memory and on disk whatever N a request asks for: 16 MiB of token ids for each root."""
-_VERIFY_THREADS = 2
+_READER_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,28 @@ class Restored:
     logits: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """One matched node: verified by `load` before a byte of it is used."""
-
-    name: bytes
-    position: int
-    num_tokens: int
-    kind: Kind
-    source: Source
-    load: Callable[[], memoryview]
-
-
 @dataclass(frozen=True)
-class _Planned:
-    """A node that is to be captured and stored."""
+class _Node:
+    """A place in the prompt and the name that it has in the tree."""
 
     name: bytes
     parent: bytes
     position: int
     num_tokens: int
     kind: Kind
+
+    @property
+    def end(self) -> int:
+        return self.position + self.num_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A matched node. `load` answers its raw payload, verified. Raises `StoreCorrupt`."""
+
+    node: _Node
+    source: Source
+    load: Callable[[], memoryview]
 
 
 class PrefixCache:
@@ -102,7 +103,7 @@ class PrefixCache:
             model=model_name, block_size=settings.block_size, layout=layout.describe(), created_at=time.time()
         )
         self.writer = Writer(store, buffer_bytes=settings.kv_cache_write_buffer)
-        self.readers = ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="kv-reader")
+        self.readers = ThreadPoolExecutor(_READER_THREADS, thread_name_prefix="kv-reader")
         self._capturer = ThreadPoolExecutor(1, thread_name_prefix="kv-capture")
         self._capture: Future[None] | None = None
         self.counters: Counter[str] = Counter()
@@ -239,13 +240,14 @@ class CachedRequest:
             history_limit=len(self._cache.history),
         )
         self._cache.counters["saved_tokens"] += sum(node.num_tokens for node in planned)
-        self._cache.capture(lambda: self._capture(arena, logits, planned, publication, size))
+        # The capture takes the pin over: what is extended must stay until the writer has it.
+        pinned, self._pinned = self._pinned, None
+        self._cache.capture(lambda: self._capture(arena, logits, planned, publication, size, pinned))
 
     def close(self) -> CacheReport:
         """Release what the request held, count it, and say what happened."""
-        if self._pinned is not None:
-            self._cache.store.unpin(self._pinned)
-            self._pinned = None
+        self._unpin(self._pinned)
+        self._pinned = None
         if self._restored:
             self._cache.counters["hits"] += 1
             self._cache.counters["restored_tokens"] += self._restored
@@ -317,73 +319,79 @@ class CachedRequest:
         pieces: list[_Piece] = []
         parent = self._cache.root
         for start in range(0, num_tokens - size + 1, size):
-            piece = self._find(pending, snapshot, parent, start, start + size, Kind.BLOCK)
+            piece = self._find_sound(pending, snapshot, self._node(parent, start, start + size, Kind.BLOCK))
             if piece is None:
                 return pieces
             pieces.append(piece)
-            parent = piece.name
-        tail = self._find(pending, snapshot, parent, len(pieces) * size, num_tokens, Kind.TAIL)
+            parent = piece.node.name
+        tail = self._find_sound(pending, snapshot, self._node(parent, len(pieces) * size, num_tokens, Kind.TAIL))
         if tail is not None:
             return [*pieces, tail]
         if pieces and len(pieces) * size == num_tokens:
             pieces.pop()
         return pieces
 
-    def _find(
-        self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, parent: bytes, start: int, end: int, kind: Kind
-    ) -> _Piece | None:
-        wanted = self._planned(parent, start, end, kind)
-        name, expected = wanted.name, self._payload_bytes(wanted)
-        node: NewNode | NodeRecord | None = pending.get(name)
-        load: Callable[[], memoryview]
-        if isinstance(node, NewNode):
-            payload, source = node.payload, "memory"
-            load = lambda: payload  # noqa: E731
-        else:
-            record, stored = snapshot.node(name), snapshot.payload(name)
-            if record is None or stored is None:
-                return None
-            node, source = record, "disk"
-            load = lambda: read_payload(record, stored, expected_bytes=expected)  # noqa: E731
-        if not self._is_same(node, parent, start, end, kind):
-            log.warning("[disk-cache] block %s is named like another: ignored", name.hex())
+    def _find_sound(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, node: _Node) -> _Piece | None:
+        """The node if it is stored, or queued to be; one whose record is damaged is removed."""
+        try:
+            return self._find(pending, snapshot, node)
+        except StoreCorrupt as error:
+            self._quarantine(node, error)
             return None
-        return _Piece(name, start, end - start, kind, "memory" if source == "memory" else "disk", load)
 
-    def _is_same(self, node: NewNode | NodeRecord, parent: bytes, start: int, end: int, kind: Kind) -> bool:
+    def _find(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, node: _Node) -> _Piece | None:
+        queued = pending.get(node.name)
+        if queued is not None:
+            return _Piece(node, "memory", lambda: queued.payload) if self._is_same(node, queued) else None
+        record, stored = snapshot.node(node.name), snapshot.payload(node.name)
+        if record is None or not self._is_same(node, record):
+            return None
+        if stored is None:
+            raise StoreCorrupt("its payload is missing")
+        expected = self._payload_bytes(node)
+        return _Piece(node, "disk", lambda: read_payload(record, stored, expected_bytes=expected))
+
+    def _is_same(self, node: _Node, stored: NewNode | NodeRecord) -> bool:
         """A name is not a proof: the tokens, the parent and the place must be the same too."""
-        same_place = node.parent == parent and node.position == start and node.kind == kind
-        return same_place and node.token_ids.tobytes() == self._prompt.token_ids[start:end].tobytes()
+        same_place = (stored.parent, stored.position, stored.kind) == (node.parent, node.position, node.kind)
+        wanted = self._prompt.token_ids[node.position : node.end]
+        same = same_place and stored.token_ids.tobytes() == wanted.tobytes()
+        if not same:
+            log.warning("[disk-cache] block %s is named like another: ignored", node.name.hex())
+        return same
 
     def _load(self, pieces: list[_Piece], arena: KVArena) -> Restored:
-        """Copy the pieces in order while other threads fetch and verify the next ones; stop at the first bad one."""
+        """Verify and copy the pieces in several threads; what follows a bad one is not accepted."""
         arena.reserve(len(self._prompt.token_ids))
-        loads = [self._cache.readers.submit(piece.load) for piece in pieces]
-        logits: torch.Tensor | None = None
+        loads = [self._cache.readers.submit(self._load_piece, piece, arena) for piece in pieces]
         good: list[_Piece] = []
+        logits: torch.Tensor | None = None
         try:
             for piece, load in zip(pieces, loads, strict=True):
-                payload = load.result()
-                arena.write_block(piece.position, piece.num_tokens, payload)
-                if piece.kind == Kind.TAIL:
-                    logits = self._logits(payload).to(arena.device)
+                logits = load.result()
                 good.append(piece)
         except StoreCorrupt as error:
-            self._quarantine(pieces[len(good)], error)
-            good = self._leave_one_token(good)
+            self._quarantine(pieces[len(good)].node, error)
+            good, logits = self._leave_one_token(good), None
         finally:
             # The views belong to the snapshot: no thread may still read them when it is closed.
             for load in loads:
                 load.cancel() or load.exception()
         return self._accept(good, logits, arena)
 
+    @staticmethod
+    def _load_piece(piece: _Piece, arena: KVArena) -> torch.Tensor | None:
+        """On a reading thread: a tail answers its next-token logits."""
+        node = piece.node
+        return arena.write_block(node.position, node.num_tokens, piece.load(), with_logits=node.kind == Kind.TAIL)
+
     def _accept(self, pieces: list[_Piece], logits: torch.Tensor | None, arena: KVArena) -> Restored:
-        num_tokens = sum(piece.num_tokens for piece in pieces)
+        num_tokens = pieces[-1].node.end if pieces else 0
         arena.truncate(num_tokens)
-        self._path = [piece.name for piece in pieces if piece.kind == Kind.BLOCK]
+        self._path = [piece.node.name for piece in pieces if piece.node.kind == Kind.BLOCK]
         self._tail_stored = logits is not None
         if pieces:
-            self._pinned = pieces[-1].name
+            self._pinned = pieces[-1].node.name
             self._cache.store.pin(self._pinned)
             self._source = "disk" if any(piece.source == "disk" for piece in pieces) else "memory"
             self._cache.writer.touch(self._pinned, time.time())
@@ -394,14 +402,10 @@ class CachedRequest:
         complete = len(pieces) * self._block_size == len(self._prompt.token_ids)
         return pieces[:-1] if complete else pieces
 
-    def _quarantine(self, piece: _Piece, error: StoreCorrupt) -> None:
-        log.warning("[disk-cache] block %s removed: %s", piece.name.hex(), error)
+    def _quarantine(self, node: _Node, error: StoreCorrupt) -> None:
+        log.warning("[disk-cache] block %s removed: %s", node.name.hex(), error)
         self._cache.counters["quarantined"] += 1
-        self._attempt(lambda: self._cache.store.quarantine(piece.name))
-
-    def _logits(self, payload: memoryview) -> torch.Tensor:
-        layout = self._cache.layout
-        return tensor_over(payload[len(payload) - layout.logits_bytes :], layout.logits_dtype).clone()
+        self._attempt(lambda: self._cache.store.quarantine(node.name, node.parent))
 
     def _explain_miss(self) -> None:
         if len(self._prompt.token_ids) < self._cache.settings.kv_cache_min_tokens:
@@ -412,56 +416,57 @@ class CachedRequest:
             self._miss_reason = "diverged"
             self._diverged_at = self.selection.common
 
-    def _plan(self) -> tuple[list[_Planned], bytes | None, int]:
+    def _plan(self) -> tuple[list[_Node], bytes | None, int]:
         """What is still to be stored, parents first; the node that the entry ends with, None if nothing is saved; and
         the entry's length in tokens."""
         size, num_tokens = self._block_size, len(self._prompt.token_ids)
         names, planned = list(self._path), []
         while len(names) * size < self.selection.aligned:
             start = len(names) * size
-            node = self._planned(names[-1] if names else self._cache.root, start, start + size, Kind.BLOCK)
+            node = self._node(names[-1] if names else self._cache.root, start, start + size, Kind.BLOCK)
             planned.append(node)
             names.append(node.name)
         if self.selection.keep_tail:
             start = len(names) * size
-            tail = self._planned(names[-1] if names else self._cache.root, start, num_tokens, Kind.TAIL)
+            tail = self._node(names[-1] if names else self._cache.root, start, num_tokens, Kind.TAIL)
             return (planned if self._tail_stored else [*planned, tail]), tail.name, num_tokens
         blocks = self.selection.aligned // size
         return planned, names[blocks - 1] if blocks else None, blocks * size
 
-    def _planned(self, parent: bytes, start: int, end: int, kind: Kind) -> _Planned:
-        return _Planned(self._name(parent, start, end), parent, start, end - start, kind)
+    def _node(self, parent: bytes, start: int, end: int, kind: Kind) -> _Node:
+        name = block_hash(self._cache.store.secret, parent, self._prompt.token_ids[start:end])
+        return _Node(name, parent, start, end - start, kind)
 
-    def _payload_bytes(self, node: _Planned) -> int:
-        """What the layout says a node's raw payload holds: the tokens' state, and a tail's next-token logits."""
-        layout = self._cache.layout
-        return layout.bytes_per_token * node.num_tokens + (layout.logits_bytes if node.kind == Kind.TAIL else 0)
+    def _payload_bytes(self, node: _Node) -> int:
+        return self._cache.layout.payload_bytes(node.num_tokens, with_logits=node.kind == Kind.TAIL)
 
     def _capture(
-        self, arena: KVArena, logits: torch.Tensor, planned: list[_Planned], publication: Publication, size: int
+        self,
+        arena: KVArena,
+        logits: torch.Tensor,
+        planned: list[_Node],
+        publication: Publication,
+        size: int,
+        pinned: bytes | None,
     ) -> None:
         """On the capturing thread: copy the planned nodes out of the arena and submit them in one publication."""
         try:
             nodes = tuple(self._captured(arena, logits, node) for node in planned)
+            self._cache.writer.submit(replace(publication, nodes=nodes), reserved_bytes=size)
         except BaseException:
             self._cache.writer.release(size)
             raise
-        self._cache.writer.submit(replace(publication, nodes=nodes), reserved_bytes=size)
+        finally:
+            self._unpin(pinned)
 
-    def _captured(self, arena: KVArena, logits: torch.Tensor, node: _Planned) -> NewNode:
-        layout, end = self._cache.layout, node.position + node.num_tokens
-        payload = torch.empty(self._payload_bytes(node), dtype=torch.uint8)
-        arena.read_block(node.position, node.num_tokens, payload)
-        if node.kind == Kind.TAIL:
-            payload[len(payload) - layout.logits_bytes :].view(layout.logits_dtype).copy_(logits)
-        return NewNode(
-            name=node.name,
-            parent=node.parent,
-            position=node.position,
-            token_ids=self._prompt.token_ids[node.position : end],
-            kind=node.kind,
-            payload=memoryview(payload.numpy()),  # type: ignore[arg-type]
-        )
+    def _captured(self, arena: KVArena, logits: torch.Tensor, node: _Node) -> NewNode:
+        payload = arena.read_block(node.position, node.num_tokens, logits if node.kind == Kind.TAIL else None)
+        token_ids = self._prompt.token_ids[node.position : node.end]
+        return NewNode(node.name, node.parent, node.position, token_ids, node.kind, payload)
+
+    def _unpin(self, name: bytes | None) -> None:
+        if name is not None:
+            self._cache.store.unpin(name)
 
     def _entry(self, num_tokens: int) -> EntryRecord:
         return EntryRecord(
@@ -479,6 +484,3 @@ class CachedRequest:
             return None
         self._cache.history.add(token_ids)
         return token_ids
-
-    def _name(self, parent: bytes, start: int, end: int) -> bytes:
-        return block_hash(self._cache.store.secret, parent, self._prompt.token_ids[start:end])

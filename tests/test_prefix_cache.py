@@ -22,7 +22,7 @@ from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
 from diskprefix.store.codec import read_payload
 from diskprefix.store.schema import NodeRecord
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, chain
 from tests.tiny import BLOCK, DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 
 
@@ -176,6 +176,23 @@ def test_a_damaged_block_is_removed_and_the_answer_stays_the_same(
     assert again.report.restored == len(prompt)
 
 
+@pytest.mark.parametrize(("database", "value"), [("nodes", b"garbage"), ("payloads", None)])
+def test_a_damaged_index_is_mended_by_the_next_request(runner: Runner, database: str, value: bytes | None) -> None:
+    prompt = random_prompt(27, 4 * BLOCK + 2)
+    cold = runner.run(prompt, "full", reply=4)
+    runner.flush()
+    store = runner.cache.store
+    name = chain(store.secret, runner.root, prompt, BLOCK)[2]
+    with store._env.begin(write=True, db=store.databases[database]) as txn:
+        txn.delete(name) if value is None else txn.put(name, value)
+    warm = runner.run(prompt, "full", reply=4)
+    assert same(cold, warm)
+    assert warm.report.restored == 2 * BLOCK
+    assert runner.cache.stats()["quarantined"] == 1
+    runner.reopen()
+    assert runner.run(prompt, "full").report.restored == len(prompt)
+
+
 def test_tokens_are_compared_so_equal_names_never_mix_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,9 +287,9 @@ def test_saving_reads_the_prompt_while_the_reply_is_decoded(runner: Runner, monk
     decoded = threading.Event()
     read = runner.arena.read_block
 
-    def late(position: int, num_tokens: int, payload: torch.Tensor) -> None:
+    def late(position: int, num_tokens: int, logits: torch.Tensor | None) -> memoryview:
         assert decoded.wait(30)
-        read(position, num_tokens, payload)
+        return read(position, num_tokens, logits)
 
     monkeypatch.setattr(runner.arena, "read_block", late)
     prompt = random_prompt(26, 4 * BLOCK + 3)

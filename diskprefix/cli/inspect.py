@@ -17,6 +17,8 @@ from diskprefix.store.store import Store
 
 _PIPE_COLUMNS = 160
 """Width of the table where no terminal says one."""
+_OTHER_COLUMNS = 100
+"""About what the columns beside the preview take with a long model name: they say more than a longer preview."""
 
 
 @click.command(short_help="List what is saved, and what it shares.")
@@ -117,7 +119,7 @@ def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, num_blo
     for title in ("tokens", "stored", "shared", "hits"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("last used", no_wrap=True)
-    table.add_column("preview", overflow="ellipsis", no_wrap=True, ratio=1)
+    table.add_column("preview", overflow="ellipsis", no_wrap=True, max_width=max(20, console.width - _OTHER_COLUMNS))
     for info in entries:
         table.add_row(
             info.id[:12],

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
@@ -27,7 +29,7 @@ _PAD_TOKENS = 64
 
 
 def tensor_over(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor over the bytes of `payload`, without a copy; only to be read, and only while `payload` lives.
+    """A flat tensor over the bytes of `payload`, without a copy; good while `payload` lives.
 
     `torch.frombuffer` warns about every read-only buffer, such as a view of the store's memory map: hence ctypes.
     """
@@ -124,29 +126,55 @@ class KVArena:
         self._tensors, self._capacity = grown, capacity
         self._bind()
 
-    def write_block(self, position: int, num_tokens: int, payload: memoryview) -> None:
-        """Copy a raw payload (see `store.schema`) to tokens `position` … `position + num_tokens`."""
-        if num_tokens == 0:
-            return
-        start = 0
-        for group, tensor in zip(self._layout.groups, self._tensors, strict=True):
-            size = group.bytes_per_token * num_tokens
-            source = tensor_over(payload[start : start + size], group.dtype)
-            shape = (len(group.specs), 1, group.heads, num_tokens, group.head_dim)
-            tensor[:, :, :, position : position + num_tokens] = source.view(shape)
-            start += size
+    def write_block(
+        self, position: int, num_tokens: int, payload: memoryview, *, with_logits: bool
+    ) -> torch.Tensor | None:
+        """Copy a raw payload (see `store.schema`) to tokens `position` … `position + num_tokens`.
 
-    def read_block(self, position: int, num_tokens: int, payload: torch.Tensor) -> None:
-        """Copy those tokens' state as a raw payload to the beginning of `payload`, uint8 on the CPU.
+        Answers the logits that a tail's payload ends with, shape [vocab], on the arena's device. Different blocks may
+        be written from different threads at once.
+        """
+        for target, part in self._parts(position, num_tokens, payload):
+            if isinstance(target, np.ndarray):
+                target[...] = np.frombuffer(part, dtype=np.uint8).reshape(target.shape)
+            else:
+                target.copy_(tensor_over(part, target.dtype).view(target.shape))
+        return self._logits_in(payload).clone().to(self.device) if with_logits else None
+
+    def read_block(self, position: int, num_tokens: int, logits: torch.Tensor | None) -> memoryview:
+        """A copy of those tokens' state as a raw payload, followed by `logits` (shape [vocab]) for a tail.
 
         May run beside the engine thread as long as nothing before `position + num_tokens` is written.
+        """
+        size = self._layout.payload_bytes(num_tokens, with_logits=logits is not None)
+        payload = np.empty(size, dtype=np.uint8).data
+        for source, part in self._parts(position, num_tokens, payload):
+            if isinstance(source, np.ndarray):
+                np.frombuffer(part, dtype=np.uint8).reshape(source.shape)[...] = source
+            else:
+                tensor_over(part, source.dtype).view(source.shape).copy_(source)
+        if logits is not None:
+            self._logits_in(payload).copy_(logits)
+        return payload
+
+    def _logits_in(self, payload: memoryview) -> torch.Tensor:
+        return tensor_over(payload[len(payload) - self._layout.logits_bytes :], self._layout.logits_dtype)
+
+    def _parts(
+        self, position: int, num_tokens: int, payload: memoryview
+    ) -> Iterator[tuple[torch.Tensor | npt.NDArray[np.uint8], memoryview]]:
+        """For each group, the arena's part of the block and the payload's.
+
+        Main memory is seen through numpy, whose copies stay on the calling thread: torch would set a team of threads
+        to work for each, which is slower for one block and disastrous while the model computes beside it.
         """
         start = 0
         for group, tensor in zip(self._layout.groups, self._tensors, strict=True):
             size = group.bytes_per_token * num_tokens
-            shape = (len(group.specs), 1, group.heads, num_tokens, group.head_dim)
-            part = payload[start : start + size].view(group.dtype).view(shape)
-            part.copy_(tensor[:, :, :, position : position + num_tokens])
+            part = tensor[:, :, :, position : position + num_tokens]
+            if size:
+                on_cpu = tensor.device.type == "cpu"
+                yield part.view(torch.uint8).numpy() if on_cpu else part, payload[start : start + size]
             start += size
 
     def _allocate(self, group: Group, capacity: int) -> torch.Tensor:

@@ -81,6 +81,10 @@ class Layout:
     def logits_bytes(self) -> int:
         return self.vocab_size * self.logits_dtype.itemsize
 
+    def payload_bytes(self, num_tokens: int, *, with_logits: bool) -> int:
+        """Size of the raw payload of a node: its tokens' state, and for a tail the next-token logits."""
+        return self.bytes_per_token * num_tokens + (self.logits_bytes if with_logits else 0)
+
     def describe(self) -> str:
         """Canonical text: part of the root, and kept in the store beside it."""
         return json.dumps(

@@ -188,10 +188,13 @@ class Store:
             for name, (when, hits) in uses.items():
                 self._touch_path(txn, name, when, hits)
 
-    def quarantine(self, name: bytes) -> int:
-        """Remove a damaged node from the index, so that nothing below it can be reached. Answers 1 if it was there."""
+    def quarantine(self, name: bytes, parent: bytes) -> None:
+        """Remove a damaged node from the index, so that nothing below it can be reached.
+
+        `parent` is the node that it continues: its own record may be what is damaged.
+        """
         with _translated(self.path), self._env.begin(write=True) as txn:
-            return int(self._delete(txn, name))
+            self._delete(txn, name, parent)
 
     def counts(self) -> dict[str, int]:
         with self.snapshot() as snapshot:
@@ -216,9 +219,7 @@ class Store:
             pinned = keep | self._pinned()
             victims = choose_victims(usage, lambda n: self._parent(txn, n), bytes_wanted=excess, pinned=pinned)
             for name in victims:
-                self._delete(txn, name)
-            if not victims and need:
-                return 0
+                self._delete(txn, name, self._parent(txn, name))
         self._count_evictions(len(victims))
         return len(victims)
 
@@ -272,19 +273,16 @@ class Store:
             txn.put(name, encode_usage(u), db=self.databases["usage"])
             name = self._parent(txn, name)
 
-    def _delete(self, txn: lmdb.Transaction, name: bytes) -> bool:
-        value = txn.get(name, db=self.databases["nodes"])
-        if value is None:
-            return False
-        parent = bytes(value[:16])
+    def _delete(self, txn: lmdb.Transaction, name: bytes, parent: bytes) -> None:
+        if not txn.delete(name, db=self.databases["nodes"]):
+            return
         usage = txn.get(parent, db=self.databases["usage"])
         if usage is not None:
             u = decode_usage(usage)
             u = UsageRecord(u.last_used, u.hits, max(0, u.children - 1), u.stored_bytes)
             txn.put(parent, encode_usage(u), db=self.databases["usage"])
-        for database in ("nodes", "usage", "payloads", "entries"):
+        for database in ("usage", "payloads", "entries"):
             txn.delete(name, db=self.databases[database])
-        return True
 
     def _parent(self, txn: lmdb.Transaction, name: bytes) -> bytes:
         value = txn.get(name, db=self.databases["nodes"])

@@ -58,8 +58,8 @@ def test_a_snapshot_keeps_its_view_while_the_store_changes(tmp_path: Path) -> No
         view = snapshot.payload(pub.nodes[0].name)
         assert view is not None
         before = bytes(view)
-        for name in [node.name for node in pub.nodes][::-1]:
-            store.quarantine(name)
+        for node in pub.nodes[::-1]:
+            store.quarantine(node.name, node.parent)
         for seed in range(5):
             store.publish(publication(store, prompt(100 + seed, 2 * BLOCK)))
         assert bytes(view) == before
