@@ -1,0 +1,129 @@
+"""What holds for the project as a whole: its files, its tools, and that the README says what the code does."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import diskprefix
+from diskprefix.settings import Settings, flag_of, parse_size
+
+ROOT = Path(__file__).parent.parent
+TOP_LEVEL = {
+    ".ci",
+    ".git",
+    ".gitignore",
+    "CHANGELOG.md",
+    "LICENSE",
+    "README.md",
+    "diskprefix",
+    "policies",
+    "pyproject.toml",
+    "systemd",
+    "tests",
+    "tools",
+}
+SCRIPTS = [ROOT / ".ci/run", *sorted(path for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix)]
+UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b")
+
+
+def pyproject() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project
+
+
+def dependencies() -> set[str]:
+    project = pyproject()
+    listed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    return {canonicalize_name(Requirement(line).name) for line in listed}
+
+
+def readme_section(title: str) -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    sections = {section.partition("\n")[0]: section for section in re.split(r"^## ", text, flags=re.MULTILINE)}
+    return sections[title]
+
+
+def is_ignored(name: str) -> bool:
+    patterns = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    return any(fnmatch.fnmatch(name, pattern.strip("/")) for pattern in patterns if pattern)
+
+
+def text_files() -> Iterator[Path]:
+    for top in sorted(TOP_LEVEL - {".git", "LICENSE"}):
+        path = ROOT / top
+        found = [path] if path.is_file() else sorted(path.rglob("*"))
+        yield from (file for file in found if file.is_file() and not any(map(is_ignored, file.relative_to(ROOT).parts)))
+
+
+def test_the_top_level_holds_what_it_should_and_nothing_else() -> None:
+    present = {path.name for path in ROOT.iterdir() if not is_ignored(path.name)}
+    assert present - {".git"} == TOP_LEVEL - {".git"}
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = pyproject()["version"]
+    assert version == diskprefix.__version__
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_each_dependency_has_its_reason_in_the_readme() -> None:
+    reasons = dict(re.findall(r"^- `([^`]+)`: (.+)$", readme_section("Dependencies"), flags=re.MULTILINE))
+    assert {canonicalize_name(name) for name in reasons} == dependencies()
+
+
+def test_each_dependency_has_a_known_good_version() -> None:
+    lines = (ROOT / "tools/constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert dependencies() <= {canonicalize_name(pin.name) for pin in pins}
+    assert "torch==2.13.0" in lines
+    assert all(re.fullmatch(r"==[0-9.]+", str(pin.specifier)) and not pin.url for pin in pins)
+
+
+def test_the_options_table_holds_every_flag_with_its_default() -> None:
+    rows = re.findall(r"^\| `(--[a-z-]+)` \| ([^|]*) \| [^|]+ \|$", readme_section("Options"), flags=re.MULTILINE)
+    shown = {flag: default.strip().strip("`") for flag, default in rows}
+    assert shown.keys() == {flag_of(field.name) for field in dataclasses.fields(Settings)} | {"--policy"}
+    for field in dataclasses.fields(Settings):
+        if isinstance(field.default, int):
+            assert parse_size(shown[flag_of(field.name)], param=field.name) == field.default
+        elif isinstance(field.default, str):
+            assert shown[flag_of(field.name)] == field.default
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_executable_strict_and_well_formed(script: Path) -> None:
+    lines = script.read_text(encoding="utf-8").splitlines()
+    assert os.access(script, os.X_OK)
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert "set -euo pipefail" in lines
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_continuous_integration_runs_what_a_developer_runs() -> None:
+    assert (ROOT / ".ci/run").read_text(encoding="utf-8").rstrip().endswith("tools/test")
+
+
+def test_nothing_is_left_for_later() -> None:
+    unfinished = [
+        str(path.relative_to(ROOT)) for path in text_files() if UNFINISHED.search(path.read_text("utf-8", "replace"))
+    ]
+    assert unfinished == []
+
+
+def test_the_license_is_the_one_that_the_project_declares() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert pyproject()["license"] == "Apache-2.0"
+    assert "Apache License" in text
+    assert "Version 2.0, January 2004" in text

@@ -1,0 +1,107 @@
+"""The rooms of the house, checked on the syntax tree of every module: who may import whom, and which library."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "diskprefix"
+
+ROOMS_BELOW: dict[str, frozenset[str]] = {}
+"""For each room, the rooms that it may import: every one to its right or below in the plan, but not its neighbours."""
+for _row in ("errors", "tokens settings cache_report", "policy store kv", "prefix_cache", "engine", "server"):
+    ROOMS_BELOW |= dict.fromkeys(_row.split(), frozenset(ROOMS_BELOW))
+ROOMS_BELOW["cli"] = frozenset(ROOMS_BELOW)
+ROOMS_BELOW["__main__"] = frozenset({"cli"})
+ROOMS_BELOW["__init__"] = frozenset()
+
+ONLY_IMPORTERS = {"xxhash": {"tokens"}, "lmdb": {"store"}, "zstandard": {"store"}}
+WITHOUT_TORCH = {"errors", "settings", "tokens", "cache_report", "policy", "store"}
+TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
+
+
+def room_of(module: Path) -> str:
+    """`diskprefix/store/codec.py` → `store`, `diskprefix/tokens.py` → `tokens`."""
+    return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_names(source: str) -> Iterator[str]:
+    """Dotted names of all imports, those inside functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from (name.name for name in names)
+            case ast.ImportFrom(module=str(base), names=names, level=0):
+                yield from (f"{base}.{name.name}" for name in names)
+            case ast.ImportFrom(level=level):
+                yield "." * level
+            case ast.Call(func=ast.Name(id="import_module") | ast.Attribute(attr="import_module"), args=[first, *_]):
+                yield str(first.value) if isinstance(first, ast.Constant) else "a computed name"
+
+
+def violations(room: str, source: str) -> list[str]:
+    found = []
+    for name in imported_names(source):
+        top, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if top == "":
+            found.append(f"{room} uses a relative import")
+        elif top == "diskprefix" and target in ROOMS_BELOW and target not in ROOMS_BELOW[room] | {room}:
+            found.append(f"{room} imports {target}")
+        elif room not in ONLY_IMPORTERS.get(top, {room}) or (room in WITHOUT_TORCH and top in TORCH_LIBRARIES):
+            found.append(f"{room} imports {top}")
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_rooms_below_its_own(module: Path) -> None:
+    assert room_of(module) in ROOMS_BELOW, "a new room: give it its place in ROOMS_BELOW"
+    assert violations(room_of(module), module.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "violation"),
+    [
+        ("store", "import torch", "store imports torch"),
+        ("policy", "from transformers import AutoTokenizer", "policy imports transformers"),
+        ("policy", "def f():\n    import torch.nn", "policy imports torch"),
+        ("policy", "from diskprefix.store.schema import Kind", "policy imports store"),
+        ("kv", "from diskprefix import prefix_cache", "kv imports prefix_cache"),
+        ("engine", "import diskprefix.server.app", "engine imports server"),
+        ("errors", "from diskprefix.settings import Settings", "errors imports settings"),
+        ("tokens", "if TYPE_CHECKING:\n    from diskprefix.engine.request import Usage", "tokens imports engine"),
+        ("store", "import xxhash", "store imports xxhash"),
+        ("server", "import lmdb", "server imports lmdb"),
+        ("prefix_cache", "from zstandard import ZstdError", "prefix_cache imports zstandard"),
+        ("engine", "from importlib import import_module\nimport_module('lmdb')", "engine imports lmdb"),
+        ("server", "from .errors import reply", "server uses a relative import"),
+    ],
+)
+def test_the_checker_catches(room: str, source: str, violation: str) -> None:
+    assert violations(room, source) == [violation]
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("cli", "from diskprefix.store.store import Store"),
+        ("server", "from diskprefix import __version__\nfrom diskprefix.policy.scope import Scope"),
+        ("tokens", "import xxhash\nfrom diskprefix.errors import StoreCorrupt"),
+        ("store", "import lmdb\nfrom diskprefix.store import schema"),
+        ("kv", "import torch"),
+    ],
+)
+def test_the_checker_allows(room: str, source: str) -> None:
+    assert violations(room, source) == []
+
+
+@pytest.mark.parametrize("module", ["diskprefix.cli", "diskprefix.cli.inspect"])
+def test_the_command_line_starts_without_torch(module: str) -> None:
+    code = f"import {module}, sys; print(*sorted({{'torch', 'transformers', 'uvicorn'}} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == []

@@ -1,0 +1,68 @@
+"""`tools/bench`: one subcommand for each benchmark; `restart` is what runs when none is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import restart_bench
+from live_server import LiveServerError, log_tail
+from rich.console import Console
+
+
+class DefaultGroup(click.Group):
+    """A group that takes `restart` for granted when the first argument is not a subcommand."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = ["restart", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=DefaultGroup)
+def main() -> None:
+    """Benchmarks of diskprefix. Without a subcommand: restart."""
+
+
+@main.command()
+@click.option("--runs", type=click.IntRange(min=1), default=5, show_default=True, help="Runs to take the median of.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=512, max=8100),
+    multiple=True,
+    default=restart_bench.PROMPT_TOKENS,
+    show_default=True,
+    help="Length of a prompt; may be given several times.",
+)
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where the cache folder is made, to measure another disk. About 0.4 GB for each run.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with every sample to stdout instead of tables.")
+def restart(runs: int, tokens: tuple[int, ...], folder: Path | None, as_json: bool) -> None:
+    """What a restart costs: cold, exact repeat, nearest prefix.
+
+    Every restored figure is the first request of a server that was killed with SIGKILL and started again. The operating
+    system's page cache survives that, so this is a restarted process and not a rebooted machine.
+    """
+    progress = Console(stderr=True)
+    with tempfile.TemporaryDirectory(prefix="diskprefix-bench-", dir=folder) as workspace:
+        log_path = Path(workspace) / "server.log"
+        try:
+            report = restart_bench.measure(Path(workspace) / "kv", log_path, sorted(set(tokens)), runs, progress)
+        except LiveServerError as error:
+            progress.print(f"[red]{error}[/red]; the end of the server's log:", highlight=False)
+            progress.print(log_tail(log_path), highlight=False, markup=False)
+            sys.exit(1)
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        restart_bench.show(report, Console())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""A real `diskprefix serve` process and a client that measures from the outside. Used by the demo and the benchmark."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+START_DEADLINE_S = 900.0
+"""The first start fetches and converts the embedded model."""
+SAVE_DEADLINE_S = 120.0
+ANSWER_DEADLINE_S = 600.0
+POLL_S = 0.05
+
+
+class LiveServerError(Exception):
+    """The server did not do what was asked; the message is one line for the person at the terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One streamed completion.
+
+    `ttft_s` is the client's: from sending the request to the first chunk with text, or to the end of a reply that has
+    none (its first token ends it).
+    """
+
+    text: str
+    ttft_s: float
+    prompt_tokens: int
+    cache: dict[str, Any]
+    timings: dict[str, float]
+
+    @property
+    def restored(self) -> int:
+        return int(self.cache["restored"])
+
+
+class _NewLines:
+    """Tells `note` the last line of a growing file when it has changed."""
+
+    def __init__(self, path: Path, note: Callable[[str], None]) -> None:
+        self._path = path
+        self._note = note
+        self._position = path.stat().st_size
+
+    def look(self) -> None:
+        with self._path.open(encoding="utf-8", errors="replace") as file:
+            file.seek(self._position)
+            lines = file.read().splitlines()
+            self._position = file.tell()
+        if lines:
+            self._note(lines[-1])
+
+
+@dataclass
+class _Reading:
+    """What has been read of a stream so far."""
+
+    text: list[str] = field(default_factory=list)
+    ttft_s: float | None = None
+    last: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, chunk: dict[str, Any], elapsed_s: float) -> None:
+        if "error" in chunk:
+            raise LiveServerError(f"the server answered: {chunk['error']['message']}")
+        for choice in chunk.get("choices", []):
+            piece = choice.get("text") or choice.get("delta", {}).get("content")
+            if piece:
+                self.text.append(piece)
+            if self.ttft_s is None and (piece or choice.get("finish_reason")):
+                self.ttft_s = elapsed_s
+        self.last |= {key: chunk[key] for key in ("usage", "prefix_cache", "timings") if chunk.get(key)}
+
+
+class LiveServer:
+    """Starts, kills and restarts one server on one port and one cache folder. Its log goes to `log_path`."""
+
+    def __init__(self, *, kv_cache_dir: Path, log_path: Path, flags: tuple[str, ...] = ()) -> None:
+        self.kv_cache_dir = kv_cache_dir
+        self.log_path = log_path
+        self._port = _free_port()
+        self._command = [sys.executable, "-m", "diskprefix", "serve", "--port", str(self._port)]
+        self._command += ["--kv-cache-dir", str(kv_cache_dir), *flags]
+        self._process: subprocess.Popen[bytes] | None = None
+        timeout = httpx.Timeout(ANSWER_DEADLINE_S, connect=5.0)
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=timeout)
+
+    def __enter__(self) -> LiveServer:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()
+        self._client.close()
+
+    def start(self, note: Callable[[str], None] = lambda _line: None) -> float:
+        """Start the process and wait until it is ready; the seconds that this took. Raises `LiveServerError`.
+
+        `note` is called with the newest line of the server's log when there is a new one.
+        """
+        started = time.perf_counter()
+        # Settings of the person who runs this must not change what is shown.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("DISKPREFIX_")}
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
+            )
+        lines = _NewLines(self.log_path, note)
+        self._wait(lambda: self._is_ready(lines), START_DEADLINE_S, "the server did not become ready")
+        return time.perf_counter() - started
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until the process is gone. The process gets no chance to save anything."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def wait_until_saved(self) -> float:
+        """Wait until nothing is pending in the writer; the seconds that this took. Raises `LiveServerError`."""
+        started = time.perf_counter()
+        self._wait(lambda: self.cache_stats()["pending_bytes"] == 0, SAVE_DEADLINE_S, "the cache was not saved")
+        return time.perf_counter() - started
+
+    def props(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self._client.get("/props").raise_for_status().json()
+        return answer
+
+    def cache_stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self.props()["full_cache"]["state"]
+        return stats
+
+    def chat(self, messages: list[dict[str, str]], *, max_tokens: int, scope: str | None = None) -> Answer:
+        return self._complete("/v1/chat/completions", {"messages": messages}, max_tokens, scope)
+
+    def complete(self, prompt: str, *, max_tokens: int, scope: str | None = None) -> Answer:
+        return self._complete("/v1/completions", {"prompt": prompt}, max_tokens, scope)
+
+    def _complete(self, path: str, body: dict[str, Any], max_tokens: int, scope: str | None) -> Answer:
+        body |= {"temperature": 0, "max_tokens": max_tokens, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        if scope is not None:
+            body["prefix_cache"] = {"scope": scope}
+        reading = _Reading()
+        started = time.perf_counter()
+        try:
+            with self._client.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise LiveServerError(f"the server answered {response.status_code}: {response.text[:300]}")
+                for chunk in _events(response):
+                    reading.take(chunk, time.perf_counter() - started)
+        except httpx.HTTPError as error:
+            raise LiveServerError(f"the connection to the server broke: {error}") from error
+        if reading.ttft_s is None:
+            raise LiveServerError("the server answered without a reply")
+        return Answer(
+            text="".join(reading.text),
+            ttft_s=reading.ttft_s,
+            prompt_tokens=reading.last["usage"]["prompt_tokens"],
+            cache=reading.last["prefix_cache"],
+            timings=reading.last["timings"],
+        )
+
+    def _is_ready(self, lines: _NewLines) -> bool:
+        lines.look()
+        if self._process is None or self._process.poll() is not None:
+            raise LiveServerError("the server stopped while it was starting")
+        try:
+            return self._client.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def _wait(self, condition: Callable[[], bool], deadline_s: float, failure: str) -> None:
+        deadline = time.monotonic() + deadline_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise LiveServerError(f"{failure} within {deadline_s:.0f} seconds")
+            time.sleep(POLL_S)
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def log_tail(log_path: Path, num_lines: int = 20) -> str:
+    if not log_path.exists():
+        return ""
+    return "\n".join(log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
+
+
+@contextmanager
+def step(console: Console, title: str) -> Iterator[Callable[[str], None]]:
+    """Show that `title` is running and for how long; leave a line with its duration when it is done.
+
+    Gives a function that shows one more line, a detail of what is going on.
+    """
+    started = time.perf_counter()
+    if console.is_terminal:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description} …"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=console, transient=True, refresh_per_second=4) as progress:
+            task = progress.add_task(title, note="")
+            yield lambda line: progress.update(task, note=f"[dim]{escape(line)}[/dim]")
+    else:
+        console.print(f"  {title} …", highlight=False, soft_wrap=True)
+        yield lambda line: console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"  {title}: {time.perf_counter() - started:.1f} s", highlight=False, soft_wrap=True)

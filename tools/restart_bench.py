@@ -1,0 +1,286 @@
+"""The restart benchmark: what a prompt costs cold, repeated after a restart, and extended after a restart.
+
+All ratios come from one run: the cases are interleaved, and the memory copy that the restore is compared with is timed
+between them, of as many bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from live_server import Answer, LiveServer, LiveServerError, step
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+PROMPT_TOKENS = (2048, 4096, 7900)
+NEW_TOKENS = 23
+"""What the nearest-prefix case adds. It computes these and the prompt's remainder on the grid of 256 tokens."""
+MAX_TOKENS = 1
+TIMES = ("lookup_ms", "restore_ms", "prefill_ms", "server_ttft_ms", "ttft_ms")
+COPY_REPEATS = 7
+COPY_THREADS = 2
+CASES = {"cold": "cold", "cold_off": "cold, off", "exact": "exact repeat", "nearest": f"+{NEW_TOKENS} tokens"}
+TABLE_STYLE: dict[str, Any] = {"box": box.SIMPLE, "padding": (0, 1, 0, 0), "title_justify": "left", "show_edge": False}
+
+WORDS = (Path(__file__).parent / "prompts" / "words.txt").read_text(encoding="utf-8").split()
+"""Each of them, with the blank before it, is one token of the embedded model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One request. Times in milliseconds; `ttft_ms` is the client's, the others are the server's own."""
+
+    case: str
+    tokens: int
+    run: int
+    prompt_tokens: int
+    restored: int
+    ttft_ms: float
+    server_ttft_ms: float
+    lookup_ms: float
+    restore_ms: float
+    prefill_ms: float
+
+
+def prompt_text(num_tokens: int, run: int) -> str:
+    """English words in a random order that depends on the arguments alone, one token each."""
+    choose = random.Random(f"{num_tokens}-{run}")
+    return "".join(f" {word}" for word in choose.choices(WORDS, k=num_tokens))
+
+
+def extended(prompt: str) -> str:
+    return prompt + "".join(f" {word}" for word in WORDS[:NEW_TOKENS])
+
+
+class RestartBench:
+    """Collects samples from one server that is killed and started again and again."""
+
+    def __init__(self, server: LiveServer, console: Console, runs: int) -> None:
+        self.samples: list[Sample] = []
+        self.startups: list[dict[str, float]] = []
+        self.copy_s: dict[int, list[float]] = {}
+        self.bytes_per_token = 0
+        self._server = server
+        self._console = console
+        self._runs = runs
+
+    def start(self, note: Callable[[str], None] = lambda _line: None) -> None:
+        self._server.kill()
+        ready_s = self._server.start(note)
+        props = self._server.props()
+        self.startups.append({"ready": ready_s, **props["startup_s"]})
+        self.bytes_per_token = props["full_cache"]["state"]["bytes_per_token"]
+
+    def run(self, run: int, sizes: Sequence[int]) -> None:
+        for tokens in sizes:
+            with self._step(run, tokens, "cold, with and without saving"):
+                self._cold(tokens, run)
+        for tokens in sizes:
+            with self._step(run, tokens, "restart, exact repeat"):
+                self.start()
+                self._ask("exact", tokens, run, prompt_text(tokens, run))
+                self._server.wait_until_saved()
+                self._copy(tokens)
+        for tokens in sizes:
+            with self._step(run, tokens, "restart, nearest prefix"):
+                self.start()
+                self._ask("nearest", tokens, run, extended(prompt_text(tokens, run)))
+                self._server.wait_until_saved()
+
+    def _step(self, run: int, tokens: int, what: str) -> Any:
+        return step(self._console, f"run {run + 1} of {self._runs}, {tokens} tokens: {what}")
+
+    def _cold(self, tokens: int, run: int) -> None:
+        """Both cold cases, one right after the other and in turns the first, so that a drift of the machine cancels."""
+        prompt = prompt_text(tokens, run)
+        # Scope off neither restores nor saves, so it may go second with the prompt that was just saved.
+        for case in ("cold", "cold_off") if run % 2 else ("cold_off", "cold"):
+            self._ask(case, tokens, run, prompt, scope="off" if case == "cold_off" else None)
+            self._server.wait_until_saved()
+
+    def _ask(self, case: str, tokens: int, run: int, prompt: str, scope: str | None = None) -> None:
+        answer = self._server.complete(prompt, max_tokens=MAX_TOKENS, scope=scope)
+        expected = len(prompt.split())
+        if answer.prompt_tokens != expected:
+            raise LiveServerError(f"a prompt of {expected} words became {answer.prompt_tokens} tokens")
+        if bool(answer.restored) != (case in ("exact", "nearest")):
+            raise LiveServerError(f"{case} of {tokens} tokens restored {answer.restored}: {answer.cache}")
+        self.samples.append(_sample(case, tokens, run, answer))
+
+    def _copy(self, tokens: int) -> None:
+        """Time a plain copy, between warm buffers, of as many bytes as an exact repeat restores."""
+        num_bytes = tokens * self.bytes_per_token
+        source = torch.ones(num_bytes, dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        self.copy_s.setdefault(tokens, []).append(statistics.median(_copy_times(source, target)))
+
+
+def _copy_times(source: torch.Tensor, target: torch.Tensor) -> Iterator[float]:
+    for _ in range(COPY_REPEATS):
+        started = time.perf_counter()
+        target.copy_(source)
+        yield time.perf_counter() - started
+
+
+def _sample(case: str, tokens: int, run: int, answer: Answer) -> Sample:
+    return Sample(
+        case=case,
+        tokens=tokens,
+        run=run,
+        prompt_tokens=answer.prompt_tokens,
+        restored=answer.restored,
+        ttft_ms=answer.ttft_s * 1e3,
+        server_ttft_ms=answer.timings["ttft_ms"],
+        lookup_ms=answer.timings["lookup_ms"],
+        restore_ms=answer.timings["restore_ms"],
+        prefill_ms=answer.timings["prefill_ms"],
+    )
+
+
+def measure(kv_cache_dir: Path, log_path: Path, sizes: Sequence[int], runs: int, console: Console) -> dict[str, Any]:
+    """Run the benchmark; what it measured as plain JSON values. Raises `LiveServerError`."""
+    torch.set_num_threads(COPY_THREADS)
+    flags = ("--disk-prefix-cache", "full", "--kv-cache-budget", "64GiB")
+    with LiveServer(kv_cache_dir=kv_cache_dir, log_path=log_path, flags=flags) as server:
+        bench = RestartBench(server, console, runs)
+        with step(console, "server starting (the first time ever, it fetches and converts its model)") as note:
+            bench.start(note)
+        # The first start may have fetched the model, which is no part of starting.
+        bench.startups.clear()
+        for run in range(runs):
+            bench.run(run, sizes)
+    return {
+        "benchmark": "restart",
+        "runs": runs,
+        "machine": machine(),
+        "prompts": [_prompt_report(bench, tokens) for tokens in sizes],
+        "save_cost_percent": _save_cost_percent(bench.samples),
+        "startup_s": {name: _median(start[name] for start in bench.startups) for name in bench.startups[0]},
+        "samples": [asdict(sample) for sample in bench.samples],
+    }
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_average_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def _prompt_report(bench: RestartBench, tokens: int) -> dict[str, Any]:
+    cases = {case: _case_report([s for s in bench.samples if (s.case, s.tokens) == (case, tokens)]) for case in CASES}
+    num_bytes = tokens * bench.bytes_per_token
+    restore_gb_s = num_bytes / cases["exact"]["restore_ms"] / 1e6
+    copy_gb_s = num_bytes / statistics.median(bench.copy_s[tokens]) / 1e9
+    return {
+        "tokens": tokens,
+        "cases": cases,
+        "exact_ratio": round(cases["cold"]["ttft_ms"] / cases["exact"]["ttft_ms"], 1),
+        "nearest_ratio": round(cases["cold"]["ttft_ms"] / cases["nearest"]["ttft_ms"], 1),
+        "restored_bytes": num_bytes,
+        "restore_gb_s": round(restore_gb_s, 2),
+        "memory_copy_gb_s": round(copy_gb_s, 2),
+        "restore_to_copy": round(restore_gb_s / copy_gb_s, 2),
+        "save_cost_percent": _save_cost_percent([s for s in bench.samples if s.tokens == tokens]),
+    }
+
+
+def _case_report(samples: Sequence[Sample]) -> dict[str, float]:
+    medians = {name: _median(getattr(sample, name) for sample in samples) for name in TIMES}
+    return medians | {"prompt_tokens": samples[0].prompt_tokens, "restored": samples[0].restored}
+
+
+def _save_cost_percent(samples: Sequence[Sample]) -> float:
+    """Median over all pairs of how much longer the first token took with saving than right before or after without."""
+    with_saving = {(s.tokens, s.run): s.ttft_ms for s in samples if s.case == "cold"}
+    without = {(s.tokens, s.run): s.ttft_ms for s in samples if s.case == "cold_off"}
+    return round(statistics.median((with_saving[pair] / without[pair] - 1) * 100 for pair in with_saving), 2)
+
+
+def _median(values: Iterator[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    for table in (_cases_table(report), _bandwidth_table(report), _startup_table(report)):
+        console.print(table)
+        console.print()
+    facts = report["machine"]
+    console.print(
+        f"{facts['cpus']} cpus, torch {facts['torch']}, Python {facts['python']}, {facts['platform']}; "
+        f"load {facts['load_average_1min']}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _cases_table(report: dict[str, Any]) -> Table:
+    title = f"Time to first token in ms, median of {report['runs']}; restored: first request after kill -9"
+    table = Table(title=title, **TABLE_STYLE)
+    table.add_column("prompt", justify="right", no_wrap=True)
+    table.add_column("case", no_wrap=True)
+    for name in ("restored", "lookup", "restore", "prefill", "TTFT\nserver", "TTFT\nclient", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for prompt in report["prompts"]:
+        for case, title in CASES.items():
+            figures = prompt["cases"][case]
+            ratio = prompt["cases"]["cold"]["ttft_ms"] / figures["ttft_ms"]
+            table.add_row(
+                f"{figures['prompt_tokens']}",
+                title,
+                f"{figures['restored']}",
+                *(_short(figures[name]) for name in TIMES),
+                f"{_short(ratio)}×",
+            )
+    return table
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
+
+
+def _bandwidth_table(report: dict[str, Any]) -> Table:
+    table = Table(
+        title="Exact repeat: restore against a memory copy of as many bytes; cold: the cost of saving", **TABLE_STYLE
+    )
+    for name in (
+        "prompt",
+        "MB",
+        "restore\nGB/s",
+        "memory copy\nGB/s",
+        "restore /\ncopy",
+        "saving costs\n% of cold TTFT",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for prompt in report["prompts"]:
+        table.add_row(
+            f"{prompt['tokens']}",
+            f"{prompt['restored_bytes'] / 1e6:.0f}",
+            f"{prompt['restore_gb_s']:.1f}",
+            f"{prompt['memory_copy_gb_s']:.1f}",
+            f"{prompt['restore_to_copy']:.2f}",
+            f"{prompt['save_cost_percent']:+.1f}",
+        )
+    table.add_row("all", "", "", "", "", f"{report['save_cost_percent']:+.1f}")
+    return table
+
+
+def _startup_table(report: dict[str, Any]) -> Table:
+    table = Table(title="From process start to ready, seconds", **TABLE_STYLE)
+    for name in report["startup_s"]:
+        table.add_column(name.replace("_", " "), justify="right")
+    table.add_row(*(f"{seconds:.2f}" for seconds in report["startup_s"].values()))
+    return table
