@@ -267,3 +267,11 @@ def test_a_daemon_that_cannot_load_is_never_ready(
     with DaemonProcess(*serve_flags(tmp_path / "nothing", cache), environment=environment) as daemon:
         assert daemon.process.wait(120) == 3
     assert not any("READY" in message for message in heard.messages)
+
+
+def test_small_writes_are_sent_at_once() -> None:
+    (listener,) = listen("127.0.0.1", 0)
+    with listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
