@@ -16,8 +16,9 @@ class CacheReport:
 
     `selected` is the policy's boundary in tokens, `aligned` the same floored to the grid, `restored` the tokens that
     were not prefilled. `saved`: `none` nothing to save, `queued` handed to the writer, `stored` already there,
-    `dropped` refused (buffer or budget full). `miss_reason` is None when something was restored; `diverged_at` is set
-    with `diverged`: the first token at which the prompt leaves everything seen.
+    `dropped` refused (buffer or budget full). `miss_reason` is None when something was restored; `first_request`
+    means that nothing of the prompt was stored; `diverged` that it leaves every recent prompt within the first block,
+    at token `diverged_at`.
     """
 
     scope: str

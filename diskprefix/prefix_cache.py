@@ -36,7 +36,7 @@ from diskprefix.kv.layers import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.history import History
-from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
+from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
 from diskprefix.policy.select import Selection, select
 from diskprefix.settings import Settings
 from diskprefix.store.codec import read_payload
@@ -50,7 +50,6 @@ log = logging.getLogger("diskprefix")
 
 T = TypeVar("T")
 
-_HISTORY_PROMPTS = 128
 _HISTORY_TOKENS = 1 << 22
 """The window is bounded in memory and on disk whatever N a request asks for: 16 MiB of token ids for each root."""
 _READER_THREADS = 2
@@ -105,29 +104,29 @@ class PrefixCache:
         self.writer = Writer(store, buffer_bytes=settings.kv_cache_write_buffer)
         self.readers = ThreadPoolExecutor(_READER_THREADS, thread_name_prefix="kv-reader")
         self._capturer = ThreadPoolExecutor(1, thread_name_prefix="kv-capture")
-        self._capture: Future[None] | None = None
+        self._capturing: Future[None] | None = None
         self.counters: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
         with store.snapshot() as snapshot:
-            prompts = snapshot.recent_prompts(root, _HISTORY_PROMPTS)
-        self.history = History.from_prompts(prompts, max_prompts=_HISTORY_PROMPTS, max_tokens=_HISTORY_TOKENS)
+            prompts = snapshot.recent_prompts(root, MAX_VALUE)
+        self.history = History.from_prompts(prompts, max_prompts=MAX_VALUE, max_tokens=_HISTORY_TOKENS)
 
     def begin(self, prompt: Prompt, scope: Scope) -> CachedRequest:
         """Select what to save of `prompt`, and start a request. Waits until the arena is free to be overwritten."""
         self.settle()
         return CachedRequest(self, prompt, scope)
 
-    def capture(self, copy: Callable[[], None]) -> None:
+    def start_capture(self, copy: Callable[[], None]) -> None:
         """Run `copy`, which reads the arena, beside the engine thread; at most one at a time."""
         self.settle()
-        self._capture = self._capturer.submit(copy)
+        self._capturing = self._capturer.submit(copy)
 
     def settle(self) -> None:
         """Wait for the capture that is under way. Once it is over, what it captured is visible to `restore`."""
-        capture, self._capture = self._capture, None
-        if capture is not None and (error := capture.exception()) is not None:
+        capturing, self._capturing = self._capturing, None
+        if capturing is not None and (error := capturing.exception()) is not None:
             self.counters["errors"] += 1
-            log.warning("[disk-cache] a prompt was not saved: %s", error)
+            log.warning("[disk-cache] a prompt was not saved: %r", error, exc_info=error)
 
     def stats(self) -> dict[str, Any]:
         """What `/props` and `/metrics` show. Counts of this process, sizes of the store. Never raises."""
@@ -138,6 +137,7 @@ class PrefixCache:
         return {
             "scope": str(self.default_scope),
             "dir": str(self.store.path),
+            "store_id": self.store.store_id.hex(),
             "state": "degraded" if error else "unsupported" if self.layout.unsupported else "ok",
             "error": error,
             "entries": counts["entries"],
@@ -151,11 +151,11 @@ class PrefixCache:
             "misses": dict(self.misses),
             "restored_tokens": self.counters["restored_tokens"],
             "restored_bytes": self.counters["restored_bytes"],
-            "saved_tokens": self.counters["saved_tokens"],
+            "saved_tokens": self.writer.written_tokens,
             "saved_bytes": self.writer.written_bytes,
             "dropped": self.writer.dropped,
             "evicted_blocks": self.writer.evicted,
-            "quarantined": self.counters["quarantined"],
+            "quarantined": self.writer.quarantined,
             "errors": self.counters["errors"],
         }
 
@@ -220,12 +220,12 @@ class CachedRequest:
         if self.bypassed:
             return
         assert arena.num_tokens == len(self._prompt.token_ids), "state length must equal key length"
-        planned, tip, num_tokens = self._plan()
+        planned, tip, num_tokens = self._fit(*self._plan())
         prompt = self._remembered()
         if tip is None and prompt is None:
             return
         size = sum(self._payload_bytes(node) for node in planned)
-        if not self._cache.writer.reserve(size):
+        if self._saved == "dropped" or not self._cache.writer.reserve(size):
             self._saved = "dropped"
             return
         if tip is not None:
@@ -239,10 +239,9 @@ class CachedRequest:
             prompt=prompt,
             history_limit=len(self._cache.history),
         )
-        self._cache.counters["saved_tokens"] += sum(node.num_tokens for node in planned)
         # The capture takes the pin over: what is extended must stay until the writer has it.
         pinned, self._pinned = self._pinned, None
-        self._cache.capture(lambda: self._capture(arena, logits, planned, publication, size, pinned))
+        self._cache.start_capture(lambda: self._copy_and_submit(arena, logits, planned, publication, size, pinned))
 
     def close(self) -> CacheReport:
         """Release what the request held, count it, and say what happened."""
@@ -341,11 +340,13 @@ class CachedRequest:
 
     def _find(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, node: _Node) -> _Piece | None:
         queued = pending.get(node.name)
-        if queued is not None:
-            return _Piece(node, "memory", lambda: queued.payload) if self._is_same(node, queued) else None
+        if queued is not None and self._is_same(node, queued):
+            return _Piece(node, "memory", lambda: queued.payload)
         record, stored = snapshot.node(node.name), snapshot.payload(node.name)
-        if record is None or not self._is_same(node, record):
+        if record is None:
             return None
+        if not self._is_same(node, record):
+            raise StoreCorrupt("its record is that of another prefix")
         if stored is None:
             raise StoreCorrupt("its payload is missing")
         expected = self._payload_bytes(node)
@@ -355,10 +356,7 @@ class CachedRequest:
         """A name is not a proof: the tokens, the parent and the place must be the same too."""
         same_place = (stored.parent, stored.position, stored.kind) == (node.parent, node.position, node.kind)
         wanted = self._prompt.token_ids[node.position : node.end]
-        same = same_place and stored.token_ids.tobytes() == wanted.tobytes()
-        if not same:
-            log.warning("[disk-cache] block %s is named like another: ignored", node.name.hex())
-        return same
+        return same_place and stored.token_ids.tobytes() == wanted.tobytes()
 
     def _load(self, pieces: list[_Piece], arena: KVArena) -> Restored:
         """Verify and copy the pieces in several threads; what follows a bad one is not accepted."""
@@ -403,18 +401,19 @@ class CachedRequest:
         return pieces[:-1] if complete else pieces
 
     def _quarantine(self, node: _Node, error: StoreCorrupt) -> None:
-        log.warning("[disk-cache] block %s removed: %s", node.name.hex(), error)
-        self._cache.counters["quarantined"] += 1
-        self._attempt(lambda: self._cache.store.quarantine(node.name, node.parent))
+        log.warning("[disk-cache] block %s is damaged and will be removed: %s", node.name.hex(), error)
+        self._cache.writer.quarantine(node.name, node.parent)
 
     def _explain_miss(self) -> None:
+        """`diverged` only if the prompt leaves everything seen within its first block: from there on a block could
+        have been restored, had it been stored."""
         if len(self._prompt.token_ids) < self._cache.settings.kv_cache_min_tokens:
             self._miss_reason = "too_short"
-        elif not self.selection.recent:
+        elif not self.selection.recent or self.selection.common >= self._block_size:
             self._miss_reason = "first_request"
         else:
             self._miss_reason = "diverged"
-            self._diverged_at = self.selection.common
+            self._diverged_at = self.selection.diverged_at
 
     def _plan(self) -> tuple[list[_Node], bytes | None, int]:
         """What is still to be stored, parents first; the node that the entry ends with, None if nothing is saved; and
@@ -433,6 +432,25 @@ class CachedRequest:
         blocks = self.selection.aligned // size
         return planned, names[blocks - 1] if blocks else None, blocks * size
 
+    def _fit(self, planned: list[_Node], tip: bytes | None, num_tokens: int) -> tuple[list[_Node], bytes | None, int]:
+        """A plan that the write buffer has room for: the longest beginning that fits, if not all of it does."""
+        room, fitting = self._cache.writer.room_bytes, list(planned)
+        while fitting and sum(self._payload_bytes(node) for node in fitting) > room:
+            fitting.pop()
+        if len(fitting) == len(planned):
+            return planned, tip, num_tokens
+        wanted, kept = num_tokens, fitting[-1].end if fitting else 0
+        log.warning(
+            "[disk-cache] the write buffer has room for %d of the %d tokens to save; raise --kv-cache-write-buffer",
+            kept,
+            wanted,
+        )
+        if not fitting:
+            self._cache.writer.dropped += 1
+            self._saved = "dropped"
+            return [], None, 0
+        return fitting, fitting[-1].name, kept
+
     def _node(self, parent: bytes, start: int, end: int, kind: Kind) -> _Node:
         name = block_hash(self._cache.store.secret, parent, self._prompt.token_ids[start:end])
         return _Node(name, parent, start, end - start, kind)
@@ -440,7 +458,7 @@ class CachedRequest:
     def _payload_bytes(self, node: _Node) -> int:
         return self._cache.layout.payload_bytes(node.num_tokens, with_logits=node.kind == Kind.TAIL)
 
-    def _capture(
+    def _copy_and_submit(
         self,
         arena: KVArena,
         logits: torch.Tensor,

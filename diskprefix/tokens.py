@@ -35,16 +35,6 @@ def block_hash(secret: int, parent: bytes, token_ids: TokenIds) -> bytes:
     return xxhash.xxh3_128_digest(parent + token_ids.tobytes(), seed=secret)
 
 
-def chain(secret: int, root: bytes, token_ids: TokenIds, block_size: int) -> list[bytes]:
-    """Names of all full blocks of `token_ids`, in order; the partial rest is not named."""
-    names: list[bytes] = []
-    parent = root
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = block_hash(secret, parent, token_ids[start : start + block_size])
-        names.append(parent)
-    return names
-
-
 def common_prefix_length(a: TokenIds, b: TokenIds) -> int:
     """How many leading tokens `a` and `b` share."""
     n = min(len(a), len(b))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -21,8 +22,10 @@ from diskprefix.errors import StoreUnavailable
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
 from diskprefix.store.codec import read_payload
+from diskprefix.store.listing import list_entries
 from diskprefix.store.schema import NodeRecord
-from diskprefix.tokens import TokenIds, chain
+from diskprefix.tokens import TokenIds
+from tests.store.building import chain
 from tests.tiny import BLOCK, DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 
 
@@ -151,6 +154,14 @@ def test_what_is_still_in_the_buffer_serves_the_next_request(runner: Runner, mon
     assert runner.run(prompt, "full").report.source == "disk"
 
 
+def children_are_counted_right(runner: Runner) -> bool:
+    """Whether each node says how many continue it: the leaf-first eviction rests on that."""
+    with runner.cache.store.snapshot() as snapshot:
+        usages = snapshot.usages()
+        parents = Counter(snapshot.parent(name) for name in usages)
+        return all(usage.children == parents[name] for name, usage in usages.items())
+
+
 @pytest.mark.parametrize("victim", [0, 2, 4])
 def test_a_damaged_block_is_removed_and_the_answer_stays_the_same(
     runner: Runner, victim: int, monkeypatch: pytest.MonkeyPatch
@@ -169,7 +180,9 @@ def test_a_damaged_block_is_removed_and_the_answer_stays_the_same(
     warm = runner.run(prompt, "full", reply=4)
     assert same(cold, warm)
     assert warm.report.restored == victim * BLOCK
-    assert runner.cache.stats()["quarantined"] == 1
+    runner.flush()
+    assert runner.cache.stats()["quarantined"] == 5 - victim
+    assert children_are_counted_right(runner)
     runner.reopen()
     again = runner.run(prompt, "full", reply=4)
     assert same(cold, again)
@@ -183,12 +196,15 @@ def test_a_damaged_index_is_mended_by_the_next_request(runner: Runner, database:
     runner.flush()
     store = runner.cache.store
     name = chain(store.secret, runner.root, prompt, BLOCK)[2]
-    with store._env.begin(write=True, db=store.databases[database]) as txn:
-        txn.delete(name) if value is None else txn.put(name, value)
+    with store._env.transaction(write=True) as txn:
+        place = store._env.databases[database]
+        txn.delete(name, db=place) if value is None else txn.put(name, value, db=place)
     warm = runner.run(prompt, "full", reply=4)
     assert same(cold, warm)
     assert warm.report.restored == 2 * BLOCK
-    assert runner.cache.stats()["quarantined"] == 1
+    runner.flush()
+    assert runner.cache.stats()["quarantined"] == 3
+    assert children_are_counted_right(runner)
     runner.reopen()
     assert runner.run(prompt, "full").report.restored == len(prompt)
 
@@ -205,7 +221,7 @@ def test_tokens_are_compared_so_equal_names_never_mix_prompts(
     warm, cold = runner.run(other, BLOCK, reply=4), runner.run(other, "off", reply=4)
     assert same(cold, warm)
     assert warm.report.restored == 0
-    assert "named like another" in caplog.text
+    assert "its record is that of another prefix" in caplog.text
     runner.close()
 
 
@@ -245,6 +261,26 @@ def test_the_miss_reason_says_what_would_help(runner: Runner) -> None:
     assert (report.miss_reason, report.diverged_at) == ("diverged", 5)
 
 
+def test_a_prompt_that_was_seen_but_not_kept_has_not_diverged(runner: Runner) -> None:
+    prompt = random_prompt(29, 4 * BLOCK)
+    for _ in range(2):
+        report = runner.run(prompt, "auto:1", boundaries=(3,)).report
+        assert (report.miss_reason, report.diverged_at, report.saved) == ("first_request", None, "none")
+
+
+def test_a_hit_in_the_buffer_counts_once_the_prompt_is_stored(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = threading.Event()
+    publish = runner.cache.store.publish
+    monkeypatch.setattr(runner.cache.store, "publish", lambda pub: publish(pub) if disk.wait(30) else 0)
+    for _ in range(3):
+        runner.run(random_prompt(30, 3 * BLOCK), "full")
+    disk.set()
+    runner.reopen()
+    with runner.cache.store.snapshot() as snapshot:
+        (entry,) = list_entries(snapshot)
+    assert entry.hits == 2
+
+
 def test_off_neither_restores_nor_saves_nor_remembers(runner: Runner) -> None:
     prompt = random_prompt(22, 4 * BLOCK)
     report = runner.run(prompt, "off").report
@@ -253,10 +289,28 @@ def test_off_neither_restores_nor_saves_nor_remembers(runner: Runner) -> None:
     assert (report.saved, stats["blocks"], stats["history"]) == ("none", 0, 0)
 
 
-def test_what_exceeds_the_write_buffer_is_dropped_and_said_so(tmp_path: Path) -> None:
+def test_without_room_in_the_write_buffer_nothing_is_saved_and_it_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     runner = Runner(tiny_llama(), tiny_settings(tmp_path, kv_cache_write_buffer=1000))
     assert runner.run(random_prompt(23, 4 * BLOCK), "full").report.saved == "dropped"
     assert runner.cache.stats()["dropped"] == 1
+    assert "raise --kv-cache-write-buffer" in caplog.text
+    runner.close()
+
+
+def test_of_a_prompt_larger_than_the_write_buffer_the_beginning_is_saved(tmp_path: Path) -> None:
+    model, prompt = tiny_llama(), random_prompt(23, 8 * BLOCK + 3)
+    layout_bytes = Runner(model, tiny_settings(tmp_path / "probe")).layout.bytes_per_token
+    runner = Runner(model, tiny_settings(tmp_path / "kv", kv_cache_write_buffer=5 * BLOCK * layout_bytes + 10))
+    cold = runner.run(prompt, "full", reply=4)
+    assert cold.report.saved == "queued"
+    runner.reopen()
+    warm = runner.run(prompt, "full", reply=4)
+    assert same(cold, warm)
+    assert warm.report.restored == 5 * BLOCK
+    runner.reopen()
+    assert runner.run(prompt, "full").report.restored == len(prompt)
     runner.close()
 
 

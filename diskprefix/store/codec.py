@@ -1,4 +1,4 @@
-"""Payload codecs and the reading of payload pages. With `store.py` the only importer of zstandard and lmdb.
+"""Payload codecs and the reading of payload pages.
 
 A stored payload is checked before it is used: its length against the index, then its checksum. Sizes that come from
 disk are compared with what the caller expects and never used to allocate.

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.schema import EntryRecord, NodeRecord
+from diskprefix.store.schema import EntryRecord
 from diskprefix.store.snapshot import Snapshot
 
 log = logging.getLogger("diskprefix")
@@ -33,24 +33,52 @@ class EntryInfo:
     preview: str
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What of a node counts here; its token ids would fill the memory."""
+
+    parent: bytes
+    position: int
+    raw_bytes: int
+    stored_bytes: int
+
+
 def list_entries(snapshot: Snapshot) -> list[EntryInfo]:
     """All entries, the most recently used first. An entry whose path is damaged is left out and logged."""
-    paths: dict[bytes, tuple[EntryRecord, list[tuple[bytes, NodeRecord]]]] = {}
+    steps: dict[bytes, _Step] = {}
+    paths: dict[bytes, tuple[EntryRecord, list[bytes]]] = {}
     for name, entry in snapshot.entries():
         try:
-            paths[name] = (entry, snapshot.path(name))
+            paths[name] = (entry, _path(snapshot, name, steps))
         except StoreCorrupt as error:
             log.warning("entry %s left out: %s", name.hex(), error)
-    users = Counter(node for _, path in paths.values() for node, _ in path)
-    infos = [_info(snapshot, name, entry, path, users) for name, (entry, path) in paths.items()]
+    users = Counter(node for _, path in paths.values() for node in path)
+    infos = [_info(snapshot, name, entry, path, steps, users) for name, (entry, path) in paths.items()]
     return sorted(infos, key=lambda info: (-info.last_used_at, info.id))
+
+
+def _path(snapshot: Snapshot, name: bytes, steps: dict[bytes, _Step]) -> list[bytes]:
+    """Names of the nodes from `name` up to the first block; each is read once for all entries."""
+    path: list[bytes] = []
+    while True:
+        if name not in steps:
+            node = snapshot.node(name)
+            if node is None:
+                raise StoreCorrupt(f"node {name.hex()} is missing from its path")
+            steps[name] = _Step(node.parent, node.position, node.raw_bytes, node.stored_bytes)
+        path.append(name)
+        step = steps[name]
+        if step.position == 0:
+            return path
+        name = step.parent
 
 
 def _info(
     snapshot: Snapshot,
     name: bytes,
     entry: EntryRecord,
-    path: list[tuple[bytes, NodeRecord]],
+    path: list[bytes],
+    steps: dict[bytes, _Step],
     users: Counter[bytes],
 ) -> EntryInfo:
     root, usage = snapshot.root(entry.root), snapshot.usage(name)
@@ -58,9 +86,9 @@ def _info(
         id=name.hex(),
         model=root.model if root else "",
         num_tokens=entry.num_tokens,
-        raw_bytes=sum(node.raw_bytes for _, node in path),
-        stored_bytes=sum(node.stored_bytes for _, node in path),
-        shared_bytes=sum(node.stored_bytes for node_name, node in path if users[node_name] > 1),
+        raw_bytes=sum(steps[node].raw_bytes for node in path),
+        stored_bytes=sum(steps[node].stored_bytes for node in path),
+        shared_bytes=sum(steps[node].stored_bytes for node in path if users[node] > 1),
         hits=usage.hits if usage else 0,
         created_at=round(entry.created_at, 3),
         last_used_at=round(usage.last_used if usage else entry.created_at, 3),

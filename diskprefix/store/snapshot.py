@@ -22,7 +22,7 @@ from diskprefix.store.schema import (
     decode_usage,
     history_key,
 )
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import HASH_BYTES, TokenIds
 
 log = logging.getLogger("diskprefix")
 
@@ -50,8 +50,14 @@ class Snapshot:
         value = self._get("usage", name)
         return None if value is None else decode_usage(value)
 
-    def has_entry(self, name: bytes) -> bool:
-        return self._get("entries", name) is not None
+    def usages(self) -> dict[bytes, UsageRecord]:
+        """Every node's usage record, for choosing what to evict."""
+        return {bytes(key): decode_usage(value) for key, value in self._txn.cursor(self._databases["usage"])}
+
+    def parent(self, name: bytes) -> bytes:
+        """The node or root that a node continues; empty if there is no such node."""
+        value = self._get("nodes", name)
+        return b"" if value is None else bytes(value[:HASH_BYTES])
 
     def root(self, root: bytes) -> RootRecord | None:
         value = self._get("roots", root)

@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull
@@ -30,13 +31,16 @@ class Writer:
         self._buffer_bytes = buffer_bytes
         self._queue: deque[Publication] = deque()
         self._touches: dict[bytes, tuple[float, int]] = {}
+        self._damaged: dict[bytes, bytes] = {}
         self._pending: Mapping[bytes, NewNode] = MappingProxyType({})
         self._pending_bytes = 0
         self._changed = threading.Condition()
         self._closing = False
         self.dropped = 0
         self.evicted = 0
+        self.quarantined = 0
         self.written_bytes = 0
+        self.written_tokens = 0
         self.error: str | None = None
         """The store's last failure, None once a publication has been written again."""
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
@@ -86,6 +90,17 @@ class Writer:
             last, hits = self._touches.get(name, (when, 0))
             self._touches[name] = (max(last, when), hits + 1)
 
+    def quarantine(self, name: bytes, parent: bytes) -> None:
+        """Have a damaged node removed, before anything that is submitted from now on is written."""
+        with self._changed:
+            self._damaged[name] = parent
+            self._changed.notify_all()
+
+    @property
+    def room_bytes(self) -> int:
+        """What `reserve` would still grant."""
+        return max(0, self._buffer_bytes - self._pending_bytes)
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything reserved and queued is written; False when time runs out first."""
         with self._changed:
@@ -113,17 +128,30 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing, _TOUCH_INTERVAL_S)
+                self._changed.wait_for(lambda: self._queue or self._damaged or self._closing, _TOUCH_INTERVAL_S)
                 publication = self._queue[0] if self._queue else None
-                touches, self._touches = self._touches, {}
+                damaged, self._damaged = self._damaged, {}
                 closing = self._closing
-            if touches:
-                self._write_touches(touches)
+            for name, parent in damaged.items():
+                self._attempt(partial(self._quarantine, name, parent))
             if publication is not None:
-                self._write(publication)
+                self._attempt(partial(self._write, publication))
                 self._forget(publication)
-            elif closing:
+            # After the publication: what was restored from memory is a node of the store only now.
+            self._attempt(self._write_touches)
+            if publication is None and closing:
                 return
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """Run a step; whatever it raises, the thread lives on. A bug shows as a degraded cache and a traceback."""
+        try:
+            step()
+        except CacheError as error:
+            self._report(error)
+        except Exception as error:
+            log.exception("[disk-cache] the writer failed")
+            self.dropped += 1
+            self.error = f"internal error: {error!r}"
 
     def _write(self, publication: Publication) -> None:
         started = time.perf_counter()
@@ -133,14 +161,14 @@ class Writer:
             self.dropped += 1
             log.warning("[disk-cache] not saved: %s", error)
             return
-        except CacheError as error:
+        except CacheError:
             self.dropped += 1
-            self._report(error)
-            return
+            raise
         if self.error is not None:
             self.error = None
             log.info("[disk-cache] saving again")
         self.written_bytes += publication.payload_bytes
+        self.written_tokens += sum(len(node.token_ids) for node in publication.nodes)
         log.debug(
             "[disk-cache] wrote %d nodes, %.1f MB in %.0f ms",
             len(publication.nodes),
@@ -148,11 +176,14 @@ class Writer:
             (time.perf_counter() - started) * 1e3,
         )
 
-    def _write_touches(self, touches: dict[bytes, tuple[float, int]]) -> None:
-        try:
+    def _quarantine(self, name: bytes, parent: bytes) -> None:
+        self.quarantined += self._store.quarantine(name, parent)
+
+    def _write_touches(self) -> None:
+        with self._changed:
+            touches, self._touches = self._touches, {}
+        if touches:
             self._store.touch(touches)
-        except CacheError as error:
-            self._report(error)
 
     def _report(self, error: CacheError) -> None:
         if self.error is None:

@@ -8,10 +8,20 @@ import numpy as np
 
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord
 from diskprefix.store.store import NewNode, Publication, Store
-from diskprefix.tokens import TokenIds, block_hash, chain
+from diskprefix.tokens import TokenIds, block_hash
 
 ROOT = b"r" * 16
 BLOCK = 16
+
+
+def chain(secret: int, root: bytes, token_ids: TokenIds, block_size: int) -> list[bytes]:
+    """Names of all full blocks of `token_ids`, in order; the partial rest is not named."""
+    names: list[bytes] = []
+    parent = root
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = block_hash(secret, parent, token_ids[start : start + block_size])
+        names.append(parent)
+    return names
 
 
 class Clock:

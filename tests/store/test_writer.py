@@ -122,3 +122,34 @@ def test_closing_gives_up_when_time_runs_out_and_counts_what_is_lost(
     release.join()
     assert writer.dropped == 2
     assert not submit(writer, publication(store, prompt(9, BLOCK)))
+
+
+def test_a_bug_in_the_store_degrades_the_cache_and_the_writer_lives_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate(store, monkeypatch)
+    gate.failure = MemoryError("none left")
+    gate.open.set()
+    writer = Writer(store, buffer_bytes=1 << 30)
+    pubs = [publication(store, prompt(seed, BLOCK)) for seed in range(2)]
+    submit(writer, pubs[0])
+    assert writer.flush(30)
+    assert writer.error is not None
+    assert "none left" in writer.error
+    assert (writer.dropped, writer.pending_bytes) == (1, 0)
+    gate.failure = None
+    submit(writer, pubs[1])
+    assert writer.close(30)
+    assert is_whole(store, pubs[1])
+    assert "Traceback" in caplog.text
+
+
+def test_a_damaged_node_goes_before_what_is_submitted_after_it(store: Store) -> None:
+    pub = publication(store, prompt(1, 3 * BLOCK))
+    store.publish(pub)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    writer.quarantine(pub.nodes[1].name, pub.nodes[1].parent)
+    submit(writer, pub)
+    assert writer.close(30)
+    assert writer.quarantined == 3
+    assert is_whole(store, pub)
