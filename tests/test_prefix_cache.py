@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from diskprefix import prefix_cache
 from diskprefix.errors import StoreUnavailable
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
+from diskprefix.prefix_cache import nodes, restore
 from diskprefix.store.codec import read_payload
 from diskprefix.store.listing import list_entries
 from diskprefix.store.schema import NodeRecord
@@ -176,7 +176,7 @@ def test_a_damaged_block_is_removed_and_the_answer_stays_the_same(
             stored = memoryview(bytes(stored[:-1]) + bytes([stored[-1] ^ 64]))
         return read_payload(record, stored, expected_bytes=expected_bytes)
 
-    monkeypatch.setattr(prefix_cache, "read_payload", damaged)
+    monkeypatch.setattr(restore, "read_payload", damaged)
     warm = runner.run(prompt, "full", reply=4)
     assert same(cold, warm)
     assert warm.report.restored == victim * BLOCK
@@ -213,7 +213,7 @@ def test_tokens_are_compared_so_equal_names_never_mix_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every block gets the same name: a store that trusted names would restore another prompt's state."""
-    monkeypatch.setattr(prefix_cache, "block_hash", lambda *_: b"n" * 16)
+    monkeypatch.setattr(nodes, "block_hash", lambda *_: b"n" * 16)
     runner = Runner(tiny_llama(), tiny_settings(tmp_path))
     runner.run(random_prompt(17, BLOCK + 5), BLOCK)
     runner.flush()
@@ -357,6 +357,7 @@ def test_saving_reads_the_prompt_while_the_reply_is_decoded(runner: Runner, monk
 
 def test_state_and_key_must_have_the_same_length(runner: Runner) -> None:
     cached = runner.cache.begin(Prompt(random_prompt(24, 3 * BLOCK)), parse_scope("full", param="scope"))
+    runner.arena.reserve(3 * BLOCK)
     cached.restore(runner.arena)
     with pytest.raises(AssertionError, match="state length must equal key length"):
         cached.publish(runner.arena, torch.zeros(400))

@@ -97,8 +97,9 @@ class Runner:
         prompt = Prompt(token_ids, boundaries)
         with torch.inference_mode():
             cached = self.cache.begin(prompt, parse_scope(scope, param="scope"))
-            restored = cached.restore(self.arena)
+            self.arena.truncate(0)
             self.arena.reserve(len(token_ids) + reply)
+            restored = cached.restore(self.arena)
             logits, num_forwards = restored.logits, 0
             if logits is None:
                 num_forwards = -(-(len(token_ids) - restored.num_tokens) // self.settings.block_size)

@@ -20,9 +20,9 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that `token` makes final, perhaps empty. Sets `stopped` when a stop string is complete."""
-        text = self._stream.step(self._backend, token)
+        self._undecoded.append(token)
+        text = self._step(token)
         if text is None:
-            self._undecoded.append(token)
             return ""
         self._undecoded.clear()
         return self._release(text)
@@ -32,6 +32,20 @@ class TextStream:
         rest = self._backend.decode(self._undecoded, skip_special_tokens=True) if self._undecoded else ""
         held, self._held = self._held, ""
         return held + rest
+
+    def _step(self, token: int) -> str | None:
+        """The text up to `token`, None while a character is incomplete.
+
+        A byte that can belong to no character makes a byte-fallback decoder replace the whole run of bytes it is in.
+        The stream fails if part of that run is out already; what is not out yet is then decoded by itself, and a new
+        stream goes on from there.
+        """
+        try:
+            text: str | None = self._stream.step(self._backend, token)
+        except Exception:  # noqa: BLE001 (tokenizers raises nothing narrower)
+            text = self._backend.decode(self._undecoded, skip_special_tokens=True)
+            self._stream = DecodeStream(ids=list(self._undecoded), skip_special_tokens=True)
+        return text
 
     def _release(self, text: str) -> str:
         self._held += text

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diskprefix.engine.detokenize import TextStream
-from diskprefix.engine.loader import LoadedModel, load_model
+from diskprefix.engine.gguf import first_line
+from diskprefix.engine.loader import load_model
+from diskprefix.engine.memory import available_bytes
 from diskprefix.engine.prefill import Cancelled, State, forward, prefill
 from diskprefix.engine.request import (
     DoneEvent,
@@ -25,10 +27,11 @@ from diskprefix.engine.request import (
     Usage,
 )
 from diskprefix.engine.sampling import Sampler
-from diskprefix.errors import ContextTooLong
+from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
 from diskprefix.kv.fingerprint import Fingerprint
-from diskprefix.kv.layers import KVArena, TransformersState
-from diskprefix.kv.layout import LAYOUT_VERSION, Layout, probe_layout
+from diskprefix.kv.layers import KVArena
+from diskprefix.kv.layout import LAYOUT_VERSION, Layout, is_out_of_memory, probe_layout
+from diskprefix.kv.uncached import TransformersState
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache import CachedRequest, PrefixCache
 from diskprefix.settings import Settings
@@ -43,6 +46,10 @@ _UNLIMITED_POSITIONS = 1 << 20
 """For models whose config names no maximum (recurrent ones)."""
 _TOUCHED_AT_START_BYTES = 1 << 30
 """KV memory that is allocated and touched before the first request: fresh pages would slow down its restore."""
+_SHARE_AT_START = 0.25
+"""… but no more than this share of the memory that is free by then."""
+_SHARE_FOR_KV = 0.9
+"""Of the memory that is free when the KV memory grows: the rest is for computing with it."""
 _FLUSH_TIMEOUT_S = 30.0
 
 
@@ -59,14 +66,8 @@ class Engine:
         """Seconds from the start of loading: where they went."""
         self.identity: dict[str, Any] = {}
         """The fingerprint's ingredients, for `/props`."""
-        self._state: State = TransformersState(model.config) if layout.unsupported else KVArena(layout, model.device)
         self._eos = _eos_ids(model, tokenizer)
-        if isinstance(self._state, KVArena):
-            affordable = _TOUCHED_AT_START_BYTES // layout.bytes_per_token
-            self._state.reserve(min(self.max_positions, affordable))
-        else:
-            names = ", ".join(layout.unsupported)
-            log.warning("[disk-cache] bypassed: this model has layers whose state is not supported yet (%s)", names)
+        self._state: State = self._uncached_state(layout) if layout.unsupported else self._arena(layout)
 
     @classmethod
     def load(cls, settings: Settings, progress: Callable[[str], None]) -> Engine:
@@ -74,6 +75,7 @@ class Engine:
         scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
         # Before the model: what is wrong with the folder should not take seconds to be said.
         store = Store.open(settings.kv_cache_dir, budget_bytes=settings.kv_cache_budget)
+        cache: PrefixCache | None = None
         try:
             store.shrink_to_budget()
             loaded = load_model(settings, progress)
@@ -82,12 +84,20 @@ class Engine:
             fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
             root = fingerprint.root(settings.block_size, LAYOUT_VERSION, layout.describe())
             cache = PrefixCache(settings, store, layout, root, loaded.name, scope)
-        except BaseException:
-            store.close()
+            engine = cls(loaded.model, loaded.tokenizer, loaded.name, layout, cache)
+        except BaseException as error:
+            if cache is None:
+                store.close()
+            else:
+                cache.close(0)
+            if is_out_of_memory(error):
+                raise ModelError(
+                    "the model fits in memory, but nothing to compute with is left; free some, or choose a smaller "
+                    "model, another --dtype or another --device"
+                ) from error
             raise
-        engine = cls(loaded.model, loaded.tokenizer, loaded.name, layout, cache)
         engine.identity = fingerprint.as_dict() | {"root": root.hex()}
-        engine.startup_timings = _timings(loaded, time.perf_counter() - started)
+        engine.startup_timings = dict(loaded.timings) | {"warm_up": time.perf_counter() - started}
         return engine
 
     def run(
@@ -99,7 +109,8 @@ class Engine:
     ) -> None:
         """Run one request to its end, emitting its events; `arrived_at` is on the clock of `time.perf_counter`.
 
-        Raises `ContextTooLong`, or `Cancelled` within one step of `is_cancelled()` turning true.
+        Raises `InvalidRequest` for an empty prompt, `ContextTooLong` for one that exceeds the positions or the memory,
+        or `Cancelled` within one step of `is_cancelled()` turning true.
         """
         self._check_length(request)
         run = _Run(request, arrived_at, started=time.perf_counter())
@@ -117,25 +128,52 @@ class Engine:
         """Flush and close the cache; False when unsaved state was lost to the time limit."""
         return self.cache.close(timeout_s)
 
+    def _arena(self, layout: Layout) -> KVArena:
+        device = self.model.device
+        arena = KVArena(layout, device, lambda: int(available_bytes(device) * _SHARE_FOR_KV))
+        affordable = min(_TOUCHED_AT_START_BYTES, int(available_bytes(device) * _SHARE_AT_START))
+        try:
+            arena.reserve(min(self.max_positions, affordable // layout.bytes_per_token))
+        except ContextTooLong as error:
+            # Only a head start: a request takes what it needs.
+            log.info("[engine] no KV memory taken ahead: %s", error)
+        return arena
+
+    def _uncached_state(self, layout: Layout) -> TransformersState:
+        """Raises `ModelError` if transformers cannot run this model step by step at all."""
+        log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", ", ".join(layout.unsupported))
+        state = TransformersState(self.model)
+        try:
+            with torch.inference_mode():
+                for num_tokens in (2, 1):
+                    state.forward(torch.zeros((1, num_tokens), dtype=torch.long, device=self.model.device))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"transformers cannot run {type(self.model).__name__} step by step: {first_line(error)}"
+            ) from error
+        return state
+
     def _check_length(self, request: GenerateRequest) -> None:
         num_tokens = len(request.prompt.token_ids)
+        if not num_tokens:
+            raise InvalidRequest("the prompt is empty")
         if num_tokens >= self.max_positions:
             raise ContextTooLong(
                 f"the prompt has {num_tokens} tokens; this model has {self.max_positions} positions, "
-                "and at least one must be left for the reply",
-                param="messages",
+                "and at least one must be left for the reply"
             )
 
     def _prefill(self, run: _Run, cached: CachedRequest, is_cancelled: Callable[[], bool]) -> torch.Tensor:
         """Restore what is stored, compute the rest; answer the next-token logits."""
         token_ids, state = run.request.prompt.token_ids, self._state
         logits, start = None, 0
+        state.truncate(0)
+        state.reserve(len(token_ids))
         if isinstance(state, KVArena):
             restored = cached.restore(state)
             logits, start = restored.logits, restored.num_tokens
-        else:
-            state.truncate(0)
-        state.reserve(len(token_ids))
         started = time.perf_counter()
         if logits is None:
             logits = prefill(
@@ -243,8 +281,8 @@ class _Run:
         decode_s = self.last_token_at - self.first_token_at
         return Timings(
             queue_ms=(self.started - self.arrived_at) * 1e3,
-            lookup_ms=cached.lookup_ms,
-            restore_ms=cached.restore_ms,
+            lookup_ms=cached.restored.lookup_ms,
+            restore_ms=cached.restored.restore_ms,
             prefill_ms=self.prefill_s * 1e3,
             ttft_ms=(self.first_token_at - self.arrived_at) * 1e3,
             decode_ms=decode_s * 1e3,
@@ -262,7 +300,3 @@ def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     ids = getattr(model.generation_config, "eos_token_id", None)
     listed = ids if isinstance(ids, list) else [ids]
     return frozenset(i for i in (*listed, tokenizer.eos_token_id) if i is not None)
-
-
-def _timings(loaded: LoadedModel, warm_up_s: float) -> dict[str, float]:
-    return dict(loaded.timings) | {"warm_up": warm_up_s}

@@ -356,15 +356,11 @@ def _load_failures(folder: Path) -> Iterator[None]:
     except DiskPrefixError:
         raise
     except Exception as error:
-        if _is_out_of_memory(error):
+        from diskprefix.kv.layout import is_out_of_memory
+
+        if is_out_of_memory(error):
             raise ModelError(
                 f"{folder.name} does not fit in memory; free some, or choose a smaller model, another --dtype or "
                 f"another --device"
             ) from error
         raise ModelError(f"cannot load the model in {folder}: {first_line(error)}") from error
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    import torch
-
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

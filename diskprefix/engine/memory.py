@@ -59,11 +59,13 @@ def _safetensors_bytes(file: Path, dtype_bytes: int) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of `device`: what the driver reports for a GPU, `available_ram_bytes` for the CPU."""
+    """Free memory of `device`: for a GPU what the driver reports and what torch holds unused, `available_ram_bytes`
+    for the CPU."""
     import torch
 
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return available_ram_bytes()

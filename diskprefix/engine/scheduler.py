@@ -78,17 +78,26 @@ class Scheduler:
         """Queue a request. Raises `QueueFull` or, while stopping, `NotReady`."""
         ticket = Ticket(request, emit)
         with self._changed:
-            if self._stopping:
-                raise NotReady("the daemon is stopping")
-            self._waiting = deque(t for t in self._waiting if not t.cancelled)
-            if len(self._waiting) >= self._max_queue:
-                raise QueueFull(
-                    f"{len(self._waiting)} requests are waiting already; try again later or raise --max-queue",
-                    retry_after_s=max(1, math.ceil(self._mean_s * (len(self._waiting) + 1))),
-                )
+            self._check_room(self._max_queue)
             self._waiting.append(ticket)
             self._changed.notify_all()
         return ticket
+
+    def require_room(self, arriving: int = 0) -> None:
+        """Raises what `submit` would, if `arriving` other requests, still being read, are submitted before."""
+        with self._changed:
+            free = 0 if self._current else 1
+            self._check_room(self._max_queue + free - arriving)
+
+    def _check_room(self, limit: int) -> None:
+        if self._stopping:
+            raise NotReady("the daemon is stopping")
+        self._waiting = deque(t for t in self._waiting if not t.cancelled)
+        if len(self._waiting) >= limit:
+            raise QueueFull(
+                f"{len(self._waiting)} requests are waiting already; try again later or raise --max-queue",
+                retry_after_s=max(1, math.ceil(self._mean_s * (len(self._waiting) + 1))),
+            )
 
     def stop(self, timeout_s: float) -> bool:
         """Refuse what waits, let the running request finish for `timeout_s`, then cancel it. True if it finished."""

@@ -51,6 +51,20 @@ _NO_NUMBERS = re.compile(
 _ROPE_WITHOUT_MAX_POSITIONS = frozenset({"default", "linear", "llama3", "proportional"})
 """The other kinds (dynamic, yarn, longrope, unknown ones) may compute with `max_position_embeddings`."""
 
+_ENVIRONMENT = (
+    # oneDNN, MKL, cuBLAS and cuDNN: lower precision for float32, or other kernels.
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Variables that change numbers behind torch's back: its own settings do not show them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
@@ -69,6 +83,8 @@ class Fingerprint:
     experts: str
     matmul_precision: str
     """torch's float32 matmul precision: `highest`, `high` or `medium`."""
+    environment: str
+    """The environment variables that change numbers, as canonical JSON; empty when none is set."""
     device: str
     cpu: str
     """The vector instructions that torch uses on this CPU and a digest of what the CPU offers; empty on a GPU."""
@@ -93,6 +109,7 @@ class Fingerprint:
             attention=_implementations(config, "_attn_implementation"),
             experts=_implementations(config, "_experts_implementation"),
             matmul_precision=torch.get_float32_matmul_precision(),
+            environment=_environment(),
             device=_device_kind(model.device),
             cpu=_cpu_kind() if model.device.type == "cpu" else "",
             torch_version=torch.__version__,
@@ -118,7 +135,7 @@ class Fingerprint:
     def as_dict(self) -> dict[str, Any]:
         """Every field, the canonical JSON ones unpacked, for people and `/props`."""
         values = asdict(self)
-        for name in ("architecture", "quantisation", "adapters"):
+        for name in ("architecture", "quantisation", "adapters", "environment"):
             values[name] = json.loads(values[name]) if values[name] else None
         return values
 
@@ -189,6 +206,11 @@ def _parameters_digest(model: Any, adapter: str) -> str:
             digest.update(f"{len(name)}:{name}:{parameter.dtype}:{tuple(parameter.shape)}:".encode())
             digest.update(content.tobytes())
     return digest.hexdigest()
+
+
+def _environment() -> str:
+    found = {name: os.environ[name].strip() for name in _ENVIRONMENT if os.environ.get(name, "").strip()}
+    return _canonical(found) if found else ""
 
 
 def _device_kind(device: torch.device) -> str:

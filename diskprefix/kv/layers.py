@@ -8,20 +8,18 @@ faster to fill (the first touch of fresh memory costs a page fault).
 
 from __future__ import annotations
 
-import copy
 import ctypes
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from diskprefix.kv.layout import Group, Layout
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+from diskprefix.errors import ContextTooLong
+from diskprefix.kv.layout import Group, Layout, is_out_of_memory
+from diskprefix.settings import format_size
 
 _CAPACITY_STEP = 1024
 _PAD_TOKENS = 64
@@ -82,11 +80,15 @@ class FullAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class KVArena:
-    """The KV memory of one sequence. Not thread-safe: it belongs to the engine thread."""
+    """The KV memory of one sequence. Not thread-safe: it belongs to the engine thread.
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    `free_bytes` tells how much memory of `device` may still be taken; without it, there is no limit but the machine's.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, free_bytes: Callable[[], int] | None = None) -> None:
         self._layout = layout
         self.device = device
+        self._free_bytes = free_bytes
         self._capacity = 0
         self._marked = 0
         self._tensors: list[torch.Tensor] = []
@@ -113,18 +115,25 @@ class KVArena:
         self.truncate(self._marked)
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` tokens in all; what is valid stays. New memory is touched here, once."""
+        """Make room for `num_tokens` tokens in all; what is valid stays. New memory is touched here, once.
+
+        Raises `ContextTooLong` if there is not enough memory. While nothing is valid, the old memory is given back
+        before the new is taken: call `truncate(0)` first, once nobody reads the arena, and half of the peak is saved.
+        """
         if num_tokens <= self._capacity:
             return
-        # By half at least, so that a long reply does not copy the arena again and again.
-        wanted = max(num_tokens, self._capacity + self._capacity // 2)
-        capacity = -(-wanted // _CAPACITY_STEP) * _CAPACITY_STEP + _PAD_TOKENS
-        grown = [self._allocate(group, capacity) for group in self._layout.groups]
-        for before, after in zip(self._tensors, grown, strict=False):
-            after[:, :, :, : self.num_tokens] = before[:, :, :, : self.num_tokens]
-        # Only now: a capture may be reading beside us.
-        self._tensors, self._capacity = grown, capacity
-        self._bind()
+        capacity = self._affordable_capacity(num_tokens)
+        if not self.num_tokens:
+            self._release()
+        # Outside inference mode, whatever the caller is in: reading threads are not in it, and torch lets nobody else
+        # write to tensors that were made in it.
+        with torch.inference_mode(False):
+            grown = self._allocate(num_tokens, capacity)
+            for before, after in zip(self._tensors, grown, strict=False):
+                after[:, :, :, : self.num_tokens] = before[:, :, :, : self.num_tokens]
+            # Only now: a capture may be reading beside us.
+            self._tensors, self._capacity = grown, capacity
+            self._bind()
 
     def write_block(
         self, position: int, num_tokens: int, payload: memoryview, *, with_logits: bool
@@ -173,13 +182,52 @@ class KVArena:
             size = group.bytes_per_token * num_tokens
             part = tensor[:, :, :, position : position + num_tokens]
             if size:
-                on_cpu = tensor.device.type == "cpu"
-                yield part.view(torch.uint8).numpy() if on_cpu else part, payload[start : start + size]
+                yield (
+                    part.view(torch.uint8).numpy() if _in_main_memory(tensor) else part,
+                    payload[start : start + size],
+                )
             start += size
 
-    def _allocate(self, group: Group, capacity: int) -> torch.Tensor:
+    def _affordable_capacity(self, num_tokens: int) -> int:
+        """Larger by half at least, so that a long reply does not copy the arena again and again; if that is too much,
+        what is needed."""
+        exact = _rounded(num_tokens)
+        generous = max(exact, _rounded(self._capacity + self._capacity // 2))
+        if self._free_bytes is None:
+            return generous
+        # While tokens are valid, the old memory is held until they are copied.
+        room = self._free_bytes() + (0 if self.num_tokens else self._size_bytes(self._capacity))
+        if self._size_bytes(exact) > room:
+            raise self._too_long(num_tokens, room)
+        return generous if self._size_bytes(generous) <= room else exact
+
+    def _size_bytes(self, capacity: int) -> int:
+        return self._layout.bytes_per_token * capacity
+
+    def _too_long(self, num_tokens: int, room: int | None) -> ContextTooLong:
+        needed = format_size(self._size_bytes(_rounded(num_tokens)))
+        found = "more than there is" if room is None else f"{format_size(room)} are available"
+        return ContextTooLong(
+            f"{num_tokens} tokens need {needed} of KV memory, {found}; "
+            "use a shorter prompt or a machine with more memory"
+        )
+
+    def _allocate(self, num_tokens: int, capacity: int) -> list[torch.Tensor]:
+        try:
+            return [self._zeros(group, capacity) for group in self._layout.groups]
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._too_long(num_tokens, None) from error
+
+    def _zeros(self, group: Group, capacity: int) -> torch.Tensor:
         shape = (len(group.specs), 1, group.heads, capacity, group.head_dim)
         return torch.zeros(shape, dtype=group.dtype, device=self.device)
+
+    def _release(self) -> None:
+        self._tensors, self._capacity = [], 0
+        for layer in self._layers:
+            layer.bind(torch.empty(0), torch.empty(0))
 
     def _bind(self) -> None:
         views = {
@@ -191,29 +239,10 @@ class KVArena:
             layer.bind(views[i, "keys"], views[i, "values"])
 
 
-class TransformersState:
-    """The state of a model whose layers we do not cache: transformers' own cache, new for each request.
+def _rounded(num_tokens: int) -> int:
+    """The capacity that is allocated for `num_tokens` tokens."""
+    return -(-num_tokens // _CAPACITY_STEP) * _CAPACITY_STEP + _PAD_TOKENS
 
-    It stands where a `KVArena` stands in the engine, so that such models run on the same path, uncached.
-    """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self._config = config
-        self._marked: Cache | None = None
-        self.cache: Cache = DynamicCache(config=config)
-
-    def truncate(self, num_tokens: int) -> None:
-        """Start again; other lengths cannot be had from state that is not ours."""
-        assert num_tokens == 0
-        self.cache, self._marked = DynamicCache(config=self._config), None
-
-    def reserve(self, num_tokens: int) -> None:
-        """Nothing to prepare: this cache grows by itself."""
-
-    def mark(self) -> None:
-        """Remember this point for `rewind`. The copy is deep: recurrent state is updated in place."""
-        self._marked = copy.deepcopy(self.cache)
-
-    def rewind(self) -> None:
-        assert self._marked is not None
-        self.cache = copy.deepcopy(self._marked)
+def _in_main_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"

@@ -55,17 +55,10 @@ class Writer:
     def pending_bytes(self) -> int:
         return self._pending_bytes
 
-    def reserve(self, size: int) -> bool:
-        """Set `size` bytes of the buffer aside for a publication that is being captured; False when there is no room.
-
-        What is refused is counted as dropped.
-        """
+    def reserve(self, size: int) -> None:
+        """Set `size` bytes of the buffer aside for a publication that is being captured; the caller asked for room."""
         with self._changed:
-            if self._closing or self._pending_bytes + size > self._buffer_bytes:
-                self.dropped += 1
-                return False
             self._pending_bytes += size
-        return True
 
     def release(self, size: int) -> None:
         """Give back what was reserved for a publication that could not be captured; it counts as dropped."""
@@ -98,8 +91,8 @@ class Writer:
 
     @property
     def room_bytes(self) -> int:
-        """What `reserve` would still grant."""
-        return max(0, self._buffer_bytes - self._pending_bytes)
+        """What may still be reserved. It only grows until the one thread that reserves does so."""
+        return 0 if self._closing else max(0, self._buffer_bytes - self._pending_bytes)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything reserved and queued is written; False when time runs out first."""

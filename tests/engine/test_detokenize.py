@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from diskprefix.engine.detokenize import TextStream
 from tests.engine.tiny import tokenizer
@@ -69,3 +71,61 @@ def test_special_tokens_have_no_text() -> None:
     out = TextStream(_tokenizer, ())
     assert out.push(_tokenizer.eos_token_id) == ""
     assert out.finish() == ""
+
+
+_WORDS = ["▁a", "b", "▁", "▁the", "日", "é", "🦀"]
+
+
+def byte_fallback() -> Any:
+    """A tokenizer as SentencePiece models have it: words, and bytes for all else."""
+    vocab = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *_WORDS]
+    backend = Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(vocab)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return SimpleNamespace(backend_tokenizer=backend)
+
+
+def streamed(*pieces: str | int, stop: tuple[str, ...] = ()) -> str:
+    """The text of words (as in the vocabulary) and bytes."""
+    out = TextStream(_byte_fallback, stop)
+    tokens = [1 + piece if isinstance(piece, int) else 257 + _WORDS.index(piece) for piece in pieces]
+    return "".join(out.push(token) for token in tokens) + out.finish()
+
+
+_byte_fallback = byte_fallback()
+_SUN = tuple("日".encode())
+
+
+def test_bytes_that_make_characters_are_shown_as_these() -> None:
+    assert streamed("▁the", *_SUN, *_SUN, "▁a", *_SUN) == "the日日 a日"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [
+        ((*_SUN, 0xFF, "▁the", "▁a"), "日� the a"),
+        ((*_SUN, 0xFF, *_SUN[:2], "b", *_SUN), "日���b日"),
+        ((*_SUN, 0xFF), "日�"),
+        (("▁a", *_SUN, _SUN[0], "▁the", _SUN[0], "日"), "a日� the�日"),
+        ((0xFF, "▁the", "▁the"), "� the the"),
+    ],
+)
+def test_bytes_that_make_no_character_do_not_end_the_reply(pieces: tuple[str | int, ...], text: str) -> None:
+    assert streamed(*pieces) == text
+
+
+def test_a_stop_string_is_found_after_broken_bytes() -> None:
+    assert streamed(*_SUN, 0xFF, "▁the", stop=(" the",)) == "日�"
+
+
+@given(st.lists(st.one_of(st.sampled_from(_WORDS), st.integers(0, 255)), max_size=20))
+def test_whatever_bytes_come_the_words_are_kept(pieces: list[str | int]) -> None:
+    text = streamed("b", *pieces)
+    at = 0
+    for piece in pieces:
+        if isinstance(piece, str):
+            word = piece.replace("▁", " ")
+            at = text.index(word, at) + len(word)

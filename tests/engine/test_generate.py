@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +13,13 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+from diskprefix.engine import generate
 from diskprefix.engine.generate import Engine
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
-from diskprefix.errors import ContextTooLong, StoreFormatError
+from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, StoreFormatError
+from diskprefix.kv.layers import KVArena
+from diskprefix.kv.layout import probe_layout
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
@@ -139,6 +143,67 @@ def test_choices_share_one_prefill_and_each_equals_its_own_run(engine: Engine) -
 def test_a_prompt_that_leaves_no_position_is_refused(engine: Engine, length: int) -> None:
     with pytest.raises(ContextTooLong, match=f"{length} tokens; this model has {POSITIONS} positions"):
         run(engine, prompt(length))
+
+
+def test_an_empty_prompt_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match=r"^the prompt is empty$"):
+        run(engine, prompt(0))
+
+
+@pytest.fixture
+def long_folder(tmp_path: Path) -> Path:
+    return tiny.write_folder(tmp_path / "long", dtype=torch.bfloat16, max_position_embeddings=4096)
+
+
+def test_a_prompt_whose_state_exceeds_the_memory_is_refused_and_the_next_is_served(
+    long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [0]
+    monkeypatch.setattr(generate, "available_bytes", lambda _: free[0])
+    engine = load(long_folder, tmp_path / "kv")
+    free[0] = 200 << 10
+    refusal = "2000 tokens need 264.0 KiB of KV memory, 180.0 KiB are available; use a shorter prompt or a machine with"
+    with pytest.raises(ContextTooLong, match=re.escape(refusal)):
+        run(engine, prompt(2000))
+    free[0] = 300 << 10
+    assert len(tokens_of(run(engine, prompt(2000), max_tokens=2, logit_bias={2: -100.0}))) == 2
+    engine.close()
+
+
+def test_a_reply_that_exceeds_the_memory_ends_with_an_error(
+    long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [400 << 10]
+    monkeypatch.setattr(generate, "available_bytes", lambda _: free[0])
+    engine = load(long_folder, tmp_path / "kv")
+    free[0] = 0
+    with pytest.raises(ContextTooLong, match=r"^1089 tokens need"):
+        run(engine, prompt(1080), max_tokens=100, logit_bias={2: -100.0})
+    engine.close()
+
+
+def test_little_memory_is_taken_ahead_where_little_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = probe_layout(tiny.llama())
+    reserved: list[int] = []
+    monkeypatch.setattr(KVArena, "reserve", lambda _, num_tokens: reserved.append(num_tokens))
+    for free in (0, 400 * layout.bytes_per_token):
+        monkeypatch.setattr(generate, "available_bytes", lambda _, free=free: free)
+        Engine(tiny.llama(), tiny.tokenizer(), "tiny", layout, cache=None)  # type: ignore[arg-type]
+    assert reserved == [0, 100]
+
+
+def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starved(*_args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
+
+    for step in ("probe_layout", "KVArena"):
+        with monkeypatch.context() as patch:
+            patch.setattr(generate, step, starved)
+            with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):
+                load(folder, tmp_path / "kv")
+    load(folder, tmp_path / "kv").close()
 
 
 def test_cancelling_stops_within_a_step_and_publishes_nothing_of_the_prefill(engine: Engine) -> None:

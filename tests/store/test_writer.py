@@ -36,18 +36,16 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
-def submit(writer: Writer, pub: Publication) -> bool:
-    reserved = writer.reserve(pub.payload_bytes)
-    if reserved:
-        writer.submit(pub, reserved_bytes=pub.payload_bytes)
-    return reserved
+def submit(writer: Writer, pub: Publication) -> None:
+    writer.reserve(pub.payload_bytes)
+    writer.submit(pub, reserved_bytes=pub.payload_bytes)
 
 
 def test_what_is_queued_is_visible_at_once_and_written_on_close(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(store, monkeypatch)
     writer = Writer(store, buffer_bytes=1 << 30)
     pub = publication(store, prompt(1, 2 * BLOCK))
-    assert submit(writer, pub)
+    submit(writer, pub)
     assert set(writer.pending) == {node.name for node in pub.nodes}
     assert writer.pending_bytes == pub.payload_bytes
     assert not is_whole(store, pub)
@@ -58,18 +56,25 @@ def test_what_is_queued_is_visible_at_once_and_written_on_close(store: Store, mo
     assert writer.pending_bytes == 0
 
 
-def test_a_full_buffer_drops_without_blocking(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_buffer_has_room_again_once_a_publication_is_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(store, monkeypatch)
-    first, second = (publication(store, prompt(seed, 2 * BLOCK)) for seed in (1, 2))
-    writer = Writer(store, buffer_bytes=first.payload_bytes)
-    assert submit(writer, first)
-    assert not submit(writer, second)
-    assert writer.dropped == 1
+    pub = publication(store, prompt(1, 2 * BLOCK))
+    writer = Writer(store, buffer_bytes=pub.payload_bytes + 10)
+    submit(writer, pub)
+    assert writer.room_bytes == 10
     gate.open.set()
     assert writer.flush(30)
-    assert submit(writer, second)
+    assert writer.room_bytes == pub.payload_bytes + 10
     assert writer.close(30)
-    assert is_whole(store, second)
+    assert writer.room_bytes == 0
+
+
+def test_a_reservation_that_comes_to_nothing_is_given_back_and_counted(store: Store) -> None:
+    writer = Writer(store, buffer_bytes=100)
+    writer.reserve(60)
+    writer.release(60)
+    assert (writer.room_bytes, writer.dropped) == (100, 1)
+    assert writer.close(30)
 
 
 def test_a_failing_store_is_reported_once_and_so_is_its_recovery(
@@ -121,7 +126,6 @@ def test_closing_gives_up_when_time_runs_out_and_counts_what_is_lost(
     assert not writer.close(0.01)
     release.join()
     assert writer.dropped == 2
-    assert not submit(writer, publication(store, prompt(9, BLOCK)))
 
 
 def test_a_bug_in_the_store_degrades_the_cache_and_the_writer_lives_on(

@@ -1,0 +1,145 @@
+"""The arena's memory: who may write to it, and how it grows."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from diskprefix.errors import ContextTooLong
+from diskprefix.kv import layers
+from diskprefix.kv.layers import KVArena
+from diskprefix.kv.layout import Layout, probe_layout
+from tests.tiny import tiny_llama
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def layout() -> Layout:
+    return probe_layout(tiny_llama())
+
+
+def payload_of(layout: Layout, seed: int) -> memoryview:
+    """Bytes of `NUM_TOKENS` tokens."""
+    size = layout.payload_bytes(NUM_TOKENS, with_logits=False)
+    return memoryview(np.random.default_rng(seed).bytes(size))
+
+
+def append(arena: KVArena, num_tokens: int) -> None:
+    """What a forward does to every layer, with values of its own."""
+    for layer in arena.cache.layers:
+        heads, head_dim = layer.keys.shape[1], layer.keys.shape[3]
+        new = torch.arange(heads * num_tokens * head_dim).view(1, heads, num_tokens, head_dim).to(layer.dtype)
+        layer.update(new, -new)
+
+
+@pytest.mark.parametrize("through_numpy", [True, False], ids=["numpy", "torch"])
+def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads(
+    layout: Layout, through_numpy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's memory is copied by torch, which guards tensors that were made in inference mode."""
+    monkeypatch.setattr(layers, "_in_main_memory", lambda _: through_numpy)
+    arena = KVArena(layout, CPU)
+    payload = payload_of(layout, 0)
+    with torch.inference_mode(), ThreadPoolExecutor(1) as other:
+        arena.reserve(NUM_TOKENS)
+        append(arena, NUM_TOKENS)
+        arena.reserve(2000)
+        assert not any(tensor.is_inference() for tensor in arena._tensors)
+        other.submit(arena.write_block, NUM_TOKENS, NUM_TOKENS, payload, with_logits=False).result()
+        arena.truncate(2 * NUM_TOKENS)
+        append(arena, NUM_TOKENS)
+        assert other.submit(arena.read_block, NUM_TOKENS, NUM_TOKENS, None).result() == payload
+
+
+def test_growing_keeps_what_is_valid(layout: Layout) -> None:
+    arena = KVArena(layout, CPU)
+    arena.reserve(NUM_TOKENS)
+    append(arena, NUM_TOKENS)
+    before = arena.read_block(0, NUM_TOKENS, None)
+    arena.reserve(5000)
+    assert (arena.num_tokens, arena.read_block(0, NUM_TOKENS, None)) == (NUM_TOKENS, before)
+
+
+def test_what_does_not_fit_is_refused_before_memory_is_taken(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = KVArena(layout, CPU, lambda: 1 << 20)
+    monkeypatch.setattr(torch, "zeros", lambda *_args, **_kwargs: pytest.fail("memory was taken"))
+    expected = "100000 tokens need 24.5 MiB of KV memory, 1.0 MiB are available; use a shorter prompt"
+    with pytest.raises(ContextTooLong, match=re.escape(expected)):
+        arena.reserve(100_000)
+
+
+def test_a_refusal_leaves_the_arena_as_it_was(layout: Layout) -> None:
+    free = [1 << 30]
+    arena = KVArena(layout, CPU, lambda: free[0])
+    arena.reserve(NUM_TOKENS)
+    append(arena, NUM_TOKENS)
+    before = arena.read_block(0, NUM_TOKENS, None)
+    free[0] = 0
+    with pytest.raises(ContextTooLong):
+        arena.reserve(100_000)
+    append(arena, 1)
+    assert arena.read_block(0, NUM_TOKENS, None) == before
+
+
+def capacity_of(arena: KVArena) -> int:
+    return int(arena.cache.layers[0].keys.shape[2])
+
+
+def test_growth_is_generous_only_where_memory_allows(layout: Layout) -> None:
+    free = [1 << 30]
+    arena = KVArena(layout, CPU, lambda: free[0])
+    arena.reserve(10_000)
+    append(arena, 1)
+    step = capacity_of(arena) + 1
+    free[0] = layout.bytes_per_token * (step + 1200)
+    arena.reserve(step)
+    assert step <= capacity_of(arena) < step + 1200
+    free[0] = 1 << 30
+    arena.reserve(capacity_of(arena) + 1)
+    assert capacity_of(arena) > 1.4 * step
+
+
+def test_an_empty_arena_gives_its_memory_back_before_it_takes_more(layout: Layout) -> None:
+    """Old and new would not fit together."""
+    free = [1 << 30]
+    arena = KVArena(layout, CPU, lambda: free[0])
+    arena.reserve(10_000)
+    append(arena, 1)
+    free[0] = layout.bytes_per_token * 6_000
+    with pytest.raises(ContextTooLong):
+        arena.reserve(14_000)
+    arena.truncate(0)
+    arena.reserve(14_000)
+    append(arena, 14_000)
+    assert arena.num_tokens == 14_000
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_memory_that_runs_out_all_the_same_is_the_requests_error(
+    layout: Layout, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = KVArena(layout, CPU)
+
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", refuse)
+        with pytest.raises(ContextTooLong, match="more than there is"):
+            arena.reserve(2000)
+    arena.reserve(2000)
+    append(arena, 2000)
+    assert arena.num_tokens == 2000

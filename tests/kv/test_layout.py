@@ -1,0 +1,149 @@
+"""Which models are cached, and that those which are not say why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+)
+
+from diskprefix.kv.layout import probe_layout
+from tests.tiny import BLOCK, VOCAB, Runner, random_prompt, tiny_llama, tiny_settings
+
+ORIGINAL = 4 * BLOCK
+"""Positions that the scaled kinds of RoPE start from."""
+HEAD = 16
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+}
+STATIC: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "proportional": {},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": ORIGINAL},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+}
+MOVING: dict[str, dict[str, Any]] = {
+    "dynamic": {"factor": 4.0},
+    "longrope": {
+        "factor": 4.0,
+        "short_factor": [1.0] * (HEAD // 2),
+        "long_factor": [2.0] * (HEAD // 2),
+        "original_max_position_embeddings": ORIGINAL,
+    },
+}
+
+
+def llama_with(rope_type: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0} | (STATIC | MOVING)[rope_type]
+    positions = ORIGINAL if rope_type == "dynamic" else 4 * ORIGINAL
+    config = LlamaConfig(**SIZES, max_position_embeddings=positions, rope_parameters=rope)
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize("rope_type", STATIC)
+def test_a_static_rope_restores_the_cold_run_on_both_sides_of_its_original_length(
+    rope_type: str, tmp_path: Path
+) -> None:
+    runner = Runner(llama_with(rope_type), tiny_settings(tmp_path))
+    assert runner.layout.unsupported == ()
+    saved = random_prompt(0, 2 * ORIGINAL)
+    runner.run(saved, "full")
+    for blocks in (3, 4, 5):
+        prompt = np.concatenate([saved[: blocks * BLOCK], random_prompt(blocks, BLOCK + 3)])
+        cold = runner.run(prompt, "off", reply=6)
+        runner.reopen()
+        warm = runner.run(prompt, BLOCK, reply=6)
+        assert warm.report.restored == blocks * BLOCK
+        assert torch.equal(cold.logits, warm.logits)
+        assert cold.greedy == warm.greedy
+    runner.close()
+
+
+@pytest.mark.parametrize("rope_type", MOVING)
+def test_a_rope_that_depends_on_the_run_is_not_cached(rope_type: str) -> None:
+    assert probe_layout(llama_with(rope_type)).unsupported == (f"{rope_type} RoPE",)
+
+
+def test_every_kind_of_rope_that_transformers_knows_was_looked_at() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert {"default", *ROPE_INIT_FUNCTIONS} == STATIC.keys() | MOVING.keys()
+
+
+def test_a_rope_of_one_kind_of_layer_counts() -> None:
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    config = Gemma3TextConfig(
+        **SIZES,
+        head_dim=HEAD,
+        layer_types=["full_attention", "full_attention"],
+        max_position_embeddings=ORIGINAL,
+        rope_parameters={"full_attention": plain | {"rope_type": "dynamic", "factor": 4.0}, "sliding_attention": plain},
+    )
+    assert probe_layout(Gemma3ForCausalLM(config).eval()).unsupported == ("dynamic RoPE",)
+
+
+def test_a_model_without_rope_is_cached() -> None:
+    model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=100)).eval()
+    layout = probe_layout(model)
+    assert (layout.unsupported, layout.num_layers, layout.vocab_size) == ((), 2, 100)
+
+
+def test_a_model_that_takes_no_cache_is_not_cached() -> None:
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=2, vocab_size=100)).eval()
+    assert probe_layout(model).unsupported == ("OpenAIGPTLMHeadModel takes no past_key_values",)
+
+
+def test_a_model_that_fails_when_it_is_asked_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+
+    def broken(*_args: Any, **_kwargs: Any) -> None:
+        raise ValueError("no such thing\nand more")
+
+    monkeypatch.setattr(model.model, "forward", broken)
+    assert probe_layout(model).unsupported == ("LlamaForCausalLM: ValueError: no such thing",)
+
+
+def test_a_model_that_leaves_its_cache_empty_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    forward = model.model.forward
+
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **(kwargs | {"past_key_values": None}))
+
+    monkeypatch.setattr(model.model, "forward", forgetful)
+    assert probe_layout(model).unsupported == ("LlamaForCausalLM leaves layers of its cache empty",)
+
+
+def test_running_out_of_memory_is_not_taken_for_an_unknown_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+
+    def starved(*_args: Any, **_kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(model.model, "forward", starved)
+    with pytest.raises(torch.OutOfMemoryError):
+        probe_layout(model)
