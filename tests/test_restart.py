@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
-from tests.server.daemon_process import DaemonProcess, serve_flags
+from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags
 from tests.tiny import BLOCK
 
 Request = dict[str, Any]
@@ -56,34 +60,130 @@ def test_logits_after_a_kill_equal_a_cold_run_bit_for_bit(tmp_path: Path, dtype:
     assert not cold["restored"].any()
 
 
+def chat(model: Path, system: str, question: str, scope: str | int) -> Request:
+    return {
+        "model": model.name,
+        "messages": [{"role": "system", "content": system}, {"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 5,
+        "prefix_cache": {"scope": scope},
+    }
+
+
+def ask(client: httpx.Client, body: Request, **changes: Any) -> Request:
+    reply = client.post("/v1/chat/completions", json=body | changes)
+    assert reply.status_code == 200, reply.text
+    answer: Request = reply.json()
+    return answer
+
+
+OFF = {"prefix_cache": {"scope": "off"}}
+
+
+def inspected(folder: Path) -> list[Request]:
+    """What `diskprefix inspect --json` lists."""
+    command = [sys.executable, "-m", "diskprefix", "inspect", "--kv-cache-dir", str(folder), "--json"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
+    assert shown.returncode == 0, shown.stderr
+    entries: list[Request] = json.loads(shown.stdout)["entries"]
+    return entries
+
+
+def hits_by_scope(folder: Path) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    for entry in inspected(folder):
+        counted[entry["scope"]] += entry["hits"]
+    return counted
+
+
 @pytest.mark.slow
 def test_the_daemon_says_the_same_after_kill_minus_nine(chat_model: Path, tmp_path: Path) -> None:
-    """Text and log probabilities over HTTP: cold, then from disk in another process, for every kind of scope."""
+    """Text and log probabilities over HTTP: without the cache, then from disk in another process, in every scope."""
     bodies = [
-        {
-            "model": chat_model.name,
-            "messages": [
-                {"role": "system", "content": "You are patient. " * 30},
-                {"role": "user", "content": f"Tell me about {topic}."},
-            ],
-            "temperature": 0,
-            "max_tokens": 12,
-            "logprobs": True,
-            "top_logprobs": 5,
-            "prefix_cache": {"scope": scope},
-        }
-        for topic in ("rivers", "cities")
+        # Each scope has a system message of its own: nothing that one saves is of use to another.
+        chat(chat_model, f"{scope}: You are patient. " * 30, f"Tell me about {topic}.", scope)
         for scope in ("full", "auto:8", 300)
+        for topic in ("rivers", "cities")
     ]
-    answers = []
-    for _ in range(2):
-        daemon = DaemonProcess(*serve_flags(chat_model, tmp_path / "kv"))
+    cache = tmp_path / "kv"
+    daemon = DaemonProcess(*serve_flags(chat_model, cache))
+    with daemon, daemon.wait_ready().client() as client:
+        cold = [ask(client, body, **OFF) for body in bodies]
+        saving = [ask(client, body) for body in bodies]
+        daemon.wait_saved()
+        daemon.stop(signal.SIGKILL)
+    hits_before = hits_by_scope(cache)
+    daemon = DaemonProcess(*serve_flags(chat_model, cache))
+    with daemon, daemon.wait_ready().client() as client:
+        restored = [ask(client, body) for body in bodies]
+        daemon.stop(signal.SIGTERM)
+    hits_after = hits_by_scope(cache)
+
+    assert [reply["prefix_cache"]["miss_reason"] for reply in cold] == ["off"] * len(bodies)
+    assert [reply["prefix_cache"]["restored"] for reply in cold] == [0] * len(bodies)
+    assert [reply["prefix_cache"]["restored"] for reply in saving[::2]] == [0] * 3
+    assert all(reply["prefix_cache"]["source"] == "disk" for reply in restored)
+    assert all(reply["prefix_cache"]["restored"] >= 256 for reply in restored)
+    for replies in (saving, restored):
+        assert [reply["choices"] for reply in replies] == [reply["choices"] for reply in cold]
+    assert hits_before.keys() == hits_after.keys() == {"full", "auto:8", "300"}
+    assert all(hits_after[scope] > hits_before[scope] for scope in hits_after), (hits_before, hits_after)
+
+
+KILLS = 4
+BODIES_PER_KILL = 8
+
+
+def save_until_killed(daemon: DaemonProcess, bodies: list[Request], delay_s: float) -> list[tuple[Request, Request]]:
+    """Sends all bodies at once and kills the daemon `delay_s` after it has begun to save. Answers what was answered."""
+    answered: list[tuple[Request, Request]] = []
+    begun = threading.Event()
+
+    def send(body: Request) -> None:
+        with contextlib.suppress(httpx.TransportError), daemon.client() as client:
+            answered.append((body, ask(client, body)))
+            begun.set()
+
+    senders = [threading.Thread(target=send, args=(body,)) for body in bodies]
+    for sender in senders:
+        sender.start()
+    assert begun.wait(60)
+    # Not waiting for anything: this is where in the saving the daemon dies.
+    threading.Event().wait(delay_s)
+    daemon.stop(signal.SIGKILL)
+    for sender in senders:
+        sender.join(60)
+    return answered
+
+
+@pytest.mark.slow
+def test_a_daemon_that_is_killed_while_it_saves_starts_again_and_says_the_same(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    """A few kills at seeded random moments; the store is the same all along, the prompts of each round are new."""
+    rng = random.Random(11)
+    cache = tmp_path / "kv"
+    expected: dict[str, Any] = {}
+    earlier: list[Request] = []
+    restored = 0
+    for round_ in range(KILLS + 1):
+        daemon = DaemonProcess(*serve_flags(chat_model, cache))
         with daemon, daemon.wait_ready().client() as client:
-            answers.append([client.post("/v1/chat/completions", json=body).json() for body in bodies])
-            daemon.wait_saved()
-            daemon.stop(signal.SIGKILL)
-    cold, warm = ([reply["choices"] for reply in replies] for replies in answers)
-    assert cold == warm
-    assert answers[0][0]["prefix_cache"]["miss_reason"] == "first_request"
-    assert all(reply["prefix_cache"]["source"] == "disk" for reply in answers[1])
-    assert all(reply["prefix_cache"]["restored"] >= 256 for reply in answers[1])
+            inspected(cache)
+            for body in earlier:
+                reply = ask(client, body)
+                assert reply["choices"] == expected[json.dumps(body)]
+                restored += reply["prefix_cache"]["restored"]
+            if round_ == KILLS:
+                break
+            earlier = [
+                chat(chat_model, f"{round_}.{i}: You are patient. " * 60, "Tell me about rivers.", "full")
+                for i in range(BODIES_PER_KILL)
+            ]
+            expected |= {json.dumps(body): ask(client, body, **OFF)["choices"] for body in earlier}
+            for body, reply in save_until_killed(daemon, earlier, rng.uniform(0, 0.15)):
+                assert reply["choices"] == expected[json.dumps(body)]
+        assert all(entry["num_tokens"] > 0 for entry in inspected(cache))
+    assert restored > 0

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from diskprefix.errors import SettingsError
+from diskprefix.server.printable import printable_only
 from diskprefix.settings import default_kv_cache_dir, format_size
 from diskprefix.store.listing import EntryInfo, list_entries
 from diskprefix.store.store import Store
@@ -70,7 +71,7 @@ def inspect(entry: str | None, kv_cache_dir: Path, as_json: bool) -> None:
     if entry is not None:
         _show_entry(info, blocks, as_json)
     elif as_json:
-        click.echo(json.dumps({"entries": [asdict(info) for info in entries]}, indent=2, ensure_ascii=False))
+        click.echo(_json({"entries": [asdict(info) for info in entries]}))
     else:
         _show_table(entries, kv_cache_dir, used, counts["blocks"])
 
@@ -85,7 +86,7 @@ def _find(entries: list[EntryInfo], prefix: str) -> EntryInfo:
 
 def _show_entry(info: EntryInfo, blocks: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(asdict(info) | {"blocks": blocks}, indent=2, ensure_ascii=False))
+        click.echo(_json(asdict(info) | {"blocks": blocks}))
         return
     for label, value in (
         ("id", info.id),
@@ -99,7 +100,7 @@ def _show_entry(info: EntryInfo, blocks: list[dict[str, Any]], as_json: bool) ->
         ("scope", info.scope),
         ("preview", info.preview),
     ):
-        click.echo(f"{label:<10} {value}")
+        click.echo(f"{label:<10} {printable_only(value)}")
     click.echo(f"{'blocks':<10} {len(blocks)}")
     for block in blocks:
         end = block["position"] + block["num_tokens"]
@@ -123,7 +124,7 @@ def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, num_blo
     for info in entries:
         table.add_row(
             info.id[:12],
-            info.model,
+            _plain(info.model),
             info.scope,
             f"{info.num_tokens:,}",
             format_size(info.stored_bytes),
@@ -139,10 +140,16 @@ def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, num_blo
 
 
 def _plain(text: str) -> Any:
-    """A prompt's text must not be read as markup."""
+    """Text of others must neither be read as markup nor steer the terminal."""
     from rich.text import Text
 
-    return Text(text)
+    return Text(printable_only(text))
+
+
+def _json(value: object) -> str:
+    """JSON to read and to parse: letters of all scripts as they are, what a terminal would act on escaped."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    return "".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
 
 
 def _age(when: float) -> str:

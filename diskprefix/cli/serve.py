@@ -11,7 +11,8 @@ import click
 
 from diskprefix.cli.options import GroupedCommand, choice_option, option, policy_option, size_option
 from diskprefix.policy.scope import parse_scope
-from diskprefix.settings import DTYPES, Settings, parse_size
+from diskprefix.server.printable import escaped
+from diskprefix.settings import DTYPES, Settings, flag_of, parse_size
 
 _MODEL, _SERVER, _CACHE, _TUNING = "Model", "Server", "Disk cache", "Disk cache, rarely needed"
 _SIZES = ("max_body_bytes", "kv_cache_budget", "kv_cache_write_buffer")
@@ -144,13 +145,23 @@ def build_settings(flags: dict[str, Any]) -> Settings:
     values = {name: value for name, value in flags.items() if value is not None}
     for name in _SIZES:
         if name in values:
-            values[name] = parse_size(values[name], param=f"--{name.replace('_', '-')}")
+            values[name] = parse_size(values[name], param=flag_of(name))
     if "disk_prefix_cache" in values:
         values["disk_prefix_cache"] = str(parse_scope(values["disk_prefix_cache"], param="--disk-prefix-cache"))
     for name in ("kv_cache_dir", "chat_template"):
         if name in values:
             values[name] = Path(values[name]).expanduser()
     return Settings(**values)
+
+
+class _SafeFormatter(logging.Formatter):
+    """One line for a message, whatever text of a client is in it; a traceback keeps its lines and nothing else."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(map(escaped, super().formatException(ei).split("\n")))
 
 
 def configure_logging(level: str) -> None:
@@ -161,9 +172,9 @@ def configure_logging(level: str) -> None:
         from rich.logging import RichHandler
 
         handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False, highlighter=None)
-        handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))
+        handler.setFormatter(_SafeFormatter("%(message)s", datefmt="[%X]"))
     else:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.setFormatter(_SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("diskprefix").setLevel(level.upper())

@@ -9,12 +9,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diskprefix.server.errors import error_response, internal_error
 from diskprefix.server.metrics import ServerMetrics
+from diskprefix.server.printable import shown
 from diskprefix.server.record import RequestRecord
 
 log = logging.getLogger("diskprefix")
 
 _QUIET_ROUTES = frozenset({"/health", "/metrics"})
 """Polled by machines every few seconds: logged at debug."""
+
+_LOGGED_PATH_CHARS = 200
 
 
 class AccessLog:
@@ -63,9 +66,9 @@ class AccessLog:
 
 
 def _path(scope: Scope) -> str:
-    """As it was sent, escapes and all: decoded it could hold a newline and forge a line of the log."""
+    """As it was sent, escapes and all, and cut."""
     raw: bytes = scope["raw_path"]
-    return raw.decode("ascii", "replace")
+    return shown(raw.decode("ascii", "replace"), _LOGGED_PATH_CHARS)
 
 
 def _figures(record: RequestRecord) -> str:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -16,6 +17,7 @@ from diskprefix.server.access_log import AccessLog
 from diskprefix.server.body import BodyTooLarge, on_body_too_large
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.errors import install_error_handlers
+from diskprefix.server.gate import Gate
 from diskprefix.server.replies import ChatCompletionChunk
 from diskprefix.server.schemas import ChatRequest, CompletionRequest
 from diskprefix.settings import Settings
@@ -49,15 +51,19 @@ def create_app(settings: Settings, load_engine: EngineLoader | None = None) -> F
         finally:
             await daemon.close()
 
-    app = FastAPI(
+    # FastAPI's own /docs makes the browser fetch scripts from a CDN and run them on this origin.
+    app = FastAPIOffline(
+        redoc_url=None,
         title="diskprefix",
         version=__version__,
         description=_DESCRIPTION,
         openapi_tags=_TAGS,
         lifespan=lifespan,
         redirect_slashes=False,
+        swagger_ui_parameters={"validatorUrl": None},
     )
     app.state.daemon = daemon
+    app.add_middleware(Gate, host=settings.host)
     app.add_middleware(AccessLog, metrics=daemon.metrics)
     app.add_exception_handler(BodyTooLarge, on_body_too_large)
     install_error_handlers(app)

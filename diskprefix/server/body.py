@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.errors import http_error_response
+from diskprefix.server.printable import shown
 from diskprefix.settings import format_size
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -23,6 +24,7 @@ Model = TypeVar("Model", bound=BaseModel)
 _PARSE_INLINE_BYTES = 64 * 1024
 """A larger body is parsed in a thread, so that the event loop keeps answering /health."""
 
+_SHOWN_CHARS = 60
 _LINGER_BYTES = 256 * 1024**2
 _LINGER_S = 10.0
 
@@ -41,16 +43,14 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
 
 
 def _check_content_type(request: Request) -> None:
-    """JSON, or what `curl -d` sends. A browser's form post is refused: any web page could send it to a local port."""
+    """JSON, what `curl -d` sends, or nothing said. What web pages send is refused before, by `gate`."""
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
-        raise HTTPException(415, f"content-encoding {encoding} is not supported; send the body uncompressed")
+        raise HTTPException(415, f"content-encoding {shown(encoding)} is not supported; send the body uncompressed")
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if kind == "application/json" or kind.endswith("+json"):
+    if kind in ("application/json", "application/x-www-form-urlencoded") or kind.endswith("+json"):
         return
-    if kind == "application/x-www-form-urlencoded" and "origin" not in request.headers:
-        return
-    raise HTTPException(415, f"content-type {kind or 'of the body'} is not supported; send application/json")
+    raise HTTPException(415, f"content-type {shown(kind) or 'of the body'} is not supported; send application/json")
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
@@ -95,7 +95,7 @@ def _invalid_request(error: ValidationError) -> InvalidRequest:
 
 def _param(loc: Iterable[int | str]) -> str:
     """`("messages", 0, "content", "~list", 1, "type")` → `messages.0.content.1.type`."""
-    return ".".join(str(part) for part in loc if not str(part).startswith("~"))
+    return shown(".".join(str(part) for part in loc if not str(part).startswith("~")))
 
 
 def _explain(error: Any) -> str:
@@ -120,8 +120,7 @@ def _shown(value: object) -> str:
         return "an object"
     if isinstance(value, list):
         return "a list"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    return shown(json.dumps(value, ensure_ascii=False), _SHOWN_CHARS)
 
 
 class LingeringResponse(JSONResponse):

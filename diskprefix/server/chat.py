@@ -18,8 +18,9 @@ from jinja2.exceptions import TemplateError
 
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.policy.boundary import Prompt, neutralise, raw_boundaries, system_end, template_boundaries
+from diskprefix.server.printable import printable_only, shown
 from diskprefix.server.schemas import ChatRequest, CompletionRequest, JsonObject, Message, TextPart, ToolCall
-from diskprefix.tokens import as_token_ids
+from diskprefix.tokens import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerFast
@@ -33,6 +34,9 @@ _PROBED_CHARS_PER_POSITION = 32
 """A text of more characters is first judged by so many. Real text has about four characters to a token."""
 
 _PREVIEW_HEAD_CHARS = 100
+_PREVIEW_SCANNED_CHARS = 10_000
+_REASON_CHARS = 200
+_NOWHERE = (0, 0)
 
 
 class _Conversation(NamedTuple):
@@ -51,7 +55,7 @@ class _Offsets:
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         span = self._encoding.token_to_chars(index)
-        return (span.start, span.end) if span is not None else (0, 0)
+        return (span.start, span.end) if span is not None else _NOWHERE
 
 
 class PromptRenderer:
@@ -103,8 +107,10 @@ class PromptRenderer:
         Raises `InvalidRequest` for unknown ids, `ContextTooLong` if it exceeds the positions.
         """
         prompt = body.one_prompt
+        offsets = None
         if isinstance(prompt, str):
-            token_ids = as_token_ids(self._encode(prompt, add_special_tokens=True, param="prompt")["input_ids"])
+            encoding = self._encode(prompt, add_special_tokens=True, param="prompt")
+            token_ids, offsets = as_token_ids(encoding["input_ids"]), _Offsets(encoding)
             text = prompt
         else:
             self._check_positions(len(prompt), param="prompt")
@@ -112,9 +118,20 @@ class PromptRenderer:
             token_ids = as_token_ids(prompt)
             ends = prompt if len(prompt) <= 120 else [*prompt[:60], *prompt[-60:]]
             text = str(self._tokenizer.decode(ends))
-        return Prompt(
-            token_ids=token_ids, boundaries=raw_boundaries(token_ids, self._special_ids), text=_preview(text, text)
-        )
+        return Prompt(token_ids=token_ids, boundaries=self._boundaries_of_text(token_ids, offsets), text=_preview(text))
+
+    def _boundaries_of_text(self, token_ids: TokenIds, offsets: _Offsets | None) -> tuple[int, ...]:
+        """Those of the special tokens that the client wrote.
+
+        What the tokenizer adds by itself stands nowhere in the text, and a token that begins every text parts nothing.
+        Were it a boundary, it would be the only one of a plain text, and nothing of it would ever be saved.
+        """
+        boundaries = raw_boundaries(token_ids, self._special_ids)
+        if offsets is not None:
+            boundaries = tuple(end for end in boundaries if offsets[end - 1] != _NOWHERE)
+        bos = self._tokenizer.bos_token_id
+        first = next((i for i, token_id in enumerate(token_ids.tolist()) if token_id != bos), len(token_ids))
+        return boundaries if any(end > first for end in boundaries) else ()
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> BatchEncoding:
         """Token ids and offsets of `text`.
@@ -129,7 +146,10 @@ class PromptRenderer:
             if len(begins) >= 2 * self._max_positions:
                 raise self._too_long(f"more than {len(begins) // 2}", param)
         encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
-        self._check_positions(len(encoding["input_ids"]), param)
+        num_tokens = len(encoding["input_ids"])
+        if not num_tokens:
+            raise InvalidRequest(f"{param}: the prompt has no tokens; there is nothing to continue", param=param)
+        self._check_positions(num_tokens, param)
         return encoding
 
     def _check_positions(self, num_tokens: int, param: str) -> None:
@@ -189,7 +209,7 @@ class PromptRenderer:
                 )
             )
         except _TEMPLATE_FAULTS as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = shown(" ".join(str(error).split()), _REASON_CHARS) or type(error).__name__
             raise InvalidRequest(
                 f"messages: the chat template refuses them: {reason}", param="messages", code="template_error"
             ) from error
@@ -250,17 +270,13 @@ def _chat_preview(messages: list[JsonObject]) -> str:
     return _join_preview(messages[0]["content"], newest["content"] if newest is not messages[0] else "")
 
 
-def _preview(head: str, tail: str) -> str:
-    collapsed = _collapse(head)
-    if len(collapsed) <= 2 * _PREVIEW_HEAD_CHARS:
-        return collapsed
-    return f"{collapsed[:_PREVIEW_HEAD_CHARS]} … {_collapse(tail)[-_PREVIEW_HEAD_CHARS:]}"
+def _preview(text: str) -> str:
+    head = printable_only(text[:_PREVIEW_SCANNED_CHARS])
+    if len(text) <= _PREVIEW_SCANNED_CHARS and len(head) <= 2 * _PREVIEW_HEAD_CHARS:
+        return head
+    return f"{head[:_PREVIEW_HEAD_CHARS]} … {printable_only(text[-_PREVIEW_SCANNED_CHARS:])[-_PREVIEW_HEAD_CHARS:]}"
 
 
 def _join_preview(first: str, last: str) -> str:
-    parts = [_collapse(text)[:_PREVIEW_HEAD_CHARS] for text in (first, last)]
+    parts = [printable_only(text[:_PREVIEW_SCANNED_CHARS])[:_PREVIEW_HEAD_CHARS] for text in (first, last)]
     return " … ".join(part for part in parts if part)
-
-
-def _collapse(text: str) -> str:
-    return " ".join(text.split())

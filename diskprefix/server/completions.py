@@ -42,6 +42,7 @@ def _route(model: type[SamplingBody], whole: type[Any], chunk: type[Any]) -> dic
     """What OpenAPI says of a completion route; the body is read by `read_json`, so FastAPI cannot see it."""
     errors = {
         400: "The request cannot be served; `error.param` names the field.",
+        403: "Sent by another site's web page, or to a `Host` that is not the daemon's.",
         404: "The request names a model that is not served.",
         413: "The body is larger than `--max-body-bytes`.",
         415: "The body is not sent as JSON.",
@@ -89,13 +90,13 @@ async def _complete(
     render: Callable[[PromptRenderer, B], Prompt],
 ) -> Response:
     daemon: Daemon = request.app.state.daemon
-    serving = daemon.require_serving()
-    body = await read_json(request, model, daemon.settings.max_body_bytes)
-    serving.require_model(body.model)
-    sampling = params_of(body, serving.renderer.vocab_size)
-    scope = (body.prefix_cache or PrefixCacheOptions()).applied_to(serving.scope)
-    prompt = await asyncio.to_thread(render, serving.renderer, body)
-    check_context(prompt, sampling.max_tokens, serving.engine.max_positions)
+    with daemon.arriving() as serving:
+        body = await read_json(request, model, daemon.settings.max_body_bytes)
+        serving.require_model(body.model)
+        sampling = params_of(body, serving.renderer.vocab_size)
+        scope = (body.prefix_cache or PrefixCacheOptions()).applied_to(serving.scope)
+        prompt = await asyncio.to_thread(render, serving.renderer, body)
+    check_context(prompt, body, serving.engine.max_positions)
     request_id = f"{form.id_prefix}{uuid.uuid4().hex}"
     generate = GenerateRequest(id=request_id, prompt=prompt, sampling=sampling, scope=scope)
     return await _answer(request, daemon, serving, generate, form, body)

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -18,6 +19,7 @@ from diskprefix.errors import DiskPrefixError, ModelNotFound, NotReady
 from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.server.chat import PromptRenderer
 from diskprefix.server.metrics import ServerMetrics
+from diskprefix.server.printable import shown
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class Serving:
     def require_model(self, name: str | None) -> None:
         """Raises `ModelNotFound` for any name but the served one. None is taken for it."""
         if name is not None and name != self.model_name:
-            raise ModelNotFound(f"model {name!r} is not served here; {self.model_name!r} is", param="model")
+            raise ModelNotFound(f"model '{shown(name)}' is not served here; {self.model_name!r} is", param="model")
 
 
 class Daemon:
@@ -68,6 +70,7 @@ class Daemon:
         self._load_engine = load_engine
         self._made_at = time.perf_counter()
         self._stopping = False
+        self._num_arriving = 0
         self._thread: threading.Thread | None = None
 
     @property
@@ -94,6 +97,20 @@ class Daemon:
         if self.serving is None:
             raise NotReady(f"the model is still loading ({self.doing}); /health tells when it is ready")
         return self.serving
+
+    @contextmanager
+    def arriving(self) -> Iterator[Serving]:
+        """Around what is done to a request before it is queued: its body takes memory, its tokens take time.
+
+        Raises what `require_serving` does, and `QueueFull` where the requests that arrived before will fill the queue.
+        """
+        serving = self.require_serving()
+        serving.scheduler.require_room(self._num_arriving)
+        self._num_arriving += 1
+        try:
+            yield serving
+        finally:
+            self._num_arriving -= 1
 
     def start_loading(self) -> None:
         """Starts the thread that loads; `on_ready` or `on_failure` is called on the running event loop."""

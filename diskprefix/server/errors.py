@@ -14,13 +14,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from diskprefix.errors import DiskPrefixError, NotReady, QueueFull
+from diskprefix.server.printable import shown
 from diskprefix.server.record import CLIENT_CLOSED_REQUEST, record_of
 
 log = logging.getLogger("diskprefix")
 
 NOT_READY_RETRY_AFTER_S = 2
 
-_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "unsupported_media_type"}
+_MOST_MESSAGE_CHARS = 1000
+"""Messages cut the client's texts themselves. This is for what a library repeats of them."""
+
+_CODES = {
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+}
 
 
 class ErrorDetail(BaseModel):
@@ -43,7 +53,12 @@ def error_body(error: DiskPrefixError) -> dict[str, Any]:
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": one_line(message), "type": kind, "param": param and shown(param), "code": code}}
+
+
+def one_line(message: str) -> str:
+    """A message as clients and the log get it."""
+    return shown(message, _MOST_MESSAGE_CHARS)
 
 
 def error_response(error: DiskPrefixError) -> JSONResponse:
@@ -68,20 +83,20 @@ def http_error_response(status: int, detail: str, headers: dict[str, str] | None
 
 async def _on_diskprefix_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, DiskPrefixError)
-    record_of(request).error = error.message
+    record_of(request).error = one_line(error.message)
     if error.http_status == 500:
-        log.error("request failed: %s", error.message, exc_info=error)
+        log.error("request failed: %s", one_line(error.message), exc_info=error)
     return error_response(error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, StarletteHTTPException)
     headers = dict(error.headers or {})
-    detail = error.detail
+    detail, method, path = error.detail, shown(request.method), shown(request.url.path)
     if error.status_code == 404 and detail == "Not Found":
-        detail = f"no such route: {request.method} {request.url.path}; /docs lists those there are"
+        detail = f"no such route: {method} {path}; /docs lists those there are"
     elif error.status_code == 405:
-        detail = f"{request.url.path} does not take {request.method}; it takes {headers.get('Allow', 'another method')}"
+        detail = f"{path} does not take {method}; it takes {headers.get('Allow', 'another method')}"
     return http_error_response(error.status_code, detail, headers)
 
 

@@ -65,12 +65,14 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     return valid
 
 
-def check_context(prompt: Prompt, max_tokens: int | None, max_positions: int) -> None:
-    """Raises `ContextTooLong` if `prompt` leaves no room for the `max_tokens` that were asked for."""
+def check_context(prompt: Prompt, body: SamplingBody, max_positions: int) -> None:
+    """Raises `ContextTooLong` if `prompt` leaves no room for the tokens that `body` asks for."""
+    of_chat = body.max_completion_tokens if isinstance(body, ChatRequest) else None
+    param, max_tokens = ("max_completion_tokens", of_chat) if of_chat else ("max_tokens", body.max_tokens)
     num_tokens = len(prompt.token_ids)
     if max_tokens is not None and num_tokens + max_tokens > max_positions:
         raise ContextTooLong(
-            f"max_tokens: {num_tokens} tokens of prompt and {max_tokens} of reply are {num_tokens + max_tokens}, and "
+            f"{param}: {num_tokens} tokens of prompt and {max_tokens} of reply are {num_tokens + max_tokens}, and "
             f"this model has {max_positions} positions for both together",
-            param="max_tokens",
+            param=param,
         )

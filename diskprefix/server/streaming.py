@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.errors import error_body
+from diskprefix.server.errors import error_body, one_line
 from diskprefix.server.generation import Generation
 from diskprefix.server.replies import cache_reply, timings_reply, usage_reply
 
@@ -105,7 +105,7 @@ class EventStream(Response):
                     yield encode_event(chunk)
             yield DONE
         except DiskPrefixError as error:
-            log.error("a stream ended early: %s", error.message)
+            log.error("a stream ended early: %s", one_line(error.message))
             yield encode_event(error_body(error))
 
     async def _events(self) -> AsyncIterator[Event]:

@@ -123,6 +123,23 @@ def test_a_preview_is_not_read_as_markup(invoke: Invoke, tmp_path: Path) -> None
     assert "[bold]x[/bold] [/nope]" in result.stdout
 
 
+def test_nothing_that_was_saved_steers_the_terminal(invoke: Invoke, tmp_path: Path) -> None:
+    """A store of an earlier version, or of somebody else, holds whatever was in the prompts."""
+    store = open_store(tmp_path)
+    pub = publication(store, prompt(1, BLOCK))
+    assert pub.entry is not None
+    nasty = "hi \x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\nthere 🦀"
+    entry = type(pub.entry)(root=pub.entry.root, num_tokens=BLOCK, scope="full", preview=nasty, created_at=1.0)
+    store.publish(replace(pub, entry=entry))
+    store.close()
+    name = listed(invoke, tmp_path)[0]["id"]
+    for args in ((), (name,), ("--json",), (name, "--json")):
+        shown = invoke("--kv-cache-dir", tmp_path, *args).stdout
+        assert shown.replace("\n", "").isprintable(), args
+        assert "there 🦀" in shown
+    assert listed(invoke, tmp_path)[0]["preview"] == nasty
+
+
 def test_it_reads_a_store_that_is_being_written(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     stop = threading.Event()

@@ -241,6 +241,26 @@ def test_help_needs_neither_torch_nor_fastapi() -> None:
     assert output.splitlines()[-1] == "set()"
 
 
+def test_a_message_is_one_line_of_the_log_and_a_traceback_cannot_steer_the_terminal() -> None:
+    program = """
+import logging
+from diskprefix.cli.serve import configure_logging
+configure_logging("info")
+log = logging.getLogger("diskprefix")
+log.info("client says %s", "x\\n2026-01-01 ERROR forged \\x1b[31m")
+try:
+    raise ValueError("\\x1b[2J\\x9b31m")
+except ValueError:
+    log.exception("failed")
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
+    lines = shown.splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert lines[0].endswith(r"INFO client says x\n2026-01-01 ERROR forged \x1b[31m")
+    assert "Traceback" in lines[2]
+    assert lines[-1] == r"ValueError: \x1b[2J\x9b31m"
+
+
 def test_the_module_is_the_command() -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "diskprefix", "--version"], capture_output=True, text=True, check=True

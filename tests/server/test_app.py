@@ -42,12 +42,18 @@ def server(chat_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
         yield running
 
 
-def open_raw(server: AppServer, body: dict[str, Any]) -> socket.socket:
-    """A chat request on a bare socket that the test can close when it likes."""
-    payload = json.dumps(body).encode()
+def open_raw(
+    server: AppServer, body: dict[str, Any], *, announced_bytes: int | None = None, expect: bool = False
+) -> socket.socket:
+    """A chat request on a bare socket that the test can close when it likes.
+
+    With `announced_bytes` the body never ends; with `expect` none of it is sent before the server asks for it.
+    """
+    payload = b"" if expect else json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
     head = (
-        f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {announced_bytes or len(payload)}\r\n{'Expect: 100-continue' if expect else 'X: y'}\r\n\r\n"
     )
     connection.sendall(head.encode() + payload)
     return connection
@@ -128,6 +134,43 @@ def test_a_full_queue_is_503_with_retry_after(chat_model: Path, engine: Scripted
         wait_until(lambda: not client.get("/health").json()["running"], "the engine is free again")
         engine.script = say_hello
         assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    received = b""
+    while not received.endswith(end):
+        part = connection.recv(4096)
+        assert part, received
+        received += part
+    return received
+
+
+def test_a_full_queue_refuses_before_the_body_is_sent(chat_model: Path, engine: ScriptedEngine) -> None:
+    engine.script = until_cancelled
+    with scripted_app(chat_model, engine, max_queue=1) as server, server.client() as client:
+        running = open_raw(server, HELLO)
+        assert engine.entered.wait(30)
+        waiting = open_raw(server, HELLO)
+        wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the second request waits")
+        with open_raw(server, HELLO, announced_bytes=20_000_000) as refused:
+            assert refused.recv(1000).startswith(b"HTTP/1.1 503 ")
+        running.close()
+        waiting.close()
+
+
+def test_requests_that_are_still_being_read_take_their_places_in_the_queue(
+    chat_model: Path, engine: ScriptedEngine
+) -> None:
+    with scripted_app(chat_model, engine, max_queue=1) as server, server.client() as client:
+        # One could run and one could wait: both are asked for the rest of their bodies.
+        arriving = [open_raw(server, HELLO, announced_bytes=1000, expect=True) for _ in range(2)]
+        for connection in arriving:
+            assert read_until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 100 ")
+        answer = client.post(CHAT, json=HELLO)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
+        for connection in arriving:
+            connection.close()
+        wait_until(lambda: client.post(CHAT, json=HELLO).status_code == 200, "their places are free again")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,6 +11,8 @@ import pytest
 
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.scope import parse_scope
+from diskprefix.policy.select import select
 from diskprefix.server.body import parse_json
 from diskprefix.server.chat import PromptRenderer
 from diskprefix.server.schemas import ChatRequest, CompletionRequest
@@ -240,3 +242,76 @@ def test_a_long_text_of_few_tokens_is_not_refused(tokenizer: Any) -> None:
 
     prompt = renderer_of(Coarse(), max_positions=64).completion(CompletionRequest(prompt="x" * 6300))
     assert len(prompt.token_ids) == 63
+
+
+@pytest.fixture(scope="module")
+def tokenizer_with_bos(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """As of Llama, Gemma and Mistral: it puts <|im_start|>, its BOS, before every text."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tokenizer_with(tmp_path_factory.mktemp("bos"), CHAT_TEMPLATE)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", pair="<|im_start|> $A $B", special_tokens=[("<|im_start|>", 1)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_auto_keeps_plain_text_of_a_tokenizer_that_adds_a_bos(tokenizer_with_bos: Any, as_ids: bool) -> None:
+    renderer = renderer_of(tokenizer_with_bos)
+    texts = ["Name three rivers and tell me where each begins. " * 9 + end for end in ("The Rhine", "A lake")]
+    prompts: Any = [tokenizer_with_bos(text)["input_ids"] for text in texts] if as_ids else texts
+    first, second = (renderer.completion(CompletionRequest(prompt=prompt)) for prompt in prompts)
+    assert first.token_ids[0] == second.token_ids[0] == 1
+    assert second.boundaries == ()
+    auto = parse_scope("auto", param="scope")
+    kept = select(auto, second, [first.token_ids], block_size=16, min_tokens=16, cold_max=1024, interval=1024)
+    assert kept.reason == "best_match"
+    assert kept.aligned > 64
+
+
+@pytest.mark.parametrize("text", ["<|im_start|>Name three", "Name three"])
+def test_a_bos_that_begins_a_text_is_no_boundary_of_it(tokenizer: Any, tokenizer_with_bos: Any, text: str) -> None:
+    for one in (tokenizer, tokenizer_with_bos):
+        assert renderer_of(one).completion(CompletionRequest(prompt=text)).boundaries == ()
+
+
+def test_special_tokens_in_a_text_stay_boundaries_beside_a_bos(tokenizer_with_bos: Any) -> None:
+    prompt = renderer_of(tokenizer_with_bos).completion(CompletionRequest(prompt="Name three<|im_end|> rivers"))
+    cuts = [text_of(tokenizer_with_bos, prompt, end) for end in prompt.boundaries]
+    assert cuts == ["<|im_start|>Name three<|im_end|>"]
+
+
+def test_a_template_that_writes_nothing_is_a_400(tmp_path: Path) -> None:
+    renderer = renderer_of(tokenizer_with(tmp_path, "{% if messages|length > 1 %}{{ messages[1].content }}{% endif %}"))
+    with pytest.raises(InvalidRequest, match="no tokens") as caught:
+        renderer.chat(body_of(("user", "hello")))
+    assert caught.value.param == "messages"
+
+
+def test_a_text_that_the_tokenizer_drops_is_a_400(tmp_path: Path) -> None:
+    from tokenizers.normalizers import Strip
+
+    tokenizer = tokenizer_with(tmp_path, None)
+    tokenizer.backend_tokenizer.normalizer = Strip()
+    with pytest.raises(InvalidRequest, match="no tokens") as caught:
+        renderer_of(tokenizer).completion(CompletionRequest(prompt="  "))
+    assert caught.value.param == "prompt"
+
+
+def test_a_preview_holds_nothing_that_a_terminal_acts_on(renderer: PromptRenderer) -> None:
+    nasty = "hi \x1b]0;pwned\x07\x1b[2J\x9b31m\u202e there 🦀"
+    chat = renderer.chat(body_of(("system", nasty), ("user", nasty)))
+    text = renderer.completion(CompletionRequest(prompt=nasty * 50))
+    ids = renderer.completion(CompletionRequest(prompt=text.token_ids.tolist()))
+    for prompt in (chat, text, ids):
+        assert prompt.text.isprintable()
+        assert prompt.text.startswith("hi ]0;pwned[2J31m there 🦀")
+
+
+def test_what_a_template_repeats_of_a_message_is_cut_and_escaped(tmp_path: Path) -> None:
+    renderer = renderer_of(tokenizer_with(tmp_path, "{{ raise_exception('refused: ' + messages[0].content) }}"))
+    with pytest.raises(InvalidRequest) as caught:
+        renderer.chat(body_of(("user", "\x1b[31m" + "x" * 5000)))
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 300

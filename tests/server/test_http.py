@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -88,8 +89,8 @@ def test_a_wrong_field_is_a_400_that_names_it(client: httpx.Client, fields: dict
         (
             json.dumps(HELLO),
             {"content-type": "application/x-www-form-urlencoded", "origin": "http://elsewhere"},
-            415,
-            "unsupported_media_type",
+            403,
+            "forbidden",
         ),
     ],
 )
@@ -124,7 +125,8 @@ def test_a_client_that_waits_for_100_continue_is_refused_before_it_sends_anythin
     port = int(daemon.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 99000000\r\nExpect: 100-continue\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Length: 99000000\r\nExpect: 100-continue\r\n\r\n"
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
@@ -287,7 +289,70 @@ def test_openapi_is_complete(client: httpx.Client) -> None:
         operation = schema["paths"][path]["post"]
         assert {"200", "400", "404", "413", "415", "500", "503"} <= operation["responses"].keys()
         assert operation["requestBody"]["required"]
-    assert client.get("/docs").status_code == 200
+
+
+def test_the_docs_load_nothing_from_elsewhere(client: httpx.Client) -> None:
+    page = client.get("/docs").text
+    loaded = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
+    assert any(path.endswith(".js") for path in loaded)
+    assert any(path.endswith(".css") for path in loaded)
+    for path in loaded:
+        assert path.startswith("/")
+        assert client.get(path).status_code == 200
+    assert "://" not in page.replace("http://127.0.0.1", "")
+    assert '"validatorUrl": null' in page
+
+
+def test_a_page_of_another_site_cannot_use_the_daemon(client: httpx.Client) -> None:
+    forged = client.post(CHAT, content=json.dumps(HELLO), headers={"origin": "https://evil.example"})
+    rebound = client.get("/props", headers={"host": "evil.example:8642"})
+    for answer in (forged, rebound):
+        assert answer.status_code == 403
+        error = error_of(answer)
+        assert (error["type"], error["code"]) == ("invalid_request_error", "forbidden")
+        assert "evil.example" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"prefix_cache": {"x\n2026-01-01 ERROR forged \x1b[31m" + "y" * 500: 1}}),
+        (CHAT, {"logit_bias": {"5\n2026-01-01 ERROR forged \x1b[31m" + "y" * 500: 1000}}),
+        (CHAT, {"temperature": "\n2026-01-01 ERROR forged \x9b31m\u2028" + "y" * 500}),
+        (CHAT, {"model": "\n2026-01-01 ERROR forged \x1b[31m" + "y" * 5000}),
+        (CHAT, {"prefix_cache": {"scope": "\n2026-01-01 ERROR forged \x1b[31m" + "y" * 500}}),
+        (COMPLETIONS, {"prompt": {"\n2026-01-01 ERROR forged \x1b[31m" + "y" * 500: 1}}),
+        ("/v1/%0A2026-01-01%20ERROR%20forged%1B%5B31m" + "y" * 500, {}),
+    ],
+)
+def test_what_a_client_writes_stays_on_one_line_and_short(
+    client: httpx.Client, daemon: DaemonProcess, path: str, fields: dict[str, Any]
+) -> None:
+    logged = len(daemon.lines)
+    answer = client.post(path, json=HELLO | fields)
+    assert answer.status_code in (400, 404)
+    error = error_of(answer)
+    for text in (error["message"], error["param"] or ""):
+        assert text.isprintable()
+        assert len(text) < 400
+    wait_until(lambda: any(f" {answer.status_code}" in line for line in daemon.lines[logged:]), "it is logged")
+    for line in daemon.lines[logged:]:
+        assert line.isprintable()
+        assert not line.startswith("2026-01-01 ERROR")
+        assert len(line) < 700
+
+
+def test_an_empty_prompt_is_a_400(client: httpx.Client) -> None:
+    answer = client.post(COMPLETIONS, json={"prompt": ""})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "prompt")
+
+
+def test_a_chat_reply_that_cannot_fit_names_the_field_that_asked_for_it(client: httpx.Client) -> None:
+    for field in ("max_tokens", "max_completion_tokens"):
+        body = {"messages": HELLO["messages"], field: POSITIONS}
+        answer = client.post(CHAT, json=body)
+        assert (answer.status_code, error_of(answer)["param"]) == (400, field)
+        assert error_of(answer)["message"].startswith(f"{field}: ")
 
 
 @pytest.mark.parametrize("stream", [False, True])
