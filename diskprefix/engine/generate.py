@@ -85,6 +85,8 @@ class Engine:
             root = fingerprint.root(settings.block_size, LAYOUT_VERSION, layout.describe())
             cache = PrefixCache(settings, store, layout, root, loaded.name, scope)
             engine = cls(loaded.model, loaded.tokenizer, loaded.name, layout, cache)
+            if isinstance(engine._state, KVArena):
+                cache.warm_up(engine._state)
         except BaseException as error:
             if cache is None:
                 store.close()

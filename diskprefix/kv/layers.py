@@ -148,7 +148,7 @@ class KVArena:
                 target[...] = np.frombuffer(part, dtype=np.uint8).reshape(target.shape)
             else:
                 target.copy_(tensor_over(part, target.dtype).view(target.shape))
-        return self._logits_in(payload).clone().to(self.device) if with_logits else None
+        return self._logits_of(payload) if with_logits else None
 
     def read_block(self, position: int, num_tokens: int, logits: torch.Tensor | None) -> memoryview:
         """A copy of those tokens' state as a raw payload, followed by `logits` (shape [vocab]) for a tail.
@@ -163,11 +163,14 @@ class KVArena:
             else:
                 tensor_over(part, source.dtype).view(source.shape).copy_(source)
         if logits is not None:
-            self._logits_in(payload).copy_(logits)
+            end = payload[len(payload) - self._layout.logits_bytes :]
+            tensor_over(end, self._layout.logits_dtype).copy_(logits)
         return payload
 
-    def _logits_in(self, payload: memoryview) -> torch.Tensor:
-        return tensor_over(payload[len(payload) - self._layout.logits_bytes :], self._layout.logits_dtype)
+    def _logits_of(self, payload: memoryview) -> torch.Tensor:
+        """A copy, made by numpy: torch's first copy on a reading thread would start a team of threads for it."""
+        end = np.frombuffer(payload[len(payload) - self._layout.logits_bytes :], dtype=np.uint8).copy()
+        return torch.from_numpy(end).view(self._layout.logits_dtype).to(self.device)
 
     def _parts(
         self, position: int, num_tokens: int, payload: memoryview

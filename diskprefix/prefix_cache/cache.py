@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from diskprefix.errors import CacheError
+from diskprefix.kv.layers import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.history import History
@@ -24,7 +26,7 @@ log = logging.getLogger("diskprefix")
 
 _HISTORY_TOKENS = 1 << 22
 """The window is bounded in memory and on disk whatever N a request asks for: 16 MiB of token ids for each root."""
-_READER_THREADS = 2
+READER_THREADS = 2
 
 
 class PrefixCache:
@@ -42,7 +44,7 @@ class PrefixCache:
             model=model_name, block_size=settings.block_size, layout=layout.describe(), created_at=time.time()
         )
         self.writer = Writer(store, buffer_bytes=settings.kv_cache_write_buffer)
-        self.readers = ThreadPoolExecutor(_READER_THREADS, thread_name_prefix="kv-reader")
+        self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
         self._capturer = ThreadPoolExecutor(1, thread_name_prefix="kv-capture")
         # The thread starts with its first task: now, so that it cannot fail in the middle of a request.
         self._capturer.submit(time.time).result()
@@ -52,6 +54,19 @@ class PrefixCache:
         with store.snapshot() as snapshot:
             prompts = snapshot.recent_prompts(root, MAX_VALUE)
         self.history = History.from_prompts(prompts, max_prompts=MAX_VALUE, max_tokens=_HISTORY_TOKENS)
+
+    def warm_up(self, arena: KVArena) -> None:
+        """Start the reading threads and take their way once, so that the first restore is as fast as any other."""
+        num_tokens = self.settings.block_size
+        arena.reserve(num_tokens)
+        blank = memoryview(bytes(self.layout.payload_bytes(num_tokens, with_logits=True)))
+        started = threading.Barrier(READER_THREADS)
+
+        def read(_: int) -> None:
+            started.wait()
+            arena.write_block(0, num_tokens, blank, with_logits=True)
+
+        list(self.readers.map(read, range(READER_THREADS)))
 
     def begin(self, prompt: Prompt, scope: Scope) -> CachedRequest:
         """Select what to save of `prompt`, and start a request. Waits until the arena is free to be overwritten."""
