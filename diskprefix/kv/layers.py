@@ -97,6 +97,11 @@ class KVArena:
         """What the model takes as `past_key_values`."""
 
     @property
+    def capacity(self) -> int:
+        """Tokens that there is memory for."""
+        return self._capacity
+
+    @property
     def num_tokens(self) -> int:
         return self._layers[0].length
 

@@ -56,9 +56,13 @@ class PrefixCache:
         self.history = History.from_prompts(prompts, max_prompts=MAX_VALUE, max_tokens=_HISTORY_TOKENS)
 
     def warm_up(self, arena: KVArena) -> None:
-        """Start the reading threads and take their way once, so that the first restore is as fast as any other."""
-        num_tokens = self.settings.block_size
-        arena.reserve(num_tokens)
+        """Start the reading threads and take their way once, so that the first restore is as fast as any other.
+
+        Overwrites the beginning of the arena; does nothing if that has no memory yet.
+        """
+        num_tokens = min(self.settings.block_size, arena.capacity)
+        if not num_tokens:
+            return
         blank = memoryview(bytes(self.layout.payload_bytes(num_tokens, with_logits=True)))
         started = threading.Barrier(READER_THREADS)
 
