@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,7 @@ from diskprefix.prefix_cache import nodes, restore
 from diskprefix.store.codec import read_payload
 from diskprefix.store.listing import list_entries
 from diskprefix.store.schema import NodeRecord
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import TokenIds
 from tests.store.building import chain
 from tests.tiny import BLOCK, DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
@@ -239,6 +241,25 @@ def test_a_failing_store_makes_misses_not_errors(runner: Runner, monkeypatch: py
     assert same(cold, warm)
     assert (warm.report.restored, warm.report.miss_reason) == (0, "error")
     assert (stats["state"], stats["error"]) == ("degraded", "the disk is away")
+
+
+def test_pages_that_lmdb_cannot_read_make_misses_and_a_degraded_cache(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_prompt(31, 4 * BLOCK)
+    cold = runner.run(prompt, "full", reply=4)
+    runner.reopen()
+
+    def damaged(*_: object) -> None:
+        raise lmdb.CorruptedError("MDB_CORRUPTED")
+
+    monkeypatch.setattr(Snapshot, "payload", damaged)
+    warm = runner.run(prompt, "full", reply=4)
+    assert same(cold, warm)
+    assert warm.report.miss_reason == "error"
+    stats = runner.cache.stats()
+    assert stats["state"] == "degraded"
+    assert "move it away" in stats["error"]
 
 
 def test_another_root_never_hits(tmp_path: Path) -> None:

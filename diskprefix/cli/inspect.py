@@ -120,7 +120,8 @@ def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, num_blo
     for title in ("tokens", "stored", "shared", "hits"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("last used", no_wrap=True)
-    table.add_column("preview", overflow="ellipsis", no_wrap=True, max_width=max(20, console.width - _OTHER_COLUMNS))
+    table.add_column("preview", overflow="ellipsis", no_wrap=True)
+    preview_chars = max(20, console.width - _OTHER_COLUMNS)
     for info in entries:
         table.add_row(
             info.id[:12],
@@ -131,12 +132,18 @@ def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, num_blo
             format_size(info.shared_bytes),
             str(info.hits),
             _age(info.last_used_at),
-            _plain(info.preview),
+            _plain(_shortened(info.preview, preview_chars)),
         )
     if entries:
         console.print(table)
     prompts = "1 saved prompt" if len(entries) == 1 else f"{len(entries)} saved prompts"
     click.echo(f"{prompts}, {num_blocks} blocks, {format_size(used_bytes)} in {folder}")
+
+
+def _shortened(text: str, width: int) -> str:
+    """Beginning and end: conversations of one agent begin alike."""
+    head = width // 3
+    return text if len(text) <= width else f"{text[:head]}…{text[len(text) - (width - head - 1) :]}"
 
 
 def _plain(text: str) -> Any:

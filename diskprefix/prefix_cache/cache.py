@@ -49,6 +49,8 @@ class PrefixCache:
         # The thread starts with its first task: now, so that it cannot fail in the middle of a request.
         self._capturer.submit(time.time).result()
         self._capturing: Future[None] | None = None
+        self.damage: str | None = None
+        """What could not be read because the file itself is damaged: it stays so until the file is replaced."""
         self.counters: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
         with store.snapshot() as snapshot:
@@ -92,7 +94,7 @@ class PrefixCache:
     def stats(self) -> dict[str, Any]:
         """What `/props` and `/metrics` show. Counts of this process, sizes of the store. Never raises."""
         try:
-            counts, error = self.store.counts(), self.writer.error
+            counts, error = self.store.counts(), self.writer.error or self.damage
         except CacheError as failure:
             counts, error = {"entries": 0, "blocks": 0, "prompts": 0, "used_bytes": 0}, str(failure)
         return {

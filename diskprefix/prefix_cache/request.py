@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from diskprefix.cache_report import CacheReport, MissReason, Saved
-from diskprefix.errors import CacheError
+from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.kv.layers import KVArena
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
@@ -138,6 +138,8 @@ class CachedRequest:
         except CacheError as error:
             cache.counters["errors"] += 1
             self._miss_reason = "error"
+            if isinstance(error, StoreCorrupt):
+                cache.damage = str(error)
             log.warning("[disk-cache] going on without the cache: %s", error)
             return Restored()
         if restored.tip is None:

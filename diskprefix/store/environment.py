@@ -165,7 +165,7 @@ def _translated(path: Path) -> Iterator[None]:
     except lmdb.MapFullError as error:
         raise StoreFull(f"{path}: the store is full") from error
     except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError) as error:
-        raise StoreCorrupt(f"{path}/data.mdb is not a store ({error}); move it away to start afresh") from error
+        raise StoreCorrupt(f"{path}/data.mdb is damaged or no store ({error}); move it away to start afresh") from error
     except struct.error as error:
         raise StoreCorrupt(f"{path}: a record has a wrong length ({error})") from error
     except lmdb.Error as error:

@@ -170,3 +170,17 @@ def test_it_leaves_the_store_as_it_was(invoke: Invoke, folder: Path) -> None:
     store = Store.open(folder, read_only=True)
     assert store.counts()["entries"] == 2
     store.close()
+
+
+def test_the_table_shows_where_conversations_differ(invoke: Invoke, tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for seed, question in enumerate(("and what about maps?", "and what about birds?")):
+        pub = publication(store, prompt(seed, BLOCK))
+        assert pub.entry is not None
+        preview = "You look after a small library and answer questions about it, briefly and kindly, … " + question
+        entry = type(pub.entry)(root=pub.root, num_tokens=BLOCK, scope="full", preview=preview, created_at=1.0)
+        store.publish(replace(pub, entry=entry))
+    store.close()
+    shown = invoke("--kv-cache-dir", tmp_path).stdout
+    assert "about maps?" in shown
+    assert "about birds?" in shown

@@ -216,7 +216,7 @@ def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(os.urandom(1 << 16))
-    with pytest.raises(StoreCorrupt, match="not a store"):
+    with pytest.raises(StoreCorrupt, match="damaged or no store"):
         open_store(tmp_path)
 
 
