@@ -302,6 +302,11 @@ def test_a_hit_in_the_buffer_counts_once_the_prompt_is_stored(runner: Runner, mo
     assert entry.hits == 2
 
 
+def test_a_request_that_ends_before_it_was_looked_up_is_no_miss(runner: Runner) -> None:
+    runner.cache.begin(Prompt(random_prompt(32, 4 * BLOCK)), parse_scope("full", param="scope")).close()
+    assert runner.cache.stats()["misses"] == {}
+
+
 def test_off_neither_restores_nor_saves_nor_remembers(runner: Runner) -> None:
     prompt = random_prompt(22, 4 * BLOCK)
     report = runner.run(prompt, "off").report

@@ -100,8 +100,8 @@ class CachedRequest:
             self._cache.counters["hits"] += 1
             self._cache.counters["restored_tokens"] += num_tokens
             self._cache.counters["restored_bytes"] += num_tokens * self._cache.layout.bytes_per_token
-        else:
-            self._cache.misses[self._miss_reason or "error"] += 1
+        elif self._miss_reason is not None:
+            self._cache.misses[self._miss_reason] += 1
         return CacheReport(
             scope=str(self._scope),
             selected=self.selection.selected,
