@@ -189,8 +189,7 @@ class Writer:
                 self._queue.popleft()
             self._pending_bytes -= publication.payload_bytes
             gone = {node.name for node in publication.nodes}
-            still = {node.name for other in self._queue for node in other.nodes}
-            self._pending = MappingProxyType({k: v for k, v in self._pending.items() if k not in gone or k in still})
+            self._pending = MappingProxyType({k: v for k, v in self._pending.items() if k not in gone})
             if publication.base is not None:
                 self._store.unpin(publication.base)
             self._changed.notify_all()
