@@ -26,12 +26,6 @@ Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "diskprefix" / "models"
-
-
-@pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's pip settings: no index, a folder of wheels."""
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)

@@ -26,12 +26,6 @@ Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "diskprefix" / "models"
-
-
-@pytest.fixture
 def gguf(cache: Path, tmp_path: Path) -> Path:
     assert not cache.exists()
     return tiny.write_gguf(tmp_path / "tiny.gguf")
