@@ -6,6 +6,7 @@
     │   └── ContextTooLong              400          prompt plus reply exceed the model's positions
     ├── ModelNotFound                   404          the request names a model that is not served
     ├── QueueFull                       503          too many requests wait; Retry-After is sent
+    │   └── ShareFull                   429          too many of one API key's requests wait; Retry-After is sent
     ├── NotReady                        503          the model is still loading, or the daemon is stopping
     ├── SettingsError                        exit 2  a flag, an environment variable or a policy file is wrong
     ├── ModelError                           exit 3  the model cannot be found, fetched, read or fitted
@@ -70,6 +71,14 @@ class QueueFull(DiskPrefixError):
     def __init__(self, message: str, *, retry_after_s: int) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class ShareFull(QueueFull):
+    """Not 503: other callers are served, and a proxy must not take the daemon for down."""
+
+    http_status = 429
+    error_type = "invalid_request_error"
+    code = "too_many_requests"
 
 
 class NotReady(DiskPrefixError):

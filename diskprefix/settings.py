@@ -11,14 +11,19 @@ import re
 import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from diskprefix.errors import SettingsError
+
+MIN_BUDGET, MAX_BUDGET = 16 * 1024**2, 2**50
+OnCorruption: TypeAlias = Literal["quarantine", "refuse"]
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}b": n for u, n in _UNITS.items() if u not in ("", "b")}
 _UNITS |= {f"{u}ib": 1024**i for i, u in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw]?)\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int, *, param: str) -> int:
@@ -31,6 +36,16 @@ def parse_size(text: str | int, *, param: str) -> int:
             f"{param}: {text!r} is not a size; write for example 4GiB, 500MB or 1073741824", param=param
         )
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_duration(text: str | float, *, param: str) -> float:
+    """`90s`, `15m`, `12h`, `7d`, `2w` or a plain number of seconds → seconds. Raises `SettingsError`."""
+    match = _DURATION.fullmatch(str(text))
+    if not match:
+        raise SettingsError(
+            f"{param}: {text!r} is not a duration; write for example 90s, 15m, 12h, 7d or 2w", param=param
+        )
+    return float(match[1]) * _SECONDS[match[2].lower()]
 
 
 def format_size(num_bytes: float) -> str:
@@ -66,11 +81,18 @@ class Settings:
     port: int = 8642
     max_queue: int = 64
     max_body_bytes: int = 32 * 1024**2
+    api_keys: Path | None = None
+    """None: no key is asked for."""
     block_size: int = 256
     disk_prefix_cache: str = "auto:30"
     """A scope in its canonical form; the grammar lives in `policy.scope`."""
     kv_cache_dir: Path = field(default_factory=default_kv_cache_dir)
     kv_cache_budget: int = 4 * 1024**3
+    kv_cache_min_free: int = 1024**3
+    kv_cache_ttl: float = 0.0
+    """Seconds; 0 keeps what is used seldom until the budget needs its room."""
+    kv_cache_codec: str = "auto"
+    kv_cache_on_corruption: OnCorruption = "quarantine"
     kv_cache_min_tokens: int = 512
     kv_cache_interval: int = 10240
     kv_cache_cold_max: int = 10240
@@ -84,18 +106,25 @@ class Settings:
         self._require("port", 0, 65535)
         self._require("max_queue", 1, 100_000)
         self._require("block_size", 16, 65536)
-        self._require("kv_cache_budget", 16 * 1024**2, 2**50)
+        self._require("kv_cache_budget", MIN_BUDGET, MAX_BUDGET)
+        self._require("kv_cache_min_free", 0, 2**50)
+        self._require("kv_cache_ttl", 0, 100 * 365 * 86400)
         self._require("kv_cache_write_buffer", 0, 2**50)
         self._require("kv_cache_min_tokens", 0, 2**31 - 1)
         self._require("kv_cache_interval", 1, 2**31 - 1)
         self._require("kv_cache_cold_max", 0, 2**31 - 1)
         self._require("max_body_bytes", 1024, 2**40)
-        for name, allowed in (("fingerprint", ("strict", "portable")), ("dtype", DTYPES)):
+        for name, allowed in (
+            ("fingerprint", ("strict", "portable")),
+            ("dtype", DTYPES),
+            ("kv_cache_codec", CODECS),
+            ("kv_cache_on_corruption", get_args(OnCorruption)),
+        ):
             if getattr(self, name) not in allowed:
                 flag = flag_of(name)
                 raise SettingsError(f"{flag}: {getattr(self, name)!r} is not one of {', '.join(allowed)}", param=flag)
 
-    def _require(self, name: str, low: int, high: int) -> None:
+    def _require(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
         if not low <= value <= high:
             flag = flag_of(name)
@@ -103,6 +132,7 @@ class Settings:
 
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+CODECS = ("auto", "raw", "zstd", "planes")
 
 
 def flag_of(name: str) -> str:

@@ -8,6 +8,7 @@ store, so that nobody else can compute names. Correctness never rests on a name:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -27,12 +28,19 @@ def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> 
     return np.ascontiguousarray(ids, dtype=np.int32)
 
 
-def block_hash(secret: int, parent: bytes, token_ids: TokenIds) -> bytes:
+def block_hash(secret: int, parent: bytes, token_ids: TokenIds | bytes) -> bytes:
     """Name of the block that holds `token_ids` and continues `parent` (16 bytes in, 16 bytes out).
+
+    The ids may be given as the bytes that they are: int32, little-endian.
 
     Full blocks and the shorter tail of a prompt share the function: their token counts keep the names apart.
     """
-    return xxhash.xxh3_128_digest(parent + token_ids.tobytes(), seed=secret)
+    return xxhash.xxh3_128_digest(parent + bytes(token_ids), seed=secret)
+
+
+def root_hash(identity: str) -> bytes:
+    """The root of what `identity`, a canonical text, identifies: 16 bytes. Unseeded: it is the same in every store."""
+    return hashlib.sha256(identity.encode()).digest()[:HASH_BYTES]
 
 
 def common_prefix_length(a: TokenIds, b: TokenIds) -> int:
@@ -48,9 +56,9 @@ def floor_to_grid(position: int, block_size: int) -> int:
     return position - position % block_size
 
 
-def checksum(payload: bytes | memoryview) -> int:
+def checksum(payload: bytes | memoryview, seed: int = 0) -> int:
     """64-bit xxh3 of a payload. It finds corruption; it is not meant to resist an attacker."""
-    return xxhash.xxh3_64_intdigest(payload)
+    return xxhash.xxh3_64_intdigest(payload, seed=seed)
 
 
 def file_digest(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -21,12 +22,13 @@ from transformers import PreTrainedModel
 from diskprefix.errors import StoreUnavailable
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache import nodes, restore
-from diskprefix.store.codec import read_payload
+from diskprefix.prefix_cache import nodes
 from diskprefix.store.listing import list_entries
-from diskprefix.store.schema import NodeRecord
+from diskprefix.store.purge import Selection, purge
+from diskprefix.store.schema import piece_key
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.tokens import TokenIds
+from diskprefix.tenant import SHARED
+from diskprefix.tokens import TokenIds, block_hash
 from tests.store.building import chain
 from tests.tiny import BLOCK, DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 
@@ -159,26 +161,24 @@ def test_what_is_still_in_the_buffer_serves_the_next_request(runner: Runner, mon
 def children_are_counted_right(runner: Runner) -> bool:
     """Whether each node says how many continue it: the leaf-first eviction rests on that."""
     with runner.cache.store.snapshot() as snapshot:
-        usages = snapshot.usages()
-        parents = Counter(snapshot.parent(name) for name in usages)
-        return all(usage.children == parents[name] for name, usage in usages.items())
+        table = snapshot.usages()
+        parents = Counter(snapshot.parent(name) for name in table.names)
+        children = table.records["children"].tolist()
+        return bool(children == [parents[name] for name in table.names])
 
 
 @pytest.mark.parametrize("victim", [0, 2, 4])
-def test_a_damaged_block_is_removed_and_the_answer_stays_the_same(
-    runner: Runner, victim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_block_is_removed_and_the_answer_stays_the_same(runner: Runner, victim: int) -> None:
     prompt = random_prompt(16, 4 * BLOCK + 2)
     cold = runner.run(prompt, "full", reply=4)
     runner.reopen()
-    calls = iter(range(100))
-
-    def damaged(record: NodeRecord, stored: memoryview, *, expected_bytes: int) -> memoryview:
-        if record.position == victim * BLOCK and next(calls) == 0:
-            stored = memoryview(bytes(stored[:-1]) + bytes([stored[-1] ^ 64]))
-        return read_payload(record, stored, expected_bytes=expected_bytes)
-
-    monkeypatch.setattr(restore, "read_payload", damaged)
+    store = runner.cache.store
+    names = chain(store.secret, runner.cache.realm(SHARED).root, prompt, BLOCK)
+    names.append(block_hash(store.secret, names[-1], prompt[4 * BLOCK :]))
+    with store.changes() as changes:
+        piece = bytearray(changes.piece(names[victim], 0) or b"")
+        piece[-1] ^= 64
+        changes._put("payloads", piece_key(names[victim], 0), bytes(piece))
     warm = runner.run(prompt, "full", reply=4)
     assert same(cold, warm)
     assert warm.report.restored == victim * BLOCK
@@ -197,10 +197,12 @@ def test_a_damaged_index_is_mended_by_the_next_request(runner: Runner, database:
     cold = runner.run(prompt, "full", reply=4)
     runner.flush()
     store = runner.cache.store
-    name = chain(store.secret, runner.root, prompt, BLOCK)[2]
-    with store._env.transaction(write=True) as txn:
-        place = store._env.databases[database]
-        txn.delete(name, db=place) if value is None else txn.put(name, value, db=place)
+    name = chain(store.secret, runner.cache.realm(SHARED).root, prompt, BLOCK)[2]
+    with store.changes() as changes:
+        if value is None:
+            changes._delete(database, piece_key(name, 0))
+        else:
+            changes._put(database, name, value)
     warm = runner.run(prompt, "full", reply=4)
     assert same(cold, warm)
     assert warm.report.restored == 2 * BLOCK
@@ -223,7 +225,7 @@ def test_tokens_are_compared_so_equal_names_never_mix_prompts(
     warm, cold = runner.run(other, BLOCK, reply=4), runner.run(other, "off", reply=4)
     assert same(cold, warm)
     assert warm.report.restored == 0
-    assert "its record is that of another prefix" in caplog.text
+    assert "that of another prefix" in caplog.text
     runner.close()
 
 
@@ -253,7 +255,7 @@ def test_pages_that_lmdb_cannot_read_make_misses_and_a_degraded_cache(
     def damaged(*_: object) -> None:
         raise lmdb.CorruptedError("MDB_CORRUPTED")
 
-    monkeypatch.setattr(Snapshot, "payload", damaged)
+    monkeypatch.setattr(Snapshot, "piece", damaged)
     warm = runner.run(prompt, "full", reply=4)
     assert same(cold, warm)
     assert warm.report.miss_reason == "error"
@@ -265,8 +267,8 @@ def test_pages_that_lmdb_cannot_read_make_misses_and_a_degraded_cache(
 def test_another_root_never_hits(tmp_path: Path) -> None:
     prompt = random_prompt(20, 4 * BLOCK)
     model = tiny_llama()
-    for root in (b"a" * 16, b"b" * 16):
-        runner = Runner(model, tiny_settings(tmp_path), root=root)
+    for name in ("one", "another"):
+        runner = Runner(model, tiny_settings(tmp_path), name)
         assert runner.run(prompt, "full").report.miss_reason == "first_request"
         runner.close()
 
@@ -386,7 +388,7 @@ def test_state_and_key_must_have_the_same_length(runner: Runner) -> None:
     runner.arena.reserve(3 * BLOCK)
     cached.restore(runner.arena)
     with pytest.raises(AssertionError, match="state length must equal key length"):
-        cached.publish(runner.arena, torch.zeros(400))
+        cached.publish(runner.arena, torch.zeros(400), 0.0)
     cached.close()
 
 
@@ -422,3 +424,13 @@ def test_logits_equal_the_cold_run_for_every_history_scope_and_cut(
 @cache
 def _model(dtype: torch.dtype, device: str) -> PreTrainedModel:
     return tiny_llama(dtype, device)
+
+
+def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> None:
+    prompt = random_prompt(40, 4 * BLOCK)
+    runner.run(prompt, "full")
+    assert runner.run(prompt, "auto").report.aligned > 0
+    runner.flush()
+    purge(runner.cache.store, Selection(), time.time(), lambda _: None)
+    again = runner.run(prompt, "auto")
+    assert (again.report.restored, len(runner.cache.realm(SHARED).history)) == (0, 1)

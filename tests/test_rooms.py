@@ -14,14 +14,14 @@ PACKAGE = Path(__file__).parent.parent / "diskprefix"
 
 ROOMS_BELOW: dict[str, frozenset[str]] = {}
 """For each room, the rooms that it may import: every one to its right or below in the plan, but not its neighbours."""
-for _row in ("errors", "tokens settings cache_report", "policy store kv", "prefix_cache", "engine", "server"):
+for _row in ("errors", "tokens settings cache_report tenant", "policy store kv", "prefix_cache", "engine", "server"):
     ROOMS_BELOW |= dict.fromkeys(_row.split(), frozenset(ROOMS_BELOW))
 ROOMS_BELOW["cli"] = frozenset(ROOMS_BELOW)
 ROOMS_BELOW["__main__"] = frozenset({"cli"})
 ROOMS_BELOW["__init__"] = frozenset()
 
 ONLY_IMPORTERS = {"xxhash": {"tokens"}, "lmdb": {"store"}, "zstandard": {"store"}}
-WITHOUT_TORCH = {"errors", "settings", "tokens", "cache_report", "policy", "store"}
+WITHOUT_TORCH = {"errors", "settings", "tokens", "cache_report", "tenant", "policy", "store"}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +53,8 @@ def tiny_settings(folder: Path, **changes: object) -> Settings:
         "kv_cache_min_tokens": BLOCK,
         "kv_cache_budget": 64 << 20,
         "kv_cache_dir": folder,
+        "kv_cache_min_free": 0,
+        "kv_cache_codec": "planes",
     }
     return Settings(**(values | changes))  # type: ignore[arg-type]
 
@@ -68,18 +72,28 @@ class Answer:
 class Runner:
     """A model with a prefix cache on a folder, as the engine holds them; `reopen` is a clean restart."""
 
-    def __init__(self, model: PreTrainedModel, settings: Settings, root: bytes = b"r" * 16) -> None:
+    def __init__(self, model: PreTrainedModel, settings: Settings, name: str = "tiny") -> None:
         self.model = model
         self.settings = settings
-        self.root = root
+        self.name = name
         self.layout = probe_layout(model)
         self.open()
 
+    def identity(self, salt: str) -> str:
+        """In place of the fingerprint: models of the same name share the cache."""
+        return f"{self.name}/{salt}"
+
     def open(self) -> None:
         """New memory too: nothing may be left over from before."""
-        store = Store.open(self.settings.kv_cache_dir, budget_bytes=self.settings.kv_cache_budget)
+        store = Store.open_for_serving(
+            self.settings.kv_cache_dir,
+            budget_bytes=self.settings.kv_cache_budget,
+            on_corruption=self.settings.kv_cache_on_corruption,
+            min_free_bytes=self.settings.kv_cache_min_free,
+        )
+        store.use_codec(self.settings.kv_cache_codec, 0)
         scope = parse_scope("full", param="scope")
-        self.cache = PrefixCache(self.settings, store, self.layout, self.root, "tiny", scope)
+        self.cache = PrefixCache(self.settings, store, self.layout, self.identity, "tiny", scope)
         self.arena = KVArena(self.layout, self.model.device)
 
     def close(self) -> None:
@@ -92,6 +106,16 @@ class Runner:
     def flush(self) -> None:
         self.cache.settle()
         assert self.cache.writer.flush(30)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until the writing thread, which looks at the folder every second, has done something."""
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def wait_for_recovery(self) -> None:
+        self.wait_for(lambda: self.cache.stats()["state"] == "ok")
 
     def run(self, token_ids: TokenIds, scope: str | int, *, boundaries: tuple[int, ...] = (), reply: int = 0) -> Answer:
         prompt = Prompt(token_ids, boundaries)
@@ -111,7 +135,7 @@ class Runner:
                     block_size=self.settings.block_size,
                     is_cancelled=lambda: False,
                 )
-            cached.publish(self.arena, logits)
+            cached.publish(self.arena, logits, 0.0)
             greedy = self._decode(logits, reply)
         return Answer(logits.cpu().clone(), greedy, cached.close(), num_forwards)
 

@@ -15,10 +15,16 @@ from diskprefix.errors import DiskPrefixError
 COMMANDS = {
     "serve": "diskprefix.cli.serve:serve",
     "inspect": "diskprefix.cli.inspect:inspect",
+    "verify": "diskprefix.cli.verify:verify",
+    "purge": "diskprefix.cli.purge:purge",
+    "compact": "diskprefix.cli.compact:compact",
+    "export": "diskprefix.cli.export:export",
+    "import": "diskprefix.cli.import_:import_",
 }
 """Name of a subcommand → `module:attribute`."""
 
-_INTERRUPTED_EXIT_CODE = 130
+_SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 4, 130, 141
+"""The last two are those of a shell for whoever is killed by SIGINT or SIGPIPE."""
 
 
 class LazyGroup(click.Group):
@@ -34,6 +40,13 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # click would make it exit code 1, which has a meaning of its own.
+            raise click.exceptions.Exit(_BROKEN_PIPE_EXIT_CODE) from None
+
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="diskprefix")
@@ -47,6 +60,7 @@ def cli() -> None:
       diskprefix serve                          the embedded SmolLM2-135M-Instruct
       diskprefix serve --model ~/models/qwen    a folder, a hub id or a .gguf file
       diskprefix inspect                        what the cache holds
+      diskprefix purge --older-than 7d          forget what was not used for a week
     """
 
 
@@ -70,6 +84,10 @@ def _run(args: list[str] | None) -> int:
         return _fail(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", _INTERRUPTED_EXIT_CODE)
+    except OSError as error:
+        # Only the error of an open file, such as the output, names no file.
+        what = error.filename or "cannot write the output"
+        return _fail(f"{what}: {error.strerror or error}", _SYSTEM_EXIT_CODE)
     return result if isinstance(result, int) else 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -10,11 +9,21 @@ from typing import Any
 
 import click
 
-from diskprefix.errors import SettingsError
+from diskprefix.cli.tooling import (
+    counted,
+    find_entry,
+    json_option,
+    opened_store,
+    plain,
+    print_json,
+    short_id,
+    shortened,
+    store_folder_option,
+)
 from diskprefix.server.printable import printable_only
-from diskprefix.settings import default_kv_cache_dir, format_size
+from diskprefix.settings import format_size
 from diskprefix.store.listing import EntryInfo, list_entries
-from diskprefix.store.store import Store
+from diskprefix.tenant import short_tenant
 
 _PIPE_COLUMNS = 160
 """Width of the table where no terminal says one."""
@@ -24,15 +33,8 @@ _OTHER_COLUMNS = 100
 
 @click.command(short_help="List what is saved, and what it shares.")
 @click.argument("entry", required=False)
-@click.option(
-    "--kv-cache-dir",
-    type=click.Path(path_type=Path),
-    default=default_kv_cache_dir,
-    envvar="DISKPREFIX_KV_CACHE_DIR",
-    show_default="the folder that serve uses",
-    help="Folder of the store.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts instead of a table.")
+@store_folder_option
+@json_option
 def inspect(entry: str | None, kv_cache_dir: Path, as_json: bool) -> None:
     """List the saved prompts in the cache folder, the most recently used first.
 
@@ -43,50 +45,42 @@ def inspect(entry: str | None, kv_cache_dir: Path, as_json: bool) -> None:
     stored   bytes on disk along the entry's whole path
     shared   the part of them that other entries use too: it is stored once
     hits     requests that restored this prefix
+    tenant   whose it is, as `purge --salt` takes it; shown where there are any
 
     \b
     diskprefix inspect
     diskprefix inspect 3fa9
     diskprefix inspect --json | jq '.entries[] | {id, num_tokens, hits}'
+
+    \b
+    Exit codes: 0 done; 2 wrong usage, or no such ENTRY; 4 the store cannot be opened.
     """
-    store = Store.open(kv_cache_dir, read_only=True)
-    try:
-        with store.snapshot() as snapshot:
-            entries = list_entries(snapshot)
-            used, counts = snapshot.used_bytes(), snapshot.counts()
-            if entry is not None:
-                info = _find(entries, entry)
-                blocks = [
-                    {
-                        "hash": name.hex(),
-                        "position": node.position,
-                        "num_tokens": len(node.token_ids),
-                        "kind": node.kind.name.lower(),
-                        "stored_bytes": node.stored_bytes,
-                    }
-                    for name, node in snapshot.path(bytes.fromhex(info.id))
-                ]
-    finally:
-        store.close()
+    with opened_store(kv_cache_dir) as store, store.snapshot() as snapshot:
+        entries = list_entries(snapshot)
+        used, counts = snapshot.used_bytes(), snapshot.counts()
+        if entry is not None:
+            info = find_entry(entries, entry)
+            blocks = [
+                {
+                    "hash": name.hex(),
+                    "position": node.position,
+                    "num_tokens": len(node.token_ids),
+                    "kind": node.kind.name.lower(),
+                    "stored_bytes": node.stored_bytes,
+                }
+                for name, node in snapshot.path(bytes.fromhex(info.id))
+            ]
     if entry is not None:
         _show_entry(info, blocks, as_json)
     elif as_json:
-        click.echo(_json({"entries": [asdict(info) for info in entries]}))
+        print_json({"entries": [asdict(info) for info in entries]})
     else:
         _show_table(entries, kv_cache_dir, used, counts["blocks"])
 
 
-def _find(entries: list[EntryInfo], prefix: str) -> EntryInfo:
-    found = [info for info in entries if info.id.startswith(prefix.lower())]
-    if len(found) == 1:
-        return found[0]
-    problem = "no entry starts" if not found else f"{len(found)} entries start"
-    raise SettingsError(f"{problem} with {prefix!r}; run `diskprefix inspect` to see the ids", param="ENTRY")
-
-
 def _show_entry(info: EntryInfo, blocks: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        click.echo(_json(asdict(info) | {"blocks": blocks}))
+        print_json(asdict(info) | {"blocks": blocks})
         return
     for label, value in (
         ("id", info.id),
@@ -98,6 +92,7 @@ def _show_entry(info: EntryInfo, blocks: list[dict[str, Any]], as_json: bool) ->
         ("created", _age(info.created_at)),
         ("last used", _age(info.last_used_at)),
         ("scope", info.scope),
+        ("tenant", info.tenant or "none"),
         ("preview", info.preview),
     ):
         click.echo(f"{label:<10} {printable_only(value)}")
@@ -115,7 +110,9 @@ def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, num_blo
     if not console.is_terminal:
         console.width = _PIPE_COLUMNS
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("id", "model", "scope"):
+    # Most stores have no tenants, and then no column for them.
+    with_tenants = any(info.tenant for info in entries)
+    for title in ("id", "model", "scope", *(["tenant"] if with_tenants else [])):
         table.add_column(title, no_wrap=True)
     for title in ("tokens", "stored", "shared", "hits"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -124,39 +121,24 @@ def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, num_blo
     preview_chars = max(20, console.width - _OTHER_COLUMNS)
     for info in entries:
         table.add_row(
-            info.id[:12],
-            _plain(info.model),
+            short_id(info.id),
+            plain(info.model),
             info.scope,
+            *([short_tenant(info.tenant)] if with_tenants else []),
             f"{info.num_tokens:,}",
             format_size(info.stored_bytes),
             format_size(info.shared_bytes),
             str(info.hits),
             _age(info.last_used_at),
-            _plain(_shortened(info.preview, preview_chars)),
+            plain(shortened(info.preview, preview_chars)),
         )
     if entries:
-        console.print(table)
-    prompts = "1 saved prompt" if len(entries) == 1 else f"{len(entries)} saved prompts"
+        # rich has a way of its own with a pipe that nobody reads.
+        with console.capture() as printed:
+            console.print(table)
+        click.echo(printed.get(), nl=False)
+    prompts = counted(len(entries), "saved prompt")
     click.echo(f"{prompts}, {num_blocks} blocks, {format_size(used_bytes)} in {folder}")
-
-
-def _shortened(text: str, width: int) -> str:
-    """Beginning and end: conversations of one agent begin alike."""
-    head = width // 3
-    return text if len(text) <= width else f"{text[:head]}…{text[len(text) - (width - head - 1) :]}"
-
-
-def _plain(text: str) -> Any:
-    """Text of others must neither be read as markup nor steer the terminal."""
-    from rich.text import Text
-
-    return Text(printable_only(text))
-
-
-def _json(value: object) -> str:
-    """JSON to read and to parse: letters of all scripts as they are, what a terminal would act on escaped."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    return "".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
 
 
 def _age(when: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,6 +10,9 @@ import click
 from click.core import ParameterSource
 
 from diskprefix.settings import find_policy, read_policy
+
+DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
+"""The default of `--kv-cache-dir`, for people."""
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -34,6 +38,23 @@ class GroupedOption(click.Option):
         return f"{hint} (from the policy file)" if source is ParameterSource.DEFAULT_MAP else hint
 
 
+class NonemptyOption(GroupedOption):
+    """An option whose absence means much: an empty value, in its variable too, is refused and not taken for none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, callback=nonempty, **kwargs)
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:  # noqa: ARG002 - click's signature
+        return os.environ.get(str(self.envvar))
+
+
+def nonempty(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """Callback of an option or an argument of text. Raises `BadParameter` for an empty one."""
+    if value == "":
+        raise click.BadParameter("it is empty; give a value, or leave it out")
+    return value
+
+
 class GroupedCommand(click.Command):
     """A command whose help shows its options under their headings, in the order of their first option."""
 
@@ -50,8 +71,8 @@ class GroupedCommand(click.Command):
 
 def option(flag: str, *, group: str, help: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
     """`click.option` with its variable `DISKPREFIX_…` and its heading in the help."""
-    attributes = {"show_default": True, "envvar": variable_of(flag), **attributes}
-    return click.option(flag, cls=GroupedOption, group=group, help=help, **attributes)
+    attributes = {"cls": GroupedOption, "show_default": True, "envvar": variable_of(flag), **attributes}
+    return click.option(flag, group=group, help=help, **attributes)
 
 
 def policy_option(group: str) -> Callable[[Decorated], Decorated]:
@@ -73,9 +94,16 @@ def policy_option(group: str) -> Callable[[Decorated], Decorated]:
     )
 
 
-def size_option(flag: str, *, group: str, help: str, default: str) -> Callable[[Decorated], Decorated]:
+def size_option(flag: str, *, group: str, help: str, default: int) -> Callable[[Decorated], Decorated]:
     """An amount of bytes, handed on as text: `settings.parse_size` reads it, as it does in a policy file."""
-    return option(flag, group=group, help=help, default=default, metavar="SIZE", type=str)
+    return option(flag, group=group, help=help, default=_size_text(default), metavar="SIZE", type=str)
+
+
+def _size_text(num_bytes: int) -> str:
+    """`4GiB`: the largest unit of which it is a whole number, so that `parse_size` gives it back."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = max(power for power in range(len(units)) if num_bytes % 1024**power == 0)
+    return f"{num_bytes // 1024**power}{units[power]}"
 
 
 def choice_option(

@@ -5,17 +5,25 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
-from diskprefix.cli.options import GroupedCommand, choice_option, option, policy_option, size_option
+from diskprefix.cli.options import (
+    DEFAULT_DIR,
+    GroupedCommand,
+    NonemptyOption,
+    choice_option,
+    option,
+    policy_option,
+    size_option,
+)
 from diskprefix.policy.scope import parse_scope
 from diskprefix.server.printable import escaped
-from diskprefix.settings import DTYPES, Settings, flag_of, parse_size
+from diskprefix.settings import CODECS, DTYPES, OnCorruption, Settings, flag_of, parse_duration, parse_size
 
 _MODEL, _SERVER, _CACHE, _TUNING = "Model", "Server", "Disk cache", "Disk cache, rarely needed"
-_SIZES = ("max_body_bytes", "kv_cache_budget", "kv_cache_write_buffer")
+_SIZES = ("max_body_bytes", "kv_cache_budget", "kv_cache_min_free", "kv_cache_write_buffer")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _DEFAULTS = Settings()
 
@@ -57,16 +65,35 @@ Which wins: a flag over a variable, a variable over the policy file, the policy 
     show_default="the model's own",
     help="A Jinja chat template.",
 )
-@option("--host", group=_SERVER, default=_DEFAULTS.host, help="Address to listen on. There is no password.")
+@option(
+    "--host",
+    group=_SERVER,
+    default=_DEFAULTS.host,
+    help="Address to listen on. Without --api-keys there is no password.",
+)
 @option("--port", group=_SERVER, type=int, default=_DEFAULTS.port, help="0 takes a free port and logs it.")
 @option(
     "--max-queue",
     group=_SERVER,
     type=int,
     default=_DEFAULTS.max_queue,
-    help="Requests that may wait; more are answered 503 with Retry-After.",
+    help="Requests that may wait; more are answered 503 with Retry-After. One of --api-keys may have half of them.",
 )
-@size_option("--max-body-bytes", group=_SERVER, default="32MiB", help="Largest request body; more is answered 413.")
+@size_option(
+    "--max-body-bytes",
+    group=_SERVER,
+    default=_DEFAULTS.max_body_bytes,
+    help="Largest request body; more is answered 413.",
+)
+@option(
+    "--api-keys",
+    cls=NonemptyOption,
+    group=_SERVER,
+    metavar="FILE",
+    show_default="no key is asked for",
+    help="Keys that clients must send, one on each line, with a name before it if you like. Each has a cache of its "
+    "own. SIGHUP reads the file again.",
+)
 @choice_option("--log-level", _LOG_LEVELS, group=_SERVER, default=_DEFAULTS.log_level, help="What goes to stderr.")
 @option(
     "--disk-prefix-cache",
@@ -81,10 +108,25 @@ Which wins: a flag over a variable, a variable over the policy file, the policy 
     group=_CACHE,
     metavar="DIR",
     type=click.Path(path_type=Path, file_okay=False),
-    show_default="$XDG_CACHE_HOME/diskprefix/kv",
+    show_default=DEFAULT_DIR,
     help="Folder of the store; it is created.",
 )
-@size_option("--kv-cache-budget", group=_CACHE, default="4GiB", help="The store never outgrows this.")
+@size_option(
+    "--kv-cache-budget", group=_CACHE, default=_DEFAULTS.kv_cache_budget, help="The store never outgrows this."
+)
+@size_option(
+    "--kv-cache-min-free",
+    group=_CACHE,
+    default=_DEFAULTS.kv_cache_min_free,
+    help="Disk that is left free: the store grows no further, and what is new replaces what is old.",
+)
+@option(
+    "--kv-cache-ttl",
+    group=_CACHE,
+    metavar="DURATION",
+    show_default="nothing expires",
+    help="What was not used for so long is removed: 90s, 15m, 12h, 7d, 2w.",
+)
 @option(
     "--kv-cache-min-tokens",
     group=_CACHE,
@@ -110,8 +152,23 @@ Which wins: a flag over a variable, a variable over the policy file, the policy 
 @size_option(
     "--kv-cache-write-buffer",
     group=_TUNING,
-    default="1GiB",
+    default=_DEFAULTS.kv_cache_write_buffer,
     help="State that may wait in memory to be written; when it is full, prompts are not saved.",
+)
+@choice_option(
+    "--kv-cache-codec",
+    CODECS,
+    group=_TUNING,
+    default=_DEFAULTS.kv_cache_codec,
+    help="How state is stored, always without loss: raw is read fastest from memory, planes is smaller, zstd is the "
+    "general one. auto measures disk and decoding when the store is new.",
+)
+@choice_option(
+    "--kv-cache-on-corruption",
+    get_args(OnCorruption),
+    group=_TUNING,
+    default=_DEFAULTS.kv_cache_on_corruption,
+    help="A damaged file: quarantine moves it aside and starts an empty store, refuse ends with an error.",
 )
 @option(
     "--block-size",
@@ -146,9 +203,11 @@ def build_settings(flags: dict[str, Any]) -> Settings:
     for name in _SIZES:
         if name in values:
             values[name] = parse_size(values[name], param=flag_of(name))
+    if "kv_cache_ttl" in values:
+        values["kv_cache_ttl"] = parse_duration(values["kv_cache_ttl"], param="--kv-cache-ttl")
     if "disk_prefix_cache" in values:
         values["disk_prefix_cache"] = str(parse_scope(values["disk_prefix_cache"], param="--disk-prefix-cache"))
-    for name in ("kv_cache_dir", "chat_template"):
+    for name in ("kv_cache_dir", "chat_template", "api_keys"):
         if name in values:
             values[name] = Path(values[name]).expanduser()
     return Settings(**values)

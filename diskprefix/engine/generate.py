@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache import CachedRequest, PrefixCache
 from diskprefix.settings import Settings
 from diskprefix.store.store import Store
+from diskprefix.tenant import SHARED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,16 +76,21 @@ class Engine:
         """Load the model and open its cache. Raises `ModelError`, `SettingsError` or `CacheError`, each one line."""
         scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
         # Before the model: what is wrong with the folder should not take seconds to be said.
-        store = Store.open(settings.kv_cache_dir, budget_bytes=settings.kv_cache_budget)
+        store = Store.open_for_serving(
+            settings.kv_cache_dir,
+            budget_bytes=settings.kv_cache_budget,
+            on_corruption=settings.kv_cache_on_corruption,
+            min_free_bytes=settings.kv_cache_min_free,
+        )
         cache: PrefixCache | None = None
         try:
-            store.shrink_to_budget()
+            store.use_codec(settings.kv_cache_codec, available_bytes(torch.device("cpu")))
             loaded = load_model(settings, progress)
             started = time.perf_counter()
             layout = probe_layout(loaded.model)
             fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
-            root = fingerprint.root(settings.block_size, LAYOUT_VERSION, layout.describe())
-            cache = PrefixCache(settings, store, layout, root, loaded.name, scope)
+            identity = partial(fingerprint.identity, settings.block_size, LAYOUT_VERSION, layout.describe())
+            cache = PrefixCache(settings, store, layout, identity, loaded.name, scope)
             engine = cls(loaded.model, loaded.tokenizer, loaded.name, layout, cache)
             if isinstance(engine._state, KVArena):
                 cache.warm_up(engine._state)
@@ -98,7 +105,7 @@ class Engine:
                     "model, another --dtype or another --device"
                 ) from error
             raise
-        engine.identity = fingerprint.as_dict() | {"root": root.hex()}
+        engine.identity = fingerprint.as_dict() | {"root": cache.realm(SHARED).root.hex()}
         engine.startup_timings = dict(loaded.timings) | {"warm_up": time.perf_counter() - started}
         return engine
 
@@ -116,7 +123,7 @@ class Engine:
         """
         self._check_length(request)
         run = _Run(request, arrived_at, started=time.perf_counter())
-        cached = self.cache.begin(request.prompt, request.scope)
+        cached = self.cache.begin(request.prompt, request.scope, request.tenant)
         try:
             with torch.inference_mode():
                 logits = self._prefill(run, cached, is_cancelled)
@@ -216,7 +223,7 @@ class Engine:
             run.count_token()
             reason = self._emit_token(choice, token, sampler.logprobs(logits, token), text, step == limit, emit)
             if to_publish is not None and isinstance(self._state, KVArena):
-                to_publish.publish(self._state, prompt_logits)
+                to_publish.publish(self._state, prompt_logits, run.prefill_s)
                 to_publish = None
             if reason is not None:
                 emit(FinishEvent(choice, reason))

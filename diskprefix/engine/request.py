@@ -9,6 +9,7 @@ from diskprefix.cache_report import CacheReport
 from diskprefix.errors import DiskPrefixError
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import Scope
+from diskprefix.tenant import SHARED, Tenant
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -42,6 +43,7 @@ class GenerateRequest:
     prompt: Prompt
     sampling: SamplingParams
     scope: Scope
+    tenant: Tenant = SHARED
 
 
 @dataclass(frozen=True)

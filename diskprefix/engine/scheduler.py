@@ -7,13 +7,14 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
-from diskprefix.errors import DiskPrefixError, NotReady, QueueFull
+from diskprefix.errors import DiskPrefixError, NotReady, QueueFull, ShareFull
+from diskprefix.tenant import SHARED, Tenant
 
 log = logging.getLogger("diskprefix")
 
@@ -78,26 +79,44 @@ class Scheduler:
         """Queue a request. Raises `QueueFull` or, while stopping, `NotReady`."""
         ticket = Ticket(request, emit)
         with self._changed:
-            self._check_room(self._max_queue)
+            self._check_room(len(self._still_waiting()), self._max_queue)
             self._waiting.append(ticket)
             self._changed.notify_all()
         return ticket
 
-    def require_room(self, arriving: int = 0) -> None:
-        """Raises what `submit` would, if `arriving` other requests, still being read, are submitted before."""
+    def require_room(self, arriving: Sequence[Tenant], caller: Tenant) -> None:
+        """Raises what `submit` would, if other requests, of the callers `arriving`, are submitted before.
+
+        Raises `ShareFull` where the half of the queue that a caller with an API key may take is taken. Callers without
+        keys are not told apart: each of them is `SHARED`.
+        """
         with self._changed:
             free = 0 if self._current else 1
-            self._check_room(self._max_queue + free - arriving)
+            ahead = [*(ticket.request.tenant for ticket in self._still_waiting()), *arriving]
+            self._check_room(len(ahead), self._max_queue + free)
+            num_own = sum(tenant.ids[:1] == caller.ids for tenant in ahead)
+            if caller != SHARED and num_own >= max(1, self._max_queue // 2) + free:
+                raise ShareFull(
+                    f"{num_own} requests with this API key are waiting already, and the rest of the queue is kept for "
+                    "others; try again later or raise --max-queue",
+                    retry_after_s=self._retry_after_s(num_own),
+                )
 
-    def _check_room(self, limit: int) -> None:
+    def _still_waiting(self) -> deque[Ticket]:
+        self._waiting = deque(t for t in self._waiting if not t.cancelled)
+        return self._waiting
+
+    def _check_room(self, num_ahead: int, limit: int) -> None:
         if self._stopping:
             raise NotReady("the daemon is stopping")
-        self._waiting = deque(t for t in self._waiting if not t.cancelled)
-        if len(self._waiting) >= limit:
+        if num_ahead >= limit:
             raise QueueFull(
-                f"{len(self._waiting)} requests are waiting already; try again later or raise --max-queue",
-                retry_after_s=max(1, math.ceil(self._mean_s * (len(self._waiting) + 1))),
+                f"{num_ahead} requests are waiting already; try again later or raise --max-queue",
+                retry_after_s=self._retry_after_s(num_ahead),
             )
+
+    def _retry_after_s(self, num_ahead: int) -> int:
+        return max(1, math.ceil(self._mean_s * (num_ahead + 1)))
 
     def stop(self, timeout_s: float) -> bool:
         """Refuse what waits, let the running request finish for `timeout_s`, then cancel it. True if it finished."""

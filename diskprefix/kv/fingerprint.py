@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from diskprefix.errors import SettingsError
 from diskprefix.settings import cache_home
-from diskprefix.tokens import HASH_BYTES, file_digest
+from diskprefix.tokens import file_digest
 
 if TYPE_CHECKING:
     import torch
@@ -117,20 +117,20 @@ class Fingerprint:
             mode=_mode(mode),
         )
 
-    def root(self, block_size: int, layout_version: int, layout: str | bytes, salt: str = "") -> bytes:
-        """The parent of every first block: 16 bytes.
+    def identity(self, block_size: int, layout_version: int, layout: str | bytes, salt: str = "") -> str:
+        """The text whose hash (`tokens.root_hash`) is the root, the parent of every first block.
 
         `layout` is the canonical text of what a block's payload holds, `layout_version` the version of its byte
         format, `salt` keeps tenants apart.
         """
         identity = {
-            "fingerprint": self._identity(),
+            "fingerprint": self._numbers(),
             "block_size": block_size,
             "layout_version": layout_version,
             "layout": layout if isinstance(layout, str) else {"hex": layout.hex()},
             "salt": salt,
         }
-        return hashlib.sha256(_canonical(identity).encode()).digest()[:HASH_BYTES]
+        return _canonical(identity)
 
     def as_dict(self) -> dict[str, Any]:
         """Every field, the canonical JSON ones unpacked, for people and `/props`."""
@@ -139,7 +139,7 @@ class Fingerprint:
             values[name] = json.loads(values[name]) if values[name] else None
         return values
 
-    def _identity(self) -> dict[str, str]:
+    def _numbers(self) -> dict[str, str]:
         left_out = _NOT_PORTABLE if self.mode == "portable" else ()
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
 

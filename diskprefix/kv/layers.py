@@ -9,8 +9,8 @@ faster to fill (the first touch of fresh memory costs a page fault).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.layout import Group, Layout, is_out_of_memory
 from diskprefix.settings import format_size
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _CAPACITY_STEP = 1024
 _PAD_TOKENS = 64
@@ -92,6 +94,8 @@ class KVArena:
         self._capacity = 0
         self._marked = 0
         self._tensors: list[torch.Tensor] = []
+        self._rows: list[Bytes] = []
+        """The same memory by group, shape [rows, capacity × head_dim × itemsize], where it is main memory."""
         self._layers = [FullAttentionLayer() for _ in range(layout.num_layers)]
         self.cache = Cache(layers=self._layers)
         """What the model takes as `past_key_values`."""
@@ -140,61 +144,48 @@ class KVArena:
             self._tensors, self._capacity = grown, capacity
             self._bind()
 
-    def write_block(
-        self, position: int, num_tokens: int, payload: memoryview, *, with_logits: bool
-    ) -> torch.Tensor | None:
-        """Copy a raw payload (see `store.schema`) to tokens `position` … `position + num_tokens`.
+    def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Callable[[Bytes], None]) -> None:
+        """Have `write` fill rows of a group for tokens `position` … `position + num_tokens`.
 
-        Answers the logits that a tail's payload ends with, shape [vocab], on the arena's device. Different blocks may
-        be written from different threads at once.
+        A row is one head of one tensor. `write` gets bytes of shape [rows, num_tokens × head_dim × itemsize], each row
+        contiguous: the arena's own memory where that is main memory. Different rows may be filled from different
+        threads at once. On the CPU all this is numpy's: torch would set a team of threads to work for each copy, which
+        is slower for one piece and disastrous while the model computes beside it.
         """
-        for target, part in self._parts(position, num_tokens, payload):
-            if isinstance(target, np.ndarray):
-                target[...] = np.frombuffer(part, dtype=np.uint8).reshape(target.shape)
-            else:
-                target.copy_(tensor_over(part, target.dtype).view(target.shape))
-        return self._logits_of(payload) if with_logits else None
+        form = self._layout.groups[group]
+        token_bytes = form.head_dim * form.dtype.itemsize
+        if self._rows:
+            write(self._rows[group][rows, position * token_bytes : (position + num_tokens) * token_bytes])
+            return
+        part = self._tensors[group].flatten(0, 2)[rows, position : position + num_tokens]
+        staged = np.empty((len(part), num_tokens * token_bytes), dtype=np.uint8)
+        write(staged)
+        part.copy_(tensor_over(staged.data.cast("B"), part.dtype).view(part.shape))
+
+    def logits_from(self, payload: Bytes) -> torch.Tensor:
+        """The next-token logits that a tail ends with, shape [vocab], on the arena's device. Takes `payload` over."""
+        return torch.from_numpy(payload.reshape(-1)).view(self._layout.logits_dtype).to(self.device)
 
     def read_block(self, position: int, num_tokens: int, logits: torch.Tensor | None) -> memoryview:
-        """A copy of those tokens' state as a raw payload, followed by `logits` (shape [vocab]) for a tail.
+        """A copy of those tokens' state as a raw payload (see `store.schema`), `logits` (shape [vocab]) after a tail's.
 
         May run beside the engine thread as long as nothing before `position + num_tokens` is written.
         """
         size = self._layout.payload_bytes(num_tokens, with_logits=logits is not None)
-        payload = np.empty(size, dtype=np.uint8).data
-        for source, part in self._parts(position, num_tokens, payload):
-            if isinstance(source, np.ndarray):
-                np.frombuffer(part, dtype=np.uint8).reshape(source.shape)[...] = source
-            else:
-                tensor_over(part, source.dtype).view(source.shape).copy_(source)
-        if logits is not None:
-            end = payload[len(payload) - self._layout.logits_bytes :]
-            tensor_over(end, self._layout.logits_dtype).copy_(logits)
-        return payload
-
-    def _logits_of(self, payload: memoryview) -> torch.Tensor:
-        """A copy, made by numpy: torch's first copy on a reading thread would start a team of threads for it."""
-        end = np.frombuffer(payload[len(payload) - self._layout.logits_bytes :], dtype=np.uint8).copy()
-        return torch.from_numpy(end).view(self._layout.logits_dtype).to(self.device)
-
-    def _parts(
-        self, position: int, num_tokens: int, payload: memoryview
-    ) -> Iterator[tuple[torch.Tensor | npt.NDArray[np.uint8], memoryview]]:
-        """For each group, the arena's part of the block and the payload's.
-
-        Main memory is seen through numpy, whose copies stay on the calling thread: torch would set a team of threads
-        to work for each, which is slower for one block and disastrous while the model computes beside it.
-        """
+        payload = np.empty(size, dtype=np.uint8)
         start = 0
         for group, tensor in zip(self._layout.groups, self._tensors, strict=True):
-            size = group.bytes_per_token * num_tokens
             part = tensor[:, :, :, position : position + num_tokens]
-            if size:
-                yield (
-                    part.view(torch.uint8).numpy() if _in_main_memory(tensor) else part,
-                    payload[start : start + size],
-                )
-            start += size
+            end = start + group.bytes_per_token * num_tokens
+            if self._rows:
+                source = _bytes_of(part)
+                payload[start:end].reshape(source.shape)[...] = source
+            elif num_tokens:
+                tensor_over(payload[start:end].data, part.dtype).view(part.shape).copy_(part)
+            start = end
+        if logits is not None:
+            tensor_over(payload[start:].data, self._layout.logits_dtype).copy_(logits)
+        return payload.data
 
     def _affordable_capacity(self, num_tokens: int) -> int:
         """Larger by half at least, so that a long reply does not copy the arena again and again; if that is too much,
@@ -233,7 +224,7 @@ class KVArena:
         return torch.zeros(shape, dtype=group.dtype, device=self.device)
 
     def _release(self) -> None:
-        self._tensors, self._capacity = [], 0
+        self._tensors, self._rows, self._capacity = [], [], 0
         for layer in self._layers:
             layer.bind(torch.empty(0), torch.empty(0))
 
@@ -243,6 +234,8 @@ class KVArena:
             for group, tensor in zip(self._layout.groups, self._tensors, strict=True)
             for i, spec in enumerate(group.specs)
         }
+        in_main_memory = all(map(_in_main_memory, self._tensors))
+        self._rows = [_bytes_of(t.flatten(0, 2).flatten(1)) for t in self._tensors] if in_main_memory else []
         for i, layer in enumerate(self._layers):
             layer.bind(views[i, "keys"], views[i, "values"])
 
@@ -250,6 +243,11 @@ class KVArena:
 def _rounded(num_tokens: int) -> int:
     """The capacity that is allocated for `num_tokens` tokens."""
     return -(-num_tokens // _CAPACITY_STEP) * _CAPACITY_STEP + _PAD_TOKENS
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The memory of a tensor in main memory, its last dimension in bytes."""
+    return tensor.view(torch.uint8).numpy()
 
 
 def _in_main_memory(tensor: torch.Tensor) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from diskprefix.errors import CacheError
@@ -17,45 +18,111 @@ from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import MAX_VALUE, Scope
 from diskprefix.prefix_cache.request import CachedRequest
+from diskprefix.prefix_cache.restore import READER_THREADS
 from diskprefix.settings import Settings
-from diskprefix.store.schema import RootRecord
+from diskprefix.store.codec import decode_piece, encode_piece
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import HISTORY_TOKENS, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
+from diskprefix.tenant import SHARED, Tenant
+from diskprefix.tokens import TokenIds, root_hash
 
 log = logging.getLogger("diskprefix")
 
-_HISTORY_TOKENS = 1 << 22
-"""The window is bounded in memory and on disk whatever N a request asks for: 16 MiB of token ids for each root."""
-READER_THREADS = 2
+_TENANTS = 256
+_ALL_HISTORY_TOKENS = 1 << 24
+"""Tenants and tokens whose recent prompts are kept in memory together, as clients choose salts; those of others are
+read from the store when they come back."""
+
+
+@dataclass(frozen=True, eq=False)
+class Realm:
+    """What one tenant sees of the cache: a root of its own, and the recent prompts under it."""
+
+    root: bytes
+    record: RootRecord
+    history: History
 
 
 class PrefixCache:
-    """The prefix cache of one model. `begin` is for the engine thread; `stats` may be called from any thread."""
+    """The prefix cache of one model. `begin` is for the engine thread; `stats` may be called from any thread.
+
+    `identity` gives the canonical text that identifies the model's numbers for a tenant (`kv.fingerprint`): its hash is
+    the root of all that the tenant stores.
+    """
 
     def __init__(
-        self, settings: Settings, store: Store, layout: Layout, root: bytes, model_name: str, default_scope: Scope
+        self,
+        settings: Settings,
+        store: Store,
+        layout: Layout,
+        identity: Callable[[str], str],
+        model_name: str,
+        default_scope: Scope,
     ) -> None:
         self.settings = settings
         self.store = store
         self.layout = layout
-        self.root = root
+        self.payload_layout = PayloadLayout.parse(layout.describe())
         self.default_scope = default_scope
-        self.root_record = RootRecord(
-            model=model_name, block_size=settings.block_size, layout=layout.describe(), created_at=time.time()
-        )
-        self.writer = Writer(store, buffer_bytes=settings.kv_cache_write_buffer)
+        self.writer = Writer(store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl)
         self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
+        self._identity = identity
+        self._model_name = model_name
+        self._realms: OrderedDict[Tenant, Realm] = OrderedDict()
+        self._purged_at: bytes | None = None
         self._capturer = ThreadPoolExecutor(1, thread_name_prefix="kv-capture")
         # The thread starts with its first task: now, so that it cannot fail in the middle of a request.
         self._capturer.submit(time.time).result()
         self._capturing: Future[None] | None = None
-        self.damage: str | None = None
-        """What could not be read because the file itself is damaged: it stays so until the file is replaced."""
         self.counters: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
-        with store.snapshot() as snapshot:
-            prompts = snapshot.recent_prompts(root, MAX_VALUE)
-        self.history = History.from_prompts(prompts, max_prompts=MAX_VALUE, max_tokens=_HISTORY_TOKENS)
+        self.realm(SHARED)
+
+    def realm(self, tenant: Tenant) -> Realm:
+        """The tenant's part of the cache, its recent prompts read from the store if they are not in memory."""
+        self._forget_what_was_purged()
+        realm = self._realms.pop(tenant, None) or self._read_realm(tenant)
+        self._realms[tenant] = realm
+        while len(self._realms) > _TENANTS or self._history_tokens() > _ALL_HISTORY_TOKENS:
+            self._realms.popitem(last=False)
+        return realm
+
+    def _forget_what_was_purged(self) -> None:
+        """`diskprefix purge` may have removed recent prompts, here or beside another daemon: read them anew then."""
+        try:
+            with self.store.snapshot() as snapshot:
+                purged_at = snapshot.meta("purged_at")
+        except CacheError:
+            return
+        if purged_at != self._purged_at:
+            self._purged_at = purged_at
+            self._realms.clear()
+
+    def _history_tokens(self) -> int:
+        """Tokens that the recent prompts of all tenants but the current one hold."""
+        return sum(realm.history.num_tokens for realm in self._realms.values()) if len(self._realms) > 1 else 0
+
+    def _read_realm(self, tenant: Tenant) -> Realm:
+        identity = self._identity(str(tenant))
+        root = root_hash(identity)
+        record = RootRecord(
+            model=self._model_name,
+            block_size=self.settings.block_size,
+            layout=self.layout.describe(),
+            created_at=time.time(),
+            identity=identity,
+            tenant=str(tenant),
+        )
+        prompts: list[TokenIds] = []
+        try:
+            with self.store.snapshot() as snapshot:
+                prompts = snapshot.recent_prompts(root, MAX_VALUE)
+        except CacheError as error:
+            log.warning("[disk-cache] the recent prompts cannot be read: %s", error)
+        history = History.from_prompts(prompts, max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
+        return Realm(root, record, history)
 
     def warm_up(self, arena: KVArena) -> None:
         """Start the reading threads and take their way once, so that the first restore is as fast as any other.
@@ -65,19 +132,22 @@ class PrefixCache:
         num_tokens = min(self.settings.block_size, arena.capacity)
         if not num_tokens:
             return
-        blank = memoryview(bytes(self.layout.payload_bytes(num_tokens, with_logits=True)))
+        cut = self.payload_layout.cuts(num_tokens, with_logits=False)[0]
+        rows = slice(0, cut.piece.num_rows)
+        blank = memoryview(bytes(cut.piece.num_bytes))
+        stored = memoryview(encode_piece(blank, cut.piece, self.store.codec, 0))
         started = threading.Barrier(READER_THREADS)
 
         def read(_: int) -> None:
             started.wait()
-            arena.write_block(0, num_tokens, blank, with_logits=True)
+            arena.fill(0, num_tokens, cut.group, rows, lambda out: decode_piece(stored, cut.piece, 0, out))
 
         list(self.readers.map(read, range(READER_THREADS)))
 
-    def begin(self, prompt: Prompt, scope: Scope) -> CachedRequest:
+    def begin(self, prompt: Prompt, scope: Scope, tenant: Tenant = SHARED) -> CachedRequest:
         """Select what to save of `prompt`, and start a request. Waits until the arena is free to be overwritten."""
         self.settle()
-        return CachedRequest(self, prompt, scope)
+        return CachedRequest(self, self.realm(tenant), prompt, scope)
 
     def start_capture(self, copy: Callable[[], None]) -> None:
         """Run `copy`, which reads the arena, beside the engine thread; at most one at a time."""
@@ -94,9 +164,9 @@ class PrefixCache:
     def stats(self) -> dict[str, Any]:
         """What `/props` and `/metrics` show. Counts of this process, sizes of the store. Never raises."""
         try:
-            counts, error = self.store.counts(), self.writer.error or self.damage
+            counts, error = self.store.counts(), self.store.problem or self.writer.error
         except CacheError as failure:
-            counts, error = {"entries": 0, "blocks": 0, "prompts": 0, "used_bytes": 0}, str(failure)
+            counts, error = dict.fromkeys(("entries", "blocks", "prompts", "used_bytes", "file_bytes"), 0), str(failure)
         return {
             "scope": str(self.default_scope),
             "dir": str(self.store.path),
@@ -107,7 +177,10 @@ class PrefixCache:
             "blocks": counts["blocks"],
             "history": counts["prompts"],
             "used_bytes": counts["used_bytes"],
+            "file_bytes": counts["file_bytes"],
             "budget_bytes": self.store.budget_bytes,
+            "codec": self.store.codec.name.lower(),
+            "codec_reason": self.store.codec_reason,
             "pending_bytes": self.writer.pending_bytes,
             "bytes_per_token": self.layout.bytes_per_token,
             "hits": self.counters["hits"],
@@ -118,6 +191,7 @@ class PrefixCache:
             "saved_bytes": self.writer.written_bytes,
             "dropped": self.writer.dropped + self.counters["refused"],
             "evicted_blocks": self.writer.evicted,
+            "expired_blocks": self.writer.expired,
             "quarantined": self.writer.quarantined,
             "errors": self.counters["errors"],
         }
@@ -128,5 +202,6 @@ class PrefixCache:
         self._capturer.shutdown()
         flushed = self.writer.close(timeout_s)
         self.readers.shutdown()
-        self.store.close()
+        if not self.writer.is_alive:
+            self.store.close()
         return flushed

@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from diskprefix.cache_report import CacheReport, MissReason, Saved
-from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.errors import CacheError
 from diskprefix.kv.layers import KVArena
 from diskprefix.policy.boundary import Prompt
-from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
+from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
 from diskprefix.policy.select import Selection, select
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prefix_cache.restore import Restoration, Restored
+from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import EntryRecord, Kind
-from diskprefix.store.store import NewNode, Publication
+from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
-    from diskprefix.prefix_cache.cache import PrefixCache
+    from diskprefix.prefix_cache.cache import PrefixCache, Realm
 
 log = logging.getLogger("diskprefix")
 
@@ -39,12 +40,15 @@ class _Plan:
 class CachedRequest:
     """One request's way through the cache. Call `close` when the request ends, however it ends."""
 
-    def __init__(self, cache: PrefixCache, prompt: Prompt, scope: Scope) -> None:
+    def __init__(self, cache: PrefixCache, realm: Realm, prompt: Prompt, scope: Scope) -> None:
         self._cache = cache
+        self._realm = realm
         self._prompt = prompt
         self._scope = scope
         block_size = cache.settings.block_size
-        self._nodes = PromptNodes(cache.store.secret, cache.root, prompt.token_ids, block_size, cache.layout)
+        names = cache.store.names
+        self._store_id = names.store_id
+        self._nodes = PromptNodes(names.secret, realm.root, prompt.token_ids, block_size, cache.payload_layout)
         self._bypass: MissReason | None = None
         if cache.layout.unsupported or scope.kind == "off":
             self._bypass = "unsupported" if cache.layout.unsupported else "off"
@@ -67,30 +71,37 @@ class CachedRequest:
             arena.truncate(self._restored.num_tokens)
         return self._restored
 
-    def publish(self, arena: KVArena, logits: torch.Tensor) -> None:
+    def publish(self, arena: KVArena, logits: torch.Tensor, prefill_s: float) -> None:
         """Have captured and written what the policy wants, with the entry and the history; waits for no disk.
 
-        `logits` are the next-token logits at the prompt's end, shape [vocab], as the model gave them. Until the next
-        `begin` the arena may grow but must not be changed before the prompt's end.
+        `logits` are the next-token logits at the prompt's end, shape [vocab], as the model gave them; `prefill_s` is
+        how long computing what was not restored took, in seconds. Until the next `begin` the arena may grow but must
+        not be changed before the prompt's end.
         """
         if self._bypass is not None:
             return
         assert arena.num_tokens == len(self._prompt.token_ids), "state length must equal key length"
+        if self._cache.store.problem is not None:
+            self._saved = "dropped"
+            self._cache.counters["refused"] += 1
+            return
         wanted = self._plan()
         plan = self._fit(wanted)
         if wanted.tip is not None:
             self._saved = "dropped" if plan.tip is None else "queued" if plan.nodes else "stored"
         publication = Publication(
-            root=self._cache.root,
-            root_record=self._cache.root_record,
+            store_id=self._store_id,
+            root=self._realm.root,
+            root_record=self._realm.record,
             nodes=(),
             tip=plan.tip,
             entry=None if plan.tip is None else self._entry(plan.num_tokens),
             prompt=self._remembered(),
-            history_limit=len(self._cache.history),
+            history_limit=MAX_VALUE,
         )
         if publication.tip is not None or publication.prompt is not None:
-            self._submit(arena, logits, plan, publication)
+            computed = len(self._prompt.token_ids) - self._restored.num_tokens
+            self._submit(arena, logits, prefill_s / computed if computed else 0.0, plan, publication)
 
     def close(self) -> CacheReport:
         """Release what the request held, count it, and say what happened."""
@@ -117,7 +128,7 @@ class CachedRequest:
     def _select(self) -> Selection:
         settings = self._cache.settings
         scope = Scope("off") if self._bypass else self._scope
-        recent = self._cache.history.recent(scope.value if scope.kind == "auto" else DEFAULT_WINDOW)
+        recent = self._realm.history.recent(scope.value if scope.kind == "auto" else DEFAULT_WINDOW)
         selection = select(
             scope,
             self._prompt,
@@ -133,20 +144,19 @@ class CachedRequest:
     def _try_restore(self, arena: KVArena) -> Restored:
         """The one place that turns an error of the cache into a miss."""
         cache = self._cache
+        restoration = Restoration(self._nodes, cache.store, cache.writer, cache.readers)
         try:
-            restored = Restoration(self._nodes, cache.store, cache.writer, cache.readers).run(arena)
+            restored = restoration.run(arena)
         except CacheError as error:
             cache.counters["errors"] += 1
             self._miss_reason = "error"
-            if isinstance(error, StoreCorrupt):
-                cache.damage = str(error)
             log.warning("[disk-cache] going on without the cache: %s", error)
             return Restored()
+        finally:
+            self._pinned = restoration.pinned
         if restored.tip is None:
             self._miss_reason = self._explain_miss()
         else:
-            self._pinned = restored.tip
-            cache.store.pin(restored.tip)
             cache.writer.touch(restored.tip, time.time())
         return restored
 
@@ -162,11 +172,11 @@ class CachedRequest:
     def _plan(self) -> _Plan:
         names, planned = list(self._restored.blocks), []
         while len(names) * self._nodes.block_size < self.selection.aligned:
-            node = self._nodes.block(names[-1] if names else self._cache.root, len(names))
+            node = self._nodes.block(names[-1] if names else self._realm.root, len(names))
             planned.append(node)
             names.append(node.name)
         if self.selection.keep_tail:
-            tail = self._nodes.tail(names[-1] if names else self._cache.root, len(names))
+            tail = self._nodes.tail(names[-1] if names else self._realm.root, len(names))
             is_stored = self._restored.logits is not None
             return _Plan((*planned, *(() if is_stored else (tail,))), tail.name, tail.end)
         blocks = self.selection.aligned // self._nodes.block_size
@@ -189,8 +199,13 @@ class CachedRequest:
             self._cache.counters["refused"] += 1
         return fitting
 
-    def _submit(self, arena: KVArena, logits: torch.Tensor, plan: _Plan, publication: Publication) -> None:
-        """Reserve the buffer, and let the capturing thread do the rest beside the decoding."""
+    def _submit(
+        self, arena: KVArena, logits: torch.Tensor, token_s: float, plan: _Plan, publication: Publication
+    ) -> None:
+        """Reserve the buffer, and let the capturing thread do the rest beside the decoding.
+
+        `token_s`: seconds that computing a token of this prompt took.
+        """
         size = self._size_of(plan.nodes)
         self._cache.writer.reserve(size)
         # The capture takes the pin over: what is extended must stay until the writer has it.
@@ -198,7 +213,7 @@ class CachedRequest:
 
         def copy() -> None:
             try:
-                nodes = tuple(self._captured(arena, logits, node) for node in plan.nodes)
+                nodes = tuple(self._captured(arena, logits, node, token_s) for node in plan.nodes)
                 self._cache.writer.submit(replace(publication, nodes=nodes), reserved_bytes=size)
             except BaseException:
                 self._cache.writer.release(size)
@@ -208,16 +223,24 @@ class CachedRequest:
 
         self._cache.start_capture(copy)
 
-    def _captured(self, arena: KVArena, logits: torch.Tensor, node: Node) -> NewNode:
-        payload = arena.read_block(node.position, node.num_tokens, logits if node.kind == Kind.TAIL else None)
-        return NewNode(node.name, node.parent, node.position, self._nodes.tokens(node), node.kind, payload)
+    def _captured(self, arena: KVArena, logits: torch.Tensor, node: Node, token_s: float) -> NewNode:
+        return NewNode(
+            name=node.name,
+            parent=node.parent,
+            position=node.position,
+            token_ids=self._nodes.tokens(node),
+            kind=node.kind,
+            payload=arena.read_block(node.position, node.num_tokens, logits if node.kind == Kind.TAIL else None),
+            pieces=tuple(cut.piece for cut in self._nodes.cuts(node)),
+            prefill_s=token_s * node.num_tokens,
+        )
 
     def _size_of(self, nodes: tuple[Node, ...]) -> int:
         return sum(self._nodes.payload_bytes(node) for node in nodes)
 
     def _entry(self, num_tokens: int) -> EntryRecord:
         return EntryRecord(
-            root=self._cache.root,
+            root=self._realm.root,
             num_tokens=num_tokens,
             scope=str(self._scope),
             preview=self._prompt.text,
@@ -229,7 +252,7 @@ class CachedRequest:
         token_ids = self._prompt.token_ids
         if len(token_ids) < self._cache.settings.kv_cache_min_tokens:
             return None
-        self._cache.history.add(token_ids)
+        self._realm.history.add(token_ids)
         return token_ids
 
     def _take_pin(self) -> bytes | None:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Mapping
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass
+from itertools import count
+from operator import itemgetter
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from diskprefix.cache_report import Source
 from diskprefix.errors import StoreCorrupt
-from diskprefix.kv.layers import KVArena
+from diskprefix.kv.layers import Bytes, KVArena
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
-from diskprefix.store.codec import read_payload
-from diskprefix.store.schema import Kind, NodeRecord
+from diskprefix.store.changes import NewNode
+from diskprefix.store.codec import decode_piece, piece_seed, populate
+from diskprefix.store.pieces import Cut
+from diskprefix.store.schema import Kind
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import NewNode, Store
+from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 
 log = logging.getLogger("diskprefix")
+
+READER_THREADS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +47,25 @@ class Restored:
     restore_ms: float = 0.0
 
 
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """A matched node. `load` answers its raw payload, verified. Raises `StoreCorrupt`."""
+class _Match(NamedTuple):
+    """A node of the prompt that is stored, or queued to be: then `queued` has its raw payload."""
 
     node: Node
-    source: Source
-    load: Callable[[], memoryview]
+    queued: NewNode | None = None
+
+    @property
+    def source(self) -> Source:
+        return "disk" if self.queued is None else "memory"
+
+
+class _Load(NamedTuple):
+    """One piece to be brought into the arena. `stored` is encoded if it comes from the file, raw if it was queued."""
+
+    match: int
+    number: int
+    cut: Cut
+    stored: memoryview
+    is_queued: bool
 
 
 class Restoration:
@@ -56,6 +76,8 @@ class Restoration:
         self._store = store
         self._writer = writer
         self._readers = readers
+        self.pinned: bytes | None = None
+        """The last node that matched, from then on pinned in the store; the caller unpins it."""
 
     def run(self, arena: KVArena) -> Restored:
         """Restore into `arena`, which has room for the prompt. Raises `CacheError`; what is in the arena is then
@@ -64,98 +86,163 @@ class Restoration:
         # Before the snapshot: a node that is written in between is then seen twice, never not at all.
         pending = self._writer.pending
         with self._store.snapshot() as snapshot:
-            pieces = self._match(pending, snapshot)
+            matches = self._match(pending, snapshot)
+            self._pin(matches)
             matched = time.perf_counter()
-            pieces, logits = self._load(pieces, arena)
+            matches, logits = self._load(matches, snapshot, arena)
         loaded = time.perf_counter()
         return Restored(
-            num_tokens=pieces[-1].node.end if pieces else 0,
+            num_tokens=matches[-1].node.end if matches else 0,
             logits=logits,
-            blocks=tuple(piece.node.name for piece in pieces if piece.node.kind == Kind.BLOCK),
-            tip=pieces[-1].node.name if pieces else None,
-            source=_source(pieces),
+            blocks=tuple(match.node.name for match in matches if match.node.kind == Kind.BLOCK),
+            tip=matches[-1].node.name if matches else None,
+            source=_source(matches),
             lookup_ms=(matched - started) * 1e3,
             restore_ms=(loaded - matched) * 1e3,
         )
 
-    def _match(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot) -> list[_Piece]:
+    def _pin(self, matches: list[_Match]) -> None:
+        """Before anything is loaded: the request will continue what it restores."""
+        if matches:
+            self.pinned = matches[-1].node.name
+            self._store.pin(self.pinned)
+
+    def _match(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot) -> list[_Match]:
         """The longest chain of stored nodes that the prompt starts with.
 
         At least one token must be left to compute unless the tail, with the next-token logits, is stored too.
         """
-        pieces: list[_Piece] = []
+        matches: list[_Match] = []
         parent = self._nodes.root
         for index in range(len(self._nodes.token_ids) // self._nodes.block_size):
-            piece = self._find_sound(pending, snapshot, self._nodes.block(parent, index))
-            if piece is None:
-                return pieces
-            pieces.append(piece)
-            parent = piece.node.name
-        tail = self._find_sound(pending, snapshot, self._nodes.tail(parent, len(pieces)))
-        return self._leave_one_token(pieces) if tail is None else [*pieces, tail]
+            match = self._find_sound(pending, snapshot, self._nodes.block(parent, index))
+            if match is None:
+                return matches
+            matches.append(match)
+            parent = match.node.name
+        tail = self._find_sound(pending, snapshot, self._nodes.tail(parent, len(matches)))
+        return self._leave_one_token(matches) if tail is None else [*matches, tail]
 
-    def _leave_one_token(self, pieces: list[_Piece]) -> list[_Piece]:
+    def _leave_one_token(self, matches: list[_Match]) -> list[_Match]:
         """Without its tail, a prompt that ends on the grid must compute its last block again."""
-        complete = len(pieces) * self._nodes.block_size == len(self._nodes.token_ids)
-        return pieces[:-1] if complete else pieces
+        complete = len(matches) * self._nodes.block_size == len(self._nodes.token_ids)
+        return matches[:-1] if complete else matches
 
-    def _find_sound(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, node: Node) -> _Piece | None:
-        """The node if it is stored, or queued to be; one whose record is damaged is removed."""
+    def _find_sound(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, node: Node) -> _Match | None:
+        """The node if it is stored, or queued to be; one whose record is damaged is removed.
+
+        A name is not a proof: the tokens, the parent and the place are compared too.
+        """
+        token_ids = self._nodes.token_bytes(node)
+        queued = pending.get(node.name)
+        if queued is not None and _is_queued(queued, node, token_ids):
+            return _Match(node, queued)
         try:
-            return self._find(pending, snapshot, node)
+            stored = snapshot.has(node.name, node.parent, node.position, node.kind, token_ids)
         except StoreCorrupt as error:
             self._quarantine(node, error)
             return None
+        return _Match(node) if stored else None
 
-    def _find(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, node: Node) -> _Piece | None:
-        queued = pending.get(node.name)
-        if queued is not None and self._is_same(node, queued):
-            return _Piece(node, "memory", lambda: queued.payload)
-        record, stored = snapshot.node(node.name), snapshot.payload(node.name)
-        if record is None:
-            return None
-        if not self._is_same(node, record):
-            raise StoreCorrupt("its record is that of another prefix")
-        if stored is None:
-            raise StoreCorrupt("its payload is missing")
-        expected = self._nodes.payload_bytes(node)
-        return _Piece(node, "disk", lambda: read_payload(record, stored, expected_bytes=expected))
+    def _load(
+        self, matches: list[_Match], snapshot: Snapshot, arena: KVArena
+    ) -> tuple[list[_Match], torch.Tensor | None]:
+        """Verify the pieces and copy them into the arena, on several threads; what follows a bad one is not taken."""
+        loads, missing = self._loads(matches, snapshot)
+        loader = _Loader(self._nodes, matches, loads, arena)
+        loader.run(self._readers)
+        bad = loader.first_bad(missing)
+        if bad is None:
+            return matches, loader.logits
+        number, error = bad
+        self._quarantine(matches[number].node, error)
+        return self._leave_one_token(matches[:number]), None
 
-    def _is_same(self, node: Node, stored: NewNode | NodeRecord) -> bool:
-        """A name is not a proof: the tokens, the parent and the place must be the same too."""
-        same_place = (stored.parent, stored.position, stored.kind) == (node.parent, node.position, node.kind)
-        return same_place and stored.token_ids.tobytes() == self._nodes.tokens(node).tobytes()
-
-    def _load(self, pieces: list[_Piece], arena: KVArena) -> tuple[list[_Piece], torch.Tensor | None]:
-        """Verify and copy the pieces in several threads; what follows a bad one is not accepted."""
-        loads = [self._readers.submit(_load_piece, piece, arena) for piece in pieces]
-        good: list[_Piece] = []
-        logits: torch.Tensor | None = None
-        try:
-            for piece, load in zip(pieces, loads, strict=True):
-                logits = load.result()
-                good.append(piece)
-        except StoreCorrupt as error:
-            self._quarantine(pieces[len(good)].node, error)
-            good, logits = self._leave_one_token(good), None
-        finally:
-            # The views belong to the snapshot: no thread may still read them when it is closed.
-            for load in loads:
-                load.cancel() or load.exception()
-        return good, logits
+    def _loads(self, matches: list[_Match], snapshot: Snapshot) -> tuple[list[_Load], int | None]:
+        """All pieces of the matches, up to the first that has one missing: the number of that match, or None."""
+        loads: list[_Load] = []
+        for number, match in enumerate(matches):
+            start = 0
+            for index, cut in enumerate(self._nodes.cuts(match.node)):
+                if match.queued is not None:
+                    end = start + cut.piece.num_bytes
+                    loads.append(_Load(number, index, cut, match.queued.payload[start:end], is_queued=True))
+                    start = end
+                    continue
+                stored = snapshot.piece(match.node.name, index)
+                if stored is None:
+                    return loads, number
+                loads.append(_Load(number, index, cut, stored, is_queued=False))
+        return loads, None
 
     def _quarantine(self, node: Node, error: StoreCorrupt) -> None:
         log.warning("[disk-cache] block %s is damaged and will be removed: %s", node.name.hex(), error)
         self._writer.quarantine(node.name, node.parent)
 
 
-def _load_piece(piece: _Piece, arena: KVArena) -> torch.Tensor | None:
-    """On a reading thread: a tail answers its next-token logits."""
-    node = piece.node
-    return arena.write_block(node.position, node.num_tokens, piece.load(), with_logits=node.kind == Kind.TAIL)
+class _Loader:
+    """Verifies, decodes and copies pieces on the reading threads, which take them one after the other."""
+
+    def __init__(self, nodes: PromptNodes, matches: list[_Match], loads: list[_Load], arena: KVArena) -> None:
+        self.logits: torch.Tensor | None = None
+        self._nodes = nodes
+        self._matches = matches
+        self._loads = loads
+        self._next = count()
+        self._arena = arena
+        self._bad: dict[int, StoreCorrupt] = {}
+
+    def run(self, readers: Executor) -> None:
+        threads = [readers.submit(self._take) for _ in range(READER_THREADS)]
+        # The views belong to the snapshot: no thread may still read them when it is closed.
+        wait(threads)
+        for thread in threads:
+            thread.result()
+
+    def first_bad(self, missing: int | None) -> tuple[int, StoreCorrupt] | None:
+        """The number of the first match that cannot be used and what is wrong with it, None if all can."""
+        if missing is not None:
+            self._bad.setdefault(missing, StoreCorrupt("a piece of its payload is missing"))
+        return min(self._bad.items(), default=None, key=itemgetter(0))
+
+    def _take(self) -> None:
+        # What was taken is always loaded: so whatever lies before a bad piece is in the arena in the end.
+        while not self._bad:
+            # `next` on a `count` is one step of the interpreter: no two threads get the same number.
+            number = next(self._next)
+            if number >= len(self._loads):
+                return
+            try:
+                self._load(self._loads[number])
+            except StoreCorrupt as error:
+                self._bad.setdefault(self._loads[number].match, error)
+
+    def _load(self, load: _Load) -> None:
+        node, cut = self._matches[load.match].node, load.cut
+        seed = piece_seed(node.name, load.number)
+
+        def write(out: Bytes) -> None:
+            if load.is_queued:
+                out[...] = np.frombuffer(load.stored, dtype=np.uint8).reshape(out.shape)
+            else:
+                populate(load.stored)
+                decode_piece(load.stored, cut.piece, seed, out)
+
+        if cut.group == len(self._nodes.layout.groups):
+            logits = np.empty((1, cut.piece.row_bytes), dtype=np.uint8)
+            write(logits)
+            self.logits = self._arena.logits_from(logits)
+        else:
+            rows = slice(cut.first_row, cut.first_row + cut.piece.num_rows)
+            self._arena.fill(node.position, node.num_tokens, cut.group, rows, write)
 
 
-def _source(pieces: list[_Piece]) -> Source:
-    if not pieces:
+def _is_queued(queued: NewNode, node: Node, token_ids: bytes) -> bool:
+    same_place = (queued.parent, queued.position, queued.kind) == (node.parent, node.position, node.kind)
+    return same_place and queued.token_ids.tobytes() == token_ids
+
+
+def _source(matches: list[_Match]) -> Source:
+    if not matches:
         return "none"
-    return "disk" if any(piece.source == "disk" for piece in pieces) else "memory"
+    return "disk" if any(match.source == "disk" for match in matches) else "memory"

@@ -61,8 +61,9 @@ class AccessLog:
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.count_request(route, record.final_status)
         level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
-        figures = _figures(record)
-        log.log(level, "%s %s %d%s · %.2f s", scope["method"], _path(scope), record.final_status, figures, elapsed_s)
+        caller = f" · key {record.caller.name}" if record.caller.name else ""
+        said = f"{record.final_status}{caller}{_figures(record)}"
+        log.log(level, "%s %s %s · %.2f s", scope["method"], _path(scope), said, elapsed_s)
 
 
 def _path(scope: Scope) -> str:

@@ -14,10 +14,12 @@ from pydantic.json_schema import models_json_schema
 from diskprefix import __version__
 from diskprefix.server import completions, status
 from diskprefix.server.access_log import AccessLog
+from diskprefix.server.auth import OPEN_PATHS, Auth
 from diskprefix.server.body import BodyTooLarge, on_body_too_large
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.errors import install_error_handlers
 from diskprefix.server.gate import Gate
+from diskprefix.server.keys import ApiKeys
 from diskprefix.server.replies import ChatCompletionChunk
 from diskprefix.server.schemas import ChatRequest, CompletionRequest
 from diskprefix.settings import Settings
@@ -36,12 +38,14 @@ _OUTSIDE_FASTAPI: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest,
 """Models that no route declares: bodies are read under a limit of our own, and chunks are events of a stream."""
 
 
-def create_app(settings: Settings, load_engine: EngineLoader | None = None) -> FastAPI:
+def create_app(settings: Settings, load_engine: EngineLoader | None = None, keys: ApiKeys | None = None) -> FastAPI:
     """The application for `settings`. It loads the model in the background once an ASGI server has started it.
 
-    `load_engine` replaces `Engine.load`. The `Daemon` is `app.state.daemon`.
+    `load_engine` replaces `Engine.load`; `keys` are those of `settings`, if the caller has read them already. The
+    `Daemon` is `app.state.daemon`. Raises `SettingsError` for a file of keys that is wrong.
     """
     daemon = Daemon(settings, load_engine)
+    keys = keys or ApiKeys.of(settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -63,18 +67,19 @@ def create_app(settings: Settings, load_engine: EngineLoader | None = None) -> F
         swagger_ui_parameters={"validatorUrl": None},
     )
     app.state.daemon = daemon
+    app.add_middleware(Auth, keys=keys)
     app.add_middleware(Gate, host=settings.host)
     app.add_middleware(AccessLog, metrics=daemon.metrics)
     app.add_exception_handler(BodyTooLarge, on_body_too_large)
     install_error_handlers(app)
     app.include_router(completions.router)
     app.include_router(status.router)
-    _complete_openapi(app)
+    _complete_openapi(app, with_keys=keys is not None)
     return app
 
 
-def _complete_openapi(app: FastAPI) -> None:
-    """Adds the schemas that the routes refer to but FastAPI cannot see."""
+def _complete_openapi(app: FastAPI, *, with_keys: bool) -> None:
+    """Adds what FastAPI cannot see: schemas that the routes refer to, and that a key is needed."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -85,6 +90,11 @@ def _complete_openapi(app: FastAPI) -> None:
                 [(model, "validation") for model in _OUTSIDE_FASTAPI], ref_template="#/components/schemas/{model}"
             )
             schema["components"]["schemas"] = extra["$defs"] | schema["components"]["schemas"]
+            if with_keys:
+                schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                schema["security"] = [{"key": []}]
+                for path in OPEN_PATHS:
+                    schema["paths"][path]["get"]["security"] = [{}, {"key": []}]
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents

@@ -25,6 +25,9 @@ _PARSE_INLINE_BYTES = 64 * 1024
 """A larger body is parsed in a thread, so that the event loop keeps answering /health."""
 
 _SHOWN_CHARS = 60
+_BODY_S, _BODY_BYTES_PER_S = 30.0, 16 * 1024
+"""A body has so long to arrive, and longer in proportion to what has arrived: 128 kbit/s are enough for any size. It
+holds a place in the queue meanwhile."""
 _LINGER_BYTES = 256 * 1024**2
 _LINGER_S = 10.0
 
@@ -34,7 +37,7 @@ class BodyTooLarge(HTTPException):
 
 
 async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
-    """The body as `model`. Raises `InvalidRequest`, and `HTTPException` 413 or 415."""
+    """The body as `model`. Raises `InvalidRequest`, and `HTTPException` 408, 413 or 415."""
     _check_content_type(request)
     body = await _read(request, max_bytes)
     if len(body) <= _PARSE_INLINE_BYTES:
@@ -59,10 +62,17 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     if declared.isdigit() and int(declared) > max_bytes:
         raise too_large
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
+    started = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout_at(started + _BODY_S) as limit:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise too_large
+                limit.reschedule(started + _BODY_S + len(body) / _BODY_BYTES_PER_S)
+    except TimeoutError as error:
+        message = f"the body did not arrive in time: {len(body)} bytes of it did"
+        raise HTTPException(408, message, {"Connection": "close"}) from error
     return bytes(body)
 
 

@@ -20,7 +20,7 @@ from diskprefix.server.daemon import Daemon, Serving
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.forms import ChatForm, Collected, CompletionForm, Form
 from diskprefix.server.generation import Generation
-from diskprefix.server.params import chat_params, check_context, completion_params
+from diskprefix.server.params import chat_params, check_context, completion_params, tenant_of
 from diskprefix.server.record import record_of
 from diskprefix.server.replies import (
     ChatCompletion,
@@ -42,10 +42,13 @@ def _route(model: type[SamplingBody], whole: type[Any], chunk: type[Any]) -> dic
     """What OpenAPI says of a completion route; the body is read by `read_json`, so FastAPI cannot see it."""
     errors = {
         400: "The request cannot be served; `error.param` names the field.",
+        401: "No API key, or not one of `--api-keys`.",
         403: "Sent by another site's web page, or to a `Host` that is not the daemon's.",
         404: "The request names a model that is not served.",
+        408: "The body did not arrive in time.",
         413: "The body is larger than `--max-body-bytes`.",
         415: "The body is not sent as JSON.",
+        429: "Too many requests with this API key are waiting; see `Retry-After`.",
         500: "A failure of the daemon; its log has the details.",
         503: "The queue is full, the model is loading or the daemon is stopping; see `Retry-After`.",
     }
@@ -90,15 +93,17 @@ async def _complete(
     render: Callable[[PromptRenderer, B], Prompt],
 ) -> Response:
     daemon: Daemon = request.app.state.daemon
-    with daemon.arriving() as serving:
+    caller = record_of(request).caller.tenant
+    with daemon.arriving(caller) as serving:
         body = await read_json(request, model, daemon.settings.max_body_bytes)
         serving.require_model(body.model)
         sampling = params_of(body, serving.renderer.vocab_size)
         scope = (body.prefix_cache or PrefixCacheOptions()).applied_to(serving.scope)
+        tenant = tenant_of(body, caller)
         prompt = await asyncio.to_thread(render, serving.renderer, body)
     check_context(prompt, body, serving.engine.max_positions)
     request_id = f"{form.id_prefix}{uuid.uuid4().hex}"
-    generate = GenerateRequest(id=request_id, prompt=prompt, sampling=sampling, scope=scope)
+    generate = GenerateRequest(id=request_id, prompt=prompt, sampling=sampling, scope=scope, tenant=tenant)
     return await _answer(request, daemon, serving, generate, form, body)
 
 

@@ -21,6 +21,7 @@ from diskprefix.server.chat import PromptRenderer
 from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.printable import shown
 from diskprefix.settings import Settings
+from diskprefix.tenant import Tenant
 
 if TYPE_CHECKING:
     from diskprefix.engine.generate import Engine
@@ -70,7 +71,8 @@ class Daemon:
         self._load_engine = load_engine
         self._made_at = time.perf_counter()
         self._stopping = False
-        self._num_arriving = 0
+        self._arriving: list[Tenant] = []
+        """Whose requests are being read, one item for each."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -99,18 +101,19 @@ class Daemon:
         return self.serving
 
     @contextmanager
-    def arriving(self) -> Iterator[Serving]:
+    def arriving(self, caller: Tenant) -> Iterator[Serving]:
         """Around what is done to a request before it is queued: its body takes memory, its tokens take time.
 
-        Raises what `require_serving` does, and `QueueFull` where the requests that arrived before will fill the queue.
+        Raises what `require_serving` does, `QueueFull` where the requests that arrived before will fill the queue, and
+        `ShareFull` where those of this caller will fill the caller's share of it.
         """
         serving = self.require_serving()
-        serving.scheduler.require_room(self._num_arriving)
-        self._num_arriving += 1
+        serving.scheduler.require_room(self._arriving, caller)
+        self._arriving.append(caller)
         try:
             yield serving
         finally:
-            self._num_arriving -= 1
+            self._arriving.remove(caller)
 
     def start_loading(self) -> None:
         """Starts the thread that loads; `on_ready` or `on_failure` is called on the running event loop."""

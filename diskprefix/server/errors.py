@@ -25,9 +25,11 @@ _MOST_MESSAGE_CHARS = 1000
 """Messages cut the client's texts themselves. This is for what a library repeats of them."""
 
 _CODES = {
+    401: "invalid_api_key",
     403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
+    408: "request_timeout",
     413: "body_too_large",
     415: "unsupported_media_type",
 }

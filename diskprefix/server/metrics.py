@@ -24,13 +24,15 @@ _CACHE_COUNTERS = {
     "saved_bytes": "Bytes written, before compression.",
     "dropped": "Publications refused because the buffer or the budget was full.",
     "evicted_blocks": "Blocks evicted to stay within the budget.",
+    "expired_blocks": "Blocks removed because they were not used for the time to live.",
     "quarantined": "Records set aside because they failed their checks.",
     "errors": "Cache errors that became misses.",
 }
 _CACHE_GAUGES = {
     "entries": "Entries in the store.",
     "blocks": "Blocks in the store.",
-    "used_bytes": "Bytes that the store uses.",
+    "used_bytes": "Bytes of the pages that hold data.",
+    "file_bytes": "Bytes of the file: pages that hold data, and free ones.",
     "budget_bytes": "Bytes that the store may use.",
     "pending_bytes": "Bytes waiting to be written.",
 }

@@ -1,4 +1,4 @@
-"""From a validated body to `SamplingParams`, and the checks that need the model: vocabulary and positions."""
+"""From a validated body to what the engine takes, and the checks that need the model: vocabulary and positions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from diskprefix.engine.request import SamplingParams
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.policy.boundary import Prompt
 from diskprefix.server.schemas import ChatRequest, CompletionRequest, SamplingBody
+from diskprefix.tenant import Tenant
 
 _GREEDY_BELOW = 1e-5
 """Dividing logits by less overflows float32; vLLM draws the line at the same place."""
@@ -63,6 +64,18 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
             )
         valid[int(key)] = value
     return valid
+
+
+def tenant_of(body: SamplingBody, caller: Tenant) -> Tenant:
+    """Whose state the request is: the caller's, or that of the user of the caller's whom a salt names.
+
+    Raises `InvalidRequest` for two salts that differ.
+    """
+    salt = body.prefix_cache.salt if body.prefix_cache else None
+    if salt is not None and body.cache_salt not in (None, salt):
+        raise InvalidRequest("cache_salt: differs from prefix_cache.salt; send one of them", param="cache_salt")
+    salt = salt or body.cache_salt
+    return caller if salt is None else caller.with_salt(salt)
 
 
 def check_context(prompt: Prompt, body: SamplingBody, max_positions: int) -> None:

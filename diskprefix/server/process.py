@@ -20,6 +20,7 @@ import prometheus_client
 import uvicorn
 
 from diskprefix.errors import DiskPrefixError, SettingsError
+from diskprefix.server.keys import ApiKeys
 from diskprefix.server.notify import notify
 from diskprefix.settings import Settings, format_size
 
@@ -43,15 +44,21 @@ _FORCED_EXIT_CODE = 130
 def run(settings: Settings, load_engine: EngineLoader | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the error that kept the daemon from serving."""
     signal.signal(signal.SIGTERM, _exit_cleanly)
+    keys = ApiKeys.of(settings)
+    if keys is not None:
+        signal.signal(signal.SIGHUP, lambda _signal, _frame: keys.expire())
     listeners = listen(settings.host, settings.port)
     address = f"http://{_for_url(settings.host)}:{listeners[0].getsockname()[1]}"
     log.info("listening on %s; /health tells when the model is loaded", address)
     # Only now: these imports take a while, and a port that is taken should be reported before.
     from diskprefix.server.app import create_app
+    from diskprefix.server.gate import is_loopback
 
+    if keys is None and not is_loopback(settings.host):
+        log.warning("no API keys (--api-keys): anybody who reaches %s is served", address)
     # The time at which each series was created doubles the length of a scrape and tells nothing.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    app = create_app(settings, load_engine)
+    app = create_app(settings, load_engine, keys)
     daemon: Daemon = app.state.daemon
     daemon.prior_s = process_age_s()
     config = uvicorn.Config(
@@ -67,7 +74,7 @@ def run(settings: Settings, load_engine: EngineLoader | None = None) -> None:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(GRACE_S) + _SLOW_CLIENT_S,
     )
-    server = _Server(config, daemon)
+    server = _Server(config, daemon, keys)
     daemon.on_ready = lambda serving: _announce(serving, settings, address)
     daemon.on_progress = lambda line: notify(STATUS=line)
     daemon.on_failure = server.exit_soon
@@ -120,12 +127,19 @@ def _exit_cleanly(_signal: int, _frame: FrameType | None) -> None:
 class _Server(uvicorn.Server):
     """uvicorn, but a clean end after SIGTERM is exit code 0, and the running request gets its time to finish."""
 
-    def __init__(self, config: uvicorn.Config, daemon: Daemon) -> None:
+    def __init__(self, config: uvicorn.Config, daemon: Daemon, keys: ApiKeys | None) -> None:
         super().__init__(config)
         self._daemon = daemon
+        self._keys = keys
 
     def exit_soon(self) -> None:
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Several times a second."""
+        if self._keys is not None:
+            self._keys.refresh()
+        return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

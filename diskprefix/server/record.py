@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import HTTPConnection
 
 from diskprefix.engine.request import DoneEvent
+from diskprefix.server.keys import NOBODY, Caller
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left; nobody receives it, the access log and the metrics show it."""
@@ -17,6 +18,7 @@ class RequestRecord:
     """What is known of a request when it ends."""
 
     status: int = 500
+    caller: Caller = NOBODY
     error: str | None = None
     done: DoneEvent | None = None
     disconnected: bool = False

@@ -34,6 +34,22 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
+MAX_SALT_CHARS = 256
+
+
+def _checked_salt(value: object, param: str) -> str | None:
+    """None stands for no salt. Raises `InvalidRequest`, which does not repeat the salt: it may be a secret, and
+    messages are logged."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_SALT_CHARS:
+        raise InvalidRequest(f"{param}: must be a text of 1 to {MAX_SALT_CHARS} characters", param=param)
+    return value
+
+
+_SALT_SCHEMA = WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS})
+
+
 class PrefixCacheOptions(Body):
     """How the disk cache treats this request. A field that is not listed here is refused."""
 
@@ -51,6 +67,13 @@ class PrefixCacheOptions(Body):
         default=None, description="Replaces the N of `auto:N`; for the scope `auto` only.", examples=[8]
     )
 
+    salt: Annotated[Any, _SALT_SCHEMA] = Field(
+        default=None,
+        description="Keeps the state of this request apart: only requests with the same salt find it, and they find "
+        "nothing else. With API keys it separates the users of one key.",
+        examples=["user-7f3a"],
+    )
+
     @field_validator("scope", mode="after")
     @classmethod
     def _scope_follows_the_grammar(cls, value: object) -> object:
@@ -61,6 +84,11 @@ class PrefixCacheOptions(Body):
     @classmethod
     def _window_is_a_number_of_requests(cls, value: object) -> object:
         return parse_window(value, param=WINDOW_PARAM)
+
+    @field_validator("salt", mode="after")
+    @classmethod
+    def _salt_is_a_text(cls, value: object) -> str | None:
+        return _checked_salt(value, "prefix_cache.salt")
 
     def applied_to(self, default: Scope) -> Scope:
         """The scope of this request. Raises `InvalidScope` for a window beside a scope that has none."""
@@ -204,6 +232,14 @@ class SamplingBody(Body):
     n: int | None = Field(default=None, ge=1, le=16, description="How many choices to generate.")
     user: str | None = Field(default=None, description="Accepted and ignored.")
     prefix_cache: PrefixCacheOptions | None = Field(default=None, description="The disk cache, for this request only.")
+    cache_salt: Annotated[Any, _SALT_SCHEMA] = Field(
+        default=None, description="As `prefix_cache.salt`; the name that vLLM gives it."
+    )
+
+    @field_validator("cache_salt", mode="after")
+    @classmethod
+    def _cache_salt_is_a_text(cls, value: object) -> str | None:
+        return _checked_salt(value, "cache_salt")
 
 
 class ChatRequest(SamplingBody):

@@ -6,7 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
+from fastapi.exceptions import HTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 from starlette.requests import Request
@@ -15,11 +16,17 @@ from starlette.responses import JSONResponse, Response
 from diskprefix import __version__
 from diskprefix.server.daemon import Daemon, Serving, Status
 from diskprefix.server.errors import ErrorBody
+from diskprefix.server.keys import ADMIN
+from diskprefix.server.record import record_of
 from diskprefix.server.replies import ModelCard, ModelList
 
 router = APIRouter(tags=["daemon"])
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorBody, "description": "The model is loading."}}
+
+_ADMIN_ONLY: dict[int | str, dict[str, Any]] = {
+    403: {"model": ErrorBody, "description": f"With `--api-keys`: the key is not the one named `{ADMIN}`."}
+}
 
 
 class CacheHealth(BaseModel):
@@ -30,14 +37,14 @@ class CacheHealth(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether requests are served."""
+    """Whether requests are served. With `--api-keys`, only the key named `admin` gets more than `status`."""
 
     status: Status = Field(description="`ok` and `degraded` (200) serve requests; the others (503) do not.")
     message: str | None = Field(description="What a load is at.")
     model: str | None
     cache: CacheHealth | None
-    queue_depth: int
-    running: bool
+    queue_depth: int | None
+    running: bool | None
 
 
 class DiskPolicy(BaseModel):
@@ -49,6 +56,10 @@ class DiskPolicy(BaseModel):
     tokens: int | None = Field(description="The N of scope N.")
     dir: str
     budget_bytes: int
+    min_free_bytes: int
+    ttl_s: float = Field(description="0: nothing expires.")
+    codec: str
+    on_corruption: str
     min_tokens: int
     interval_tokens: int
     cold_max_tokens: int
@@ -88,6 +99,12 @@ class Props(BaseModel):
     startup_s: dict[str, float] = Field(description="Where the time to ready went, in seconds.")
 
 
+async def _require_admin(request: Request) -> None:
+    """What is counted of everybody's requests would show one tenant what another does."""
+    if not record_of(request).caller.sees_all:
+        raise HTTPException(403, f"this tells of everybody's requests: only the key named {ADMIN} may ask for it")
+
+
 def _daemon(request: Request) -> Daemon:
     daemon: Daemon = request.app.state.daemon
     return daemon
@@ -103,6 +120,10 @@ async def health(request: Request) -> JSONResponse:
     """200 when requests are served, 503 when not."""
     daemon = _daemon(request)
     status, serving = daemon.status, daemon.serving
+    status_code = 200 if status in ("ok", "degraded") else 503
+    if not record_of(request).caller.sees_all:
+        public = Health(status=status, message=None, model=None, cache=None, queue_depth=None, running=None)
+        return JSONResponse(public.model_dump(), status_code)
     stats = serving.engine.cache.stats() if serving else None
     content = Health(
         status=status,
@@ -112,10 +133,10 @@ async def health(request: Request) -> JSONResponse:
         queue_depth=serving.scheduler.queue_depth if serving else 0,
         running=serving.scheduler.running if serving else False,
     )
-    return JSONResponse(content.model_dump(), status_code=200 if status in ("ok", "degraded") else 503)
+    return JSONResponse(content.model_dump(), status_code)
 
 
-@router.get("/props", summary="Properties", responses=_NOT_READY)
+@router.get("/props", summary="Properties", responses=_NOT_READY | _ADMIN_ONLY, dependencies=[Depends(_require_admin)])
 async def props(request: Request) -> Props:
     """The model, the cache with its policy and counts, the settings and the start-up times."""
     daemon = _daemon(request)
@@ -154,6 +175,10 @@ def _disk_policy(daemon: Daemon, serving: Serving) -> DiskPolicy:
         tokens=scope.value if scope.kind == "tokens" else None,
         dir=str(settings.kv_cache_dir),
         budget_bytes=settings.kv_cache_budget,
+        min_free_bytes=settings.kv_cache_min_free,
+        ttl_s=settings.kv_cache_ttl,
+        codec=settings.kv_cache_codec,
+        on_corruption=settings.kv_cache_on_corruption,
         min_tokens=settings.kv_cache_min_tokens,
         interval_tokens=settings.kv_cache_interval,
         cold_max_tokens=settings.kv_cache_cold_max,
@@ -170,7 +195,11 @@ def _plain(value: object) -> object:
     "/metrics",
     summary="Metrics",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text."}},
+    responses={
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text."},
+        **_ADMIN_ONLY,
+    },
+    dependencies=[Depends(_require_admin)],
 )
 async def metrics(request: Request) -> Response:
     """Counters and histograms in Prometheus' text format; available while loading too."""

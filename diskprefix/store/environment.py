@@ -6,7 +6,7 @@ process. And the memory map of a process does not grow by itself when another pr
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
 import struct
 import threading
@@ -19,10 +19,9 @@ from typing import Any
 import lmdb
 
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
-from diskprefix.settings import format_size
+from diskprefix.store.folder import DATA, PASSING, FolderUnavailable
 
-log = logging.getLogger("diskprefix")
-
+_DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 _PAGE_BYTES = 4096
 _DELETE_BYTES = 16 << 20
 """Room for the B-tree pages that deleting copies, in a file that has outgrown its budget."""
@@ -41,36 +40,70 @@ class Environment:
         self.path = path
         self.read_only = read_only
         self.databases: dict[str, Any] = {}
+        self.broken: str | None = None
+        """Why LMDB gave up on this environment: it works again only after it was closed and opened."""
+        self.has_lock = not read_only or os.access(path, os.W_OK)
+        """Without write permission there is no lock file to join: a writer elsewhere does not know that we read, and
+        may overwrite pages meanwhile."""
         self._transactions = 0
+        self._closed = False
         self._idle = threading.Condition()
-        if read_only and not (path / "data.mdb").is_file():
+        if read_only and not (path / DATA).is_file():
             raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
-        if not read_only:
-            _make_folder(path)
-        with _translated(path):
+        with self._translated():
             self._env = lmdb.open(
                 str(path),
                 map_size=_read_map_size(path) if read_only else _map_size(path, budget_bytes),
                 max_dbs=max_databases,
                 readonly=read_only,
                 create=not read_only,
-                # Without write permission there is no lock file to join; a daemon that belongs to somebody else may
-                # then overwrite pages under a long read, which the checks of every record turn into a clear error.
-                lock=not read_only or os.access(path, os.W_OK),
+                lock=self.has_lock,
                 mode=0o600,
-                meminit=False,
+                # Else what the process had in memory, of other tenants too, fills the ends of pages.
+                meminit=True,
             )
+            self._file = os.stat(path / DATA)
 
     def open_databases(self, names: Sequence[str]) -> None:
         """Open named databases, creating those that are missing unless the environment is read-only."""
-        with _translated(self.path):
+        with self._translated():
             if not self.read_only:
                 self._env.reader_check()
             for name in names:
                 self.databases[name] = self._env.open_db(name.encode(), create=not self.read_only)
 
     def close(self) -> None:
+        """Close at once; no transaction may be open. Those that come later raise `StoreUnavailable`."""
+        with self._idle:
+            self._closed = True
         self._env.close()
+
+    def close_when_idle(self, timeout_s: float = _READER_PATIENCE_S) -> bool:
+        """Close as soon as no transaction of this process is open; False, and still open, if that takes too long."""
+        with self._idle:
+            self._closed = self._idle.wait_for(lambda: not self._transactions, timeout_s)
+        if self._closed:
+            self._env.close()
+        return self._closed
+
+    def is_in_place(self) -> bool:
+        """Whether the file that is open still is the one in the folder: somebody may have removed it."""
+        try:
+            return os.path.samestat(os.stat(self.path / DATA), self._file)
+        except OSError:
+            return False
+
+    def let_grow_to(self, file_bytes: int) -> None:
+        """Let the file become this large; no transaction of this process may be open."""
+        with self._translated():
+            if file_bytes > self._env.info()["map_size"]:
+                self._env.set_mapsize(file_bytes - file_bytes % _PAGE_BYTES)
+
+    def file_bytes(self) -> int:
+        try:
+            return os.stat(self.path / DATA).st_size
+        except OSError as error:
+            raise FolderUnavailable(self.path, error) from error
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[lmdb.Transaction[Any]]:
@@ -78,7 +111,7 @@ class Environment:
 
         LMDB's errors, in here too, become `StoreFull` (no page is free), `StoreCorrupt` or `StoreUnavailable`.
         """
-        with _translated(self.path):
+        with self._translated():
             txn = self._begin(write)
             try:
                 with txn:
@@ -99,6 +132,28 @@ class Environment:
             time.sleep(_READER_POLL_S)
         return True
 
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """LMDB's errors become ours, at this one place."""
+        try:
+            yield
+        except lmdb.MapFullError as error:
+            raise StoreFull(f"{self.path}: the store is full") from error
+        except _DAMAGED as error:
+            self.broken = f"{self.path / DATA} is damaged or no store ({error}); move it away to start afresh"
+            raise StoreCorrupt(self.broken) from error
+        except struct.error as error:
+            raise StoreCorrupt(f"{self.path}: a record has a wrong length ({error})") from error
+        except lmdb.Error as error:
+            problem = f"--kv-cache-dir {self.path}: {error}; mend it or choose another folder"
+            if isinstance(error, lmdb.PanicError):
+                self.broken = problem
+            # A write that a full disk cuts short is EIO here.
+            number = errno.EIO if isinstance(error, lmdb.DiskError) else getattr(error, "code", 0)
+            if number in PASSING:
+                raise FolderUnavailable(self.path, OSError(number, str(error))) from error
+            raise StoreUnavailable(problem) from error
+
     def _begin(self, write: bool) -> Any:
         """Begin a transaction; if another process has let the file outgrow our map, follow it first."""
         self._count(1)
@@ -113,13 +168,24 @@ class Environment:
             raise
 
     def _follow_growth(self) -> None:
-        """LMDB forbids moving the map under a transaction of this process, so wait until ours is the only one."""
+        """LMDB forbids moving the map under a transaction of this process, so wait until there is none.
+
+        Whoever waits here counts as none: two that waited for each other would wait in vain.
+        """
+        self._count(-1)
         with self._idle:
-            if self._idle.wait_for(lambda: self._transactions == 1, _READER_PATIENCE_S):
-                self._env.set_mapsize(0)
+            try:
+                if self._idle.wait_for(lambda: not self._transactions, _READER_PATIENCE_S) and not self._closed:
+                    self._env.set_mapsize(0)
+            finally:
+                self._transactions += 1
+        if self._closed:
+            raise StoreUnavailable(f"{self.path}: the store was closed meanwhile")
 
     def _count(self, change: int) -> None:
         with self._idle:
+            if self._closed and change > 0:
+                raise StoreUnavailable(f"{self.path}: the store was closed meanwhile")
             self._transactions += change
             self._idle.notify_all()
 
@@ -130,43 +196,14 @@ class Environment:
         return any(row[-1].isdigit() and int(row[-1]) < last for row in rows if row)
 
 
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreUnavailable(f"--kv-cache-dir {path}: {error.strerror or error}; choose another folder") from error
-
-
 def _read_map_size(path: Path) -> int:
     """Room for what a daemon may add while we read; address space only."""
-    return 2 * (path / "data.mdb").stat().st_size + 2**30
+    return 2 * (path / DATA).stat().st_size + 2**30
 
 
 def _map_size(path: Path, budget_bytes: int) -> int:
     """The budget in whole pages; or, where the file is larger already, its size and some pages to delete with."""
-    file = path / "data.mdb"
+    file = path / DATA
     file_bytes = file.stat().st_size if file.exists() else 0
-    if file_bytes > budget_bytes:
-        log.warning(
-            "[disk-cache] %s has %s, more than the budget of %s: entries are evicted, the file keeps its size",
-            file,
-            format_size(file_bytes),
-            format_size(budget_bytes),
-        )
     wanted = max(budget_bytes, file_bytes + _DELETE_BYTES if file_bytes > budget_bytes else 0)
     return wanted - wanted % _PAGE_BYTES
-
-
-@contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    """LMDB's and the file system's errors become ours, at this one place."""
-    try:
-        yield
-    except lmdb.MapFullError as error:
-        raise StoreFull(f"{path}: the store is full") from error
-    except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError) as error:
-        raise StoreCorrupt(f"{path}/data.mdb is damaged or no store ({error}); move it away to start afresh") from error
-    except struct.error as error:
-        raise StoreCorrupt(f"{path}: a record has a wrong length ({error})") from error
-    except lmdb.Error as error:
-        raise StoreUnavailable(f"--kv-cache-dir {path}: {error}; choose another folder") from error

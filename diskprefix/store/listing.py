@@ -30,6 +30,7 @@ class EntryInfo:
     created_at: float
     last_used_at: float
     scope: str
+    tenant: str
     preview: str
 
 
@@ -89,9 +90,10 @@ def _info(
         raw_bytes=sum(steps[node].raw_bytes for node in path),
         stored_bytes=sum(steps[node].stored_bytes for node in path),
         shared_bytes=sum(steps[node].stored_bytes for node in path if users[node] > 1),
-        hits=usage.hits if usage else 0,
+        hits=usage.restores if usage else 0,
         created_at=round(entry.created_at, 3),
         last_used_at=round(usage.last_used if usage else entry.created_at, 3),
         scope=entry.scope,
+        tenant=root.tenant if root else "",
         preview=entry.preview,
     )

@@ -1,4 +1,4 @@
-"""The file format: what lies in `data.mdb`, byte by byte. Format version 1.
+"""The file format: what lies in `data.mdb`, byte by byte. Format version 2.
 
 One LMDB environment with seven named databases. Integers are little-endian unless said otherwise; hashes and roots are
 16 bytes; times are seconds since the epoch as float64. A *node* is a block of the prefix tree: a full block of
@@ -9,27 +9,37 @@ One LMDB environment with seven named databases. Integers are little-endian unle
                "store_id"                16 bytes  random, drawn when the store is created
                "secret"                  u64       random, seeds every node hash
                "created_at"              f64
-               "evictions"               u64       nodes evicted since the store was created
-    roots      root                      msgpack   RootRecord: whose numbers these are and how a payload is laid out
+               "checksum"                u64       xxh3-64 of the four values above, in this order
+               "evicted_at"              f64       when nodes were last evicted
+               "purged_at"               f64       when something was last purged
+               "budget"                  u64       of the daemon that opened the store last, in bytes
+               "codec"                   record    CodecRecord: what `--kv-cache-codec auto` measured and chose
+    roots      root                      record    RootRecord: whose numbers these are and how a payload is laid out
     nodes      node hash                 72 bytes  header (below), then num_tokens × i32 token ids
-    usage      node hash                 24 bytes  last_used f64 · hits u32 · children u32 · stored_bytes u64
-    payloads   node hash                 bytes     the encoded payload
-    entries    node hash of its end      msgpack   EntryRecord: one saved prompt, what `inspect` lists
-    history    root, u64 big-endian      bytes     zstd of num_tokens × i32: the recent prompts, oldest first
+    usage      node hash                 48 bytes  last_used f64 · created_at f64 · hits f64 · prefill_s f32 ·
+                                                   children u32 · stored_bytes u64 · restores u32 · zero 4 bytes
+    payloads   node hash, u16 big-endian bytes     one encoded piece of the payload (see `store.codec`)
+    entries    node hash of its end      record    EntryRecord: one saved prompt, what `inspect` lists
+    history    root, u64 big-endian      prompt    zstd of num_tokens × i32: the recent prompts, oldest first; the
+                                                   number is the time in µs, or one more than the one before
 
     node header   0 parent hash (the root for a first block)   16 bytes
                  16 root                                       16 bytes
                  32 start position in tokens                   u32
                  36 num_tokens                                 u32
-                 40 codec                                      u8
-                 41 kind (0 block, 1 tail)                     u8
-                 42 zero                                       6 bytes
-                 48 raw_bytes, before encoding                 u64
-                 56 stored_bytes, after encoding               u64
-                 64 checksum of the stored payload, xxh3-64    u64
+                 40 kind (0 block, 1 tail)                     u8
+                 41 zero                                       1 byte
+                 42 num_pieces                                 u16
+                 44 zero                                       4 bytes
+                 48 raw_bytes, of the payload before encoding  u64
+                 56 stored_bytes, sum of its pieces            u64
+                 64 checksum of name, bytes 0 to 63 and token ids, xxh3-64 u64
 
-A payload holds, for each tensor group of the root's layout in order, the group's tensors as a C-contiguous array of
-shape [tensors, heads, num_tokens, head_dim]; a tail's payload ends with the next-token logits.
+A *record* is the xxh3-64 of its key and what follows (u64), then msgpack; a *prompt* the same, then zstd.
+
+A raw payload holds, for each tensor group of the root's layout in order, the group's tensors as a C-contiguous array of
+shape [tensors, heads, num_tokens, head_dim]; a tail's payload ends with the next-token logits. It is cut into pieces
+that hold whole (tensor, head) runs of one group, or the logits; `kv.layout.Layout.pieces` says where.
 """
 
 from __future__ import annotations
@@ -37,18 +47,27 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.tokens import HASH_BYTES, TokenIds
+from diskprefix.store.codec import decode_tokens, encode_tokens, encoded_tokens
+from diskprefix.tokens import HASH_BYTES, TokenIds, checksum
 
-FORMAT_VERSION = 1
+HISTORY_TOKENS = 1 << 22
+"""Tokens that the history of a root holds at most: 16 MiB of token ids, whatever N a request asks for."""
+FORMAT_VERSION = 2
 DATABASES = ("meta", "roots", "nodes", "usage", "payloads", "entries", "history")
 
-_NODE = struct.Struct("<16s16sIIBB6xQQQ")
-_USAGE = struct.Struct("<dIIQ")
+_HEADER = struct.Struct("<16s16sIIBxHxxxxQQ")
+_CHECKSUM = struct.Struct("<Q")
+_POSITION = struct.Struct("<I")
+_TOKENS_AT = _HEADER.size + _CHECKSUM.size
+_USAGE = struct.Struct("<dddfIQIxxxx")
+_IDENTITY = struct.Struct("<I16sQd")
+_PIECE_INDEX = struct.Struct(">H")
 _HISTORY_SEQUENCE = struct.Struct(">Q")
 
 
@@ -66,10 +85,9 @@ class NodeRecord:
     position: int
     token_ids: TokenIds
     kind: Kind
-    codec: int
+    num_pieces: int
     raw_bytes: int
     stored_bytes: int
-    checksum: int
 
     @property
     def end(self) -> int:
@@ -78,21 +96,58 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class UsageRecord:
-    """The mutable part of a node. `children` counts the nodes that continue it: only those with none may be evicted."""
+    """The mutable part of a node. `children` counts the nodes that continue it: only those with none may be evicted.
+
+    `hits` is decayed, as of `last_used`; `restores` counts them all, for people. `prefill_s` is how long computing the
+    node's tokens took, in seconds; 0 if nobody measured it. `stored_bytes` is what the node takes in the file, whole
+    pages.
+    """
 
     last_used: float
-    hits: int
+    hits: float
     children: int
     stored_bytes: int
+    prefill_s: float
+    created_at: float
+    restores: int = 0
+
+
+USAGE_DTYPE = np.dtype(
+    [
+        ("last_used", "<f8"),
+        ("created_at", "<f8"),
+        ("hits", "<f8"),
+        ("prefill_s", "<f4"),
+        ("children", "<u4"),
+        ("stored_bytes", "<u8"),
+        ("restores", "<u4"),
+        ("zero", "<u4"),
+    ]
+)
+"""A usage record as numpy reads it; what `UsageRecord` says of the fields holds."""
 
 
 class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`layout` is the canonical text of `kv.layout.Layout`: the payload layout is a record, not a constant."""
+    """`layout` is the canonical text of `kv.layout.Layout`: the payload layout is a record, not a constant.
+
+    `identity` is the text whose hash the root is (`tokens.root_hash`), so that a root can be checked; it is empty in
+    what an older format left behind, until a daemon writes under the root again. `tenant` is the text of a
+    `tenant.Tenant`, empty for the cache that all share.
+    """
 
     model: str
     block_size: int
     layout: str
     created_at: float
+    identity: str = ""
+    tenant: str = ""
+
+
+class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--kv-cache-codec auto` chose for this store, and the sentence that says why."""
+
+    codec: int
+    reason: str
 
 
 class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,40 +160,92 @@ class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
 
 
-def encode_node(node: NodeRecord) -> bytes:
-    header = _NODE.pack(
+def encode_node(name: bytes, node: NodeRecord) -> bytes:
+    """The record, whose checksum covers the name too: in the place of another it does not verify."""
+    header = _HEADER.pack(
         node.parent,
         node.root,
         node.position,
         len(node.token_ids),
-        node.codec,
         node.kind,
+        node.num_pieces,
         node.raw_bytes,
         node.stored_bytes,
-        node.checksum,
     )
-    return header + node.token_ids.tobytes()
+    token_ids = node.token_ids.tobytes()
+    return header + _CHECKSUM.pack(checksum(name + header + token_ids)) + token_ids
 
 
-def decode_node(value: bytes | memoryview) -> NodeRecord:
-    """Parse a node record; the token ids are copied. Raises `StoreCorrupt` when the lengths do not add up."""
-    if len(value) < _NODE.size:
+def decode_node(name: bytes, value: bytes | memoryview) -> NodeRecord:
+    """Parse a node record; the token ids are copied. Raises `StoreCorrupt` when its checksum does not match."""
+    if len(value) < _TOKENS_AT:
         raise StoreCorrupt(f"a node record of {len(value)} bytes is shorter than its header")
-    parent, root, position, num_tokens, codec, kind, raw_bytes, stored_bytes, checksum = _NODE.unpack_from(value)
-    if len(value) != _NODE.size + 4 * num_tokens or kind not in (Kind.BLOCK, Kind.TAIL):
+    header, token_ids = bytes(value[: _HEADER.size]), bytes(value[_TOKENS_AT:])
+    if checksum(name + header + token_ids) != _CHECKSUM.unpack_from(value, _HEADER.size)[0]:
+        raise StoreCorrupt("a node record's checksum does not match")
+    parent, root, position, num_tokens, kind, num_pieces, raw_bytes, stored_bytes = _HEADER.unpack(header)
+    if len(token_ids) != 4 * num_tokens or kind not in (Kind.BLOCK, Kind.TAIL):
         raise StoreCorrupt(f"a node record of {len(value)} bytes claims {num_tokens} tokens of kind {kind}")
-    token_ids = np.frombuffer(value, dtype="<i4", offset=_NODE.size).astype(np.int32)
-    return NodeRecord(parent, root, position, token_ids, Kind(kind), codec, raw_bytes, stored_bytes, checksum)
+    ids = np.frombuffer(token_ids, dtype="<i4").astype(np.int32)
+    return NodeRecord(parent, root, position, ids, Kind(kind), num_pieces, raw_bytes, stored_bytes)
+
+
+def is_node(value: memoryview, parent: bytes, position: int, kind: Kind, token_ids: bytes) -> bool:
+    """Whether a node record is the one of these token ids (int32, little-endian), at this place, after this parent.
+
+    What `decode_node` would tell, without decoding: this is what a lookup does for every block. What it compares needs
+    no checksum, and the rest of the record is compared with the layout before it is used.
+    """
+    if len(value) != _TOKENS_AT + len(token_ids):
+        return False
+    there = _HEADER.unpack_from(value)
+    same_place = (there[0], there[2], there[4]) == (parent, position, kind)
+    return same_place and bytes(value[_TOKENS_AT:]) == token_ids
+
+
+def node_root(value: bytes | memoryview) -> bytes:
+    """The root in a node record, unchecked."""
+    return bytes(value[HASH_BYTES : 2 * HASH_BYTES])
+
+
+def node_position(value: bytes | memoryview) -> int:
+    """The position in a node record, unchecked."""
+    return int(_POSITION.unpack_from(value, 2 * HASH_BYTES)[0])
+
+
+def piece_key(name: bytes, index: int) -> bytes:
+    return name + _PIECE_INDEX.pack(index)
+
+
+def piece_index(key: bytes | memoryview, name: bytes) -> int | None:
+    """The index in a payload key, None if the key does not belong to this node."""
+    if len(key) != HASH_BYTES + _PIECE_INDEX.size or bytes(key[:HASH_BYTES]) != name:
+        return None
+    return int(_PIECE_INDEX.unpack_from(key, HASH_BYTES)[0])
+
+
+def identity_checksum(version: int, store_id: bytes, secret: int, created_at: float) -> int:
+    """Checksum of what `meta` says of the store itself: one wrong bit in the secret would lose everything silently."""
+    return checksum(_IDENTITY.pack(version, store_id, secret, created_at))
 
 
 def encode_usage(usage: UsageRecord) -> bytes:
-    return _USAGE.pack(usage.last_used, usage.hits, usage.children, usage.stored_bytes)
+    return _USAGE.pack(
+        usage.last_used,
+        usage.created_at,
+        usage.hits,
+        usage.prefill_s,
+        usage.children,
+        usage.stored_bytes,
+        usage.restores,
+    )
 
 
 def decode_usage(value: bytes | memoryview) -> UsageRecord:
     if len(value) != _USAGE.size:
         raise StoreCorrupt(f"a usage record has {len(value)} bytes instead of {_USAGE.size}")
-    return UsageRecord(*_USAGE.unpack(value))
+    last_used, created_at, hits, prefill_s, children, stored_bytes, restores = _USAGE.unpack(value)
+    return UsageRecord(last_used, hits, children, stored_bytes, prefill_s, created_at, restores)
 
 
 def history_key(root: bytes, sequence: int) -> bytes:
@@ -150,24 +257,58 @@ def history_sequence(key: bytes) -> int:
     return int(_HISTORY_SEQUENCE.unpack_from(key, HASH_BYTES)[0])
 
 
+_Record = TypeVar("_Record")
 _encoder = msgspec.msgpack.Encoder()
 _root_decoder = msgspec.msgpack.Decoder(RootRecord)
 _entry_decoder = msgspec.msgpack.Decoder(EntryRecord)
+_codec_decoder = msgspec.msgpack.Decoder(CodecRecord)
 
 
-def encode_record(record: RootRecord | EntryRecord) -> bytes:
-    return _encoder.encode(record)
+def encode_record(key: bytes, record: RootRecord | EntryRecord | CodecRecord) -> bytes:
+    """The record's checksum, which covers its key too, and the record."""
+    return _sealed(key, _encoder.encode(record))
 
 
-def decode_root(value: bytes | memoryview) -> RootRecord:
+def encode_prompt(key: bytes, token_ids: TokenIds) -> bytes:
+    """A prompt of the history: the checksum, which covers its key too, and the encoded token ids."""
+    return _sealed(key, encode_tokens(token_ids))
+
+
+def decode_prompt(key: bytes, value: bytes | memoryview) -> TokenIds:
+    """Inverse of `encode_prompt`. Raises `StoreCorrupt`."""
+    return decode_tokens(_unsealed(key, value), max_tokens=HISTORY_TOKENS)
+
+
+def prompt_tokens(value: bytes | memoryview) -> int:
+    """How many tokens a prompt of the history says to hold, unchecked; 0 if it says nothing."""
+    return encoded_tokens(value[_CHECKSUM.size :])
+
+
+def decode_root(key: bytes, value: bytes | memoryview) -> RootRecord:
+    return _decode(_root_decoder, key, value)
+
+
+def decode_entry(key: bytes, value: bytes | memoryview) -> EntryRecord:
+    return _decode(_entry_decoder, key, value)
+
+
+def decode_codec(key: bytes, value: bytes | memoryview) -> CodecRecord:
+    return _decode(_codec_decoder, key, value)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Record], key: bytes, value: bytes | memoryview) -> _Record:
     try:
-        return _root_decoder.decode(value)
+        return decoder.decode(_unsealed(key, value))
     except msgspec.DecodeError as error:
-        raise StoreCorrupt(f"a root record cannot be read: {error}") from error
+        raise StoreCorrupt(f"record {key.hex()} cannot be read: {error}") from error
 
 
-def decode_entry(value: bytes | memoryview) -> EntryRecord:
-    try:
-        return _entry_decoder.decode(value)
-    except msgspec.DecodeError as error:
-        raise StoreCorrupt(f"an entry record cannot be read: {error}") from error
+def _sealed(key: bytes, packed: bytes) -> bytes:
+    return _CHECKSUM.pack(checksum(key + packed)) + packed
+
+
+def _unsealed(key: bytes, value: bytes | memoryview) -> bytes:
+    packed = bytes(value[_CHECKSUM.size :])
+    if len(value) < _CHECKSUM.size or checksum(key + packed) != _CHECKSUM.unpack_from(value)[0]:
+        raise StoreCorrupt(f"the checksum of record {key.hex()} does not match")
+    return packed

@@ -7,65 +7,140 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lmdb
+import numpy as np
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.codec import decode_tokens
+from diskprefix.store.eviction import UsageTable
 from diskprefix.store.schema import (
     DATABASES,
+    USAGE_DTYPE,
     EntryRecord,
+    Kind,
     NodeRecord,
     RootRecord,
     UsageRecord,
     decode_entry,
     decode_node,
+    decode_prompt,
     decode_root,
     decode_usage,
     history_key,
+    history_sequence,
+    is_node,
+    node_position,
+    piece_index,
+    piece_key,
 )
 from diskprefix.tokens import HASH_BYTES, TokenIds
 
 log = logging.getLogger("diskprefix")
 
-_HISTORY_MAX_TOKENS = 1 << 24
-
 
 class Snapshot:
     """One consistent view of the store. Not thread-safe, except that payload views may be read from any thread."""
 
-    def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction) -> None:
+    def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction, *, copy_payloads: bool = False) -> None:
+        """`copy_payloads`: a writer may not know of this transaction and overwrite its pages, so what is verified must
+        be a copy."""
         self._databases = databases
         self._txn = txn
+        self._copy_payloads = copy_payloads
 
     def node(self, name: bytes) -> NodeRecord | None:
         """The index record of a node. Raises `StoreCorrupt`."""
         value = self._get("nodes", name)
-        return None if value is None else decode_node(value)
+        return None if value is None else decode_node(name, value)
 
-    def payload(self, name: bytes) -> memoryview | None:
-        """The stored bytes of a payload, a view of the memory map: good until the snapshot is closed."""
-        view: memoryview | None = self._get("payloads", name)
-        return view
+    def has(self, name: bytes, parent: bytes, position: int, kind: Kind, token_ids: bytes) -> bool:
+        """Whether this node is stored: these token ids (int32, little-endian), at this place, after this parent.
+
+        Raises `StoreCorrupt` if there is a node of this name that is another.
+        """
+        value = self._get("nodes", name)
+        if value is None:
+            return False
+        if not is_node(value, parent, position, kind, token_ids):
+            raise StoreCorrupt("its record is damaged or that of another prefix")
+        return True
+
+    def piece(self, name: bytes, index: int) -> memoryview | None:
+        """An encoded piece of a payload, a view of the memory map: good until the snapshot is closed."""
+        view: memoryview | None = self._get("payloads", piece_key(name, index))
+        return memoryview(bytes(view)) if view is not None and self._copy_payloads else view
+
+    def pieces(self, name: bytes) -> Iterator[tuple[int, memoryview]]:
+        """Every stored piece of a node's payload with its index, in order."""
+        cursor = self._txn.cursor(self._databases["payloads"])
+        found = cursor.set_range(name)
+        while found and (index := piece_index(cursor.key(), name)) is not None:
+            yield index, memoryview(cursor.value())
+            found = cursor.next()
+
+    def records(self, database: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes | memoryview]]:
+        """Keys and values of a database as they are stored, from key `start` on."""
+        cursor = self._txn.cursor(self._databases[database])
+        if start and not cursor.set_range(start):
+            return
+        for key, value in cursor.iternext():
+            yield bytes(key), value
+
+    def keys(self, database: str) -> Iterator[bytes]:
+        """Keys of a database. No value is touched: in a write transaction each would be a copy."""
+        cursor = self._txn.cursor(self._databases[database])
+        yield from map(bytes, cursor.iternext(keys=True, values=False))
+
+    def nodes(self) -> Iterator[tuple[bytes, bytes | memoryview]]:
+        """Every node's name and its record as it is stored, in the order of the names."""
+        for key, value in self._txn.cursor(self._databases["nodes"]):
+            yield bytes(key), value
 
     def usage(self, name: bytes) -> UsageRecord | None:
         value = self._get("usage", name)
         return None if value is None else decode_usage(value)
 
-    def usages(self) -> dict[bytes, UsageRecord]:
-        """Every node's usage record, for choosing what to evict."""
-        return {bytes(key): decode_usage(value) for key, value in self._txn.cursor(self._databases["usage"])}
+    def usages(self) -> UsageTable:
+        """Every node's usage record, for choosing what to evict. Raises `StoreCorrupt`."""
+        names: list[bytes] = []
+        values: list[bytes | memoryview] = []
+        for key, value in self._txn.cursor(self._databases["usage"]):
+            if len(value) != USAGE_DTYPE.itemsize:
+                raise StoreCorrupt(f"the usage record of node {bytes(key).hex()} has {len(value)} bytes")
+            names.append(bytes(key))
+            values.append(value)
+        return UsageTable(names, np.frombuffer(b"".join(values), USAGE_DTYPE))
 
     def parent(self, name: bytes) -> bytes:
         """The node or root that a node continues; empty if there is no such node."""
         value = self._get("nodes", name)
         return b"" if value is None else bytes(value[:HASH_BYTES])
 
+    def ancestry(self, name: bytes) -> Iterator[bytes]:
+        """`name` and the nodes that it continues, up to the first. Unchecked, but for that it comes to an end."""
+        position = 1 << 32
+        while (value := self._get("nodes", name)) is not None and node_position(value) < position:
+            yield name
+            position, name = node_position(value), bytes(value[:HASH_BYTES])
+
     def root(self, root: bytes) -> RootRecord | None:
         value = self._get("roots", root)
-        return None if value is None else decode_root(value)
+        return None if value is None else decode_root(root, value)
+
+    def roots(self) -> Iterator[tuple[bytes, RootRecord]]:
+        for key, value in self._txn.cursor(self._databases["roots"]):
+            yield bytes(key), decode_root(bytes(key), value)
+
+    def entry(self, name: bytes) -> EntryRecord | None:
+        """The saved prompt that ends at a node. Raises `StoreCorrupt`."""
+        value = self._get("entries", name)
+        return None if value is None else decode_entry(name, value)
+
+    def meta(self, key: str) -> bytes | None:
+        value = self._get("meta", key.encode())
+        return None if value is None else bytes(value)
 
     def entries(self) -> Iterator[tuple[bytes, EntryRecord]]:
         for key, value in self._txn.cursor(self._databases["entries"]):
-            yield bytes(key), decode_entry(value)
+            yield bytes(key), decode_entry(bytes(key), value)
 
     def path(self, name: bytes) -> list[tuple[bytes, NodeRecord]]:
         """The nodes from the first block to `name`. Raises `StoreCorrupt` when one is missing or they do not join."""
@@ -80,16 +155,18 @@ class Snapshot:
             path.append((name, node))
             if node.position == 0:
                 return path[::-1]
+            if not len(node.token_ids) and len(path) > 1:
+                raise StoreCorrupt(f"node {name.hex()} has no tokens, and yet another continues it")
             name, end = node.parent, node.position
 
     def recent_prompts(self, root: bytes, limit: int) -> list[TokenIds]:
         """The last `limit` remembered prompts of a root, oldest first. A record that cannot be read is left out."""
         prompts: list[TokenIds] = []
-        for _, value in self.history(root):
+        for key, value in self.history(root):
             if len(prompts) >= limit:
                 break
             try:
-                prompts.append(decode_tokens(value, max_tokens=_HISTORY_MAX_TOKENS))
+                prompts.append(decode_prompt(key, value))
             except StoreCorrupt as error:
                 log.warning("[disk-cache] history: %s", error)
         return prompts[::-1]
@@ -101,8 +178,7 @@ class Snapshot:
 
     def used_bytes(self) -> int:
         """Bytes of the pages that hold data; free pages inside the file are not counted."""
-        stats = [self._stat(name) for name in DATABASES]
-        return sum(s["psize"] * (s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) for s in stats)
+        return sum(self._bytes_in(name) for name in DATABASES)
 
     def history(self, root: bytes) -> Iterator[tuple[bytes, bytes | memoryview]]:
         """Keys and encoded prompts of a root, newest first."""
@@ -113,6 +189,34 @@ class Snapshot:
         while found and bytes(cursor.key()).startswith(root):
             yield bytes(cursor.key()), cursor.value()
             found = cursor.prev()
+
+    def prompts_before(self, when: float) -> list[bytes]:
+        """Keys of the remembered prompts that are older than `when`."""
+        return [key for key, _ in self._history_sizes() if history_sequence(key) < when * 1e6]
+
+    def prompts_beyond(self, limit_bytes: int) -> list[bytes]:
+        """Keys of the oldest remembered prompts, so many that the rest takes at most three quarters of a limit; none
+        while the history keeps within it."""
+        if self._bytes_in("history") <= limit_bytes:
+            return []
+        keys: list[bytes] = []
+        excess = self._bytes_in("history") - limit_bytes * 3 // 4
+        for key, size in sorted(self._history_sizes(), key=lambda found: history_sequence(found[0])):
+            if excess <= 0:
+                break
+            keys.append(key)
+            excess -= size
+        return keys
+
+    def _history_sizes(self) -> Iterator[tuple[bytes, int]]:
+        for key, value in self._txn.cursor(self._databases["history"]):
+            yield bytes(key), len(value)
+
+    def _bytes_in(self, database: str) -> int:
+        """Bytes of the pages that a database takes."""
+        stat = self._stat(database)
+        pages = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+        return int(stat["psize"] * pages)
 
     def _get(self, database: str, key: bytes) -> Any:
         return self._txn.get(key, db=self._databases[database])

@@ -6,11 +6,15 @@ is one write transaction, so nothing half-written is ever visible. All state is 
 memory, so a restart loses nothing and several processes see each other's entries.
 
 The budget is the size of the memory map, so LMDB itself refuses to let the file outgrow it.
+
+The file may go away under a daemon: removed, damaged, on a disk that turned read-only. The store is *detached* then:
+every call raises `StoreUnavailable`, which callers take for a miss, until `maintain` finds the folder in order again.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import struct
 import threading
@@ -21,59 +25,59 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import lmdb
-
 from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFormatError, StoreFull, StoreUnavailable
-from diskprefix.settings import format_size
-from diskprefix.store.codec import Codec, encode_tokens
+from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, OnCorruption, format_size
+from diskprefix.store.changes import Changes, NewNode
+from diskprefix.store.codec import Codec
+from diskprefix.store.codec_choice import choose, measure
+from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
-from diskprefix.store.eviction import choose_victims
+from diskprefix.store.eviction import choose_victims, expired
+from diskprefix.store.folder import FolderLock, FolderUnavailable
+from diskprefix.store.opening import Access, open_environment, set_aside
 from diskprefix.store.schema import (
     DATABASES,
     FORMAT_VERSION,
+    CodecRecord,
     EntryRecord,
-    Kind,
-    NodeRecord,
     RootRecord,
-    UsageRecord,
-    decode_node,
-    decode_usage,
-    encode_node,
+    decode_codec,
     encode_record,
-    encode_usage,
-    history_key,
-    history_sequence,
+    identity_checksum,
 )
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.tokens import HASH_BYTES, TokenIds, checksum
+from diskprefix.tokens import HASH_BYTES, TokenIds
 
 log = logging.getLogger("diskprefix")
 
-_PAGE_BYTES = 4096
 _U32, _U64, _F64 = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<d")
 _EVICT_BATCH = 64
 """Nodes deleted in one transaction: more would copy more pages than a full file has free."""
+_EVICT_AHEAD = 64
+"""A full store makes room for this part of its budget at a time: choosing reads every node's usage record."""
+_RETRY_S = 2.0
+"""Between attempts to open a folder that could not be: checking a large file takes a while."""
+_HISTORY_SHARE = 16
+"""The recent prompts of all roots may take this part of the budget: roots are many where clients choose salts."""
 
 
-@dataclass(frozen=True, eq=False)
-class NewNode:
-    """A node to be published: `payload` is raw and C-contiguous."""
+@dataclass(frozen=True)
+class Names:
+    """What names the nodes of one store: its id, and the secret that seeds the names."""
 
-    name: bytes
-    parent: bytes
-    position: int
-    token_ids: TokenIds
-    kind: Kind
-    payload: memoryview
+    store_id: bytes
+    secret: int
 
 
 @dataclass(frozen=True, eq=False)
 class Publication:
     """What one request adds: new nodes (parents first), the nodes it used, its entry and its place in the history.
 
-    `tip` is the last node of the request's path, whether it is new or already stored.
+    `store_id` is that of the store whose secret named the nodes. `tip` is the last node of the request's path, whether
+    it is new or already stored.
     """
 
+    store_id: bytes
     root: bytes
     root_record: RootRecord
     nodes: tuple[NewNode, ...]
@@ -97,13 +101,21 @@ class Publication:
 class Store:
     """Open with `Store.open`. Methods raise `StoreUnavailable` when LMDB or the file system fails."""
 
-    def __init__(self, env: Environment, budget_bytes: int, clock: Callable[[], float]) -> None:
-        self.path = env.path
-        self.budget_bytes = budget_bytes
-        self.store_id = b""
-        self.secret = 0
-        self._env = env
+    def __init__(self, path: Path, access: Access, min_free_bytes: int, clock: Callable[[], float]) -> None:
+        self.path = path
+        self.budget_bytes = access.budget_bytes
+        self.codec = Codec.RAW
+        """How payloads are written from now on; those that are there say themselves how they were."""
+        self.codec_reason = ""
+        self.names = Names(b"", 0)
+        """Replaced as a whole when the store is."""
+        self._problem: str | None = None
+        self._retry_at = 0.0
+        self._access = access
+        self._min_free_bytes = min_free_bytes
         self._clock = clock
+        self._env: Environment | None = None
+        self._lock: FolderLock | None = None
         self._pins: Counter[bytes] = Counter()
         self._pins_lock = threading.Lock()
 
@@ -114,30 +126,70 @@ class Store:
         *,
         budget_bytes: int = 0,
         read_only: bool = False,
+        on_corruption: OnCorruption = "refuse",
+        min_free_bytes: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> Store:
-        """Open the store in folder `path`, creating it unless `read_only`.
+        """Open the store in folder `path`, creating it unless `read_only`. Without `budget_bytes`, as a tool opens it,
+        the budget is the one that the last daemon had.
 
-        Raises `StoreUnavailable` (cannot be created, read or written), `StoreFormatError` (a format of another
-        version), `StoreCorrupt` (not a store, or damaged).
+        Raises `StoreUnavailable` (cannot be created, read or written, or is not ours alone to write),
+        `StoreFormatError` (a format of another version), `StoreCorrupt` (not a store, or damaged).
         """
-        env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
-        store = cls(env, budget_bytes, clock)
-        try:
-            store._identify()
-        except CacheError:
-            env.close()
-            raise
+        access = Access(budget_bytes=budget_bytes, read_only=read_only, on_corruption=on_corruption)
+        store = cls(path, access, min_free_bytes, clock)
+        store._attach()
         return store
 
+    @classmethod
+    def open_for_serving(
+        cls, path: Path, *, budget_bytes: int, on_corruption: OnCorruption, min_free_bytes: int
+    ) -> Store:
+        """`open` for a daemon: where the file system is read-only or full it starts all the same, to be mended by
+        `maintain`. A folder that can never do raises, as in `open`."""
+        access = Access(budget_bytes=budget_bytes, on_corruption=on_corruption)
+        store = cls(path, access, min_free_bytes, time.time)
+        try:
+            store._attach()
+        except FolderUnavailable as error:
+            if not error.passing:
+                raise
+            store._make_do(error)
+        store._fit_budget_or_say_why()
+        return store
+
+    @property
+    def store_id(self) -> bytes:
+        return self.names.store_id
+
+    @property
+    def secret(self) -> int:
+        return self.names.secret
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be saved, or not even read; None while all is well."""
+        env = self._env
+        return self._problem or (env.broken if env is not None else None)
+
     def close(self) -> None:
-        self._env.close()
+        self._detach()
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
         """A consistent read view. Keep it short: pages freed meanwhile cannot be reused until it is closed."""
-        with self._env.transaction() as txn:
-            yield Snapshot(self._env.databases, txn)
+        env = self._environment()
+        with env.transaction() as txn:
+            yield Snapshot(env.databases, txn, copy_payloads=not env.has_lock)
+
+    @contextmanager
+    def changes(self) -> Iterator[Changes]:
+        """A write transaction: committed at the end, rolled back by an exception. One at a time in all processes."""
+        env = self._environment()
+        if env.read_only:
+            raise StoreUnavailable(f"--kv-cache-dir {self.path}: read-only file system; nothing is saved")
+        with env.transaction(write=True) as txn:
+            yield Changes(env.databases, txn, self._clock())
 
     def pin(self, name: bytes) -> None:
         """Keep a node, and so all its ancestors, from eviction by this process until `unpin`."""
@@ -150,34 +202,32 @@ class Store:
             if self._pins[name] <= 0:
                 del self._pins[name]
 
-    def _pinned(self) -> frozenset[bytes]:
-        with self._pins_lock:
-            return frozenset(self._pins)
-
     def publish(self, publication: Publication) -> int:
         """Make a publication visible in one transaction, evicting for it what it needs. Answers the evicted nodes.
 
-        Raises `StoreFull` when it cannot fit (one larger than the budget is refused before anything is evicted for it),
-        `PrefixGone` when a node continues one that is no longer there, `StoreUnavailable` when a reader that does not
-        end keeps evicted pages from being reused.
+        Raises `StoreFull` when it cannot fit; nothing is evicted for it then, unless room was made and turned out to be
+        too scattered. Raises `PrefixGone` when a node continues one that is no longer there, `StoreUnavailable` when a
+        reader that does not end keeps evicted pages from being reused.
         """
-        need = sum(_stored_size(node) for node in publication.nodes)
-        if need > self._usable_bytes():
-            raise StoreFull(
-                f"{format_size(need)} do not fit the budget of {format_size(self.budget_bytes)}; "
-                "raise --kv-cache-budget or save a shorter prefix"
-            )
+        if publication.store_id != self.store_id:
+            raise PrefixGone("the store was replaced meanwhile")
+        with self.snapshot() as snapshot:
+            if publication.base is not None and snapshot.usage(publication.base) is None:
+                raise PrefixGone("the prefix that it continues was evicted meanwhile")
+            need = sum(node.most_bytes for node in publication.nodes if snapshot.usage(node.name) is None)
+        self.check_fits(need)
         keep = _parents(publication)
         evicted = self._make_room(need, keep)
-        if self._try_write(publication):
+        if self._may_grow(need) and self._try_write(publication):
             return evicted
-        # Either the free pages belong to a moment that somebody still reads, or they are too scattered for a payload.
-        # Evicting more helps in the second case alone, so the first is waited out.
-        if not self._env.wait_for_readers():
+        # Either the free pages are too young, or belong to a moment that somebody still reads, or are too scattered for
+        # a payload. Evicting more helps in the last case alone, so the others are waited out.
+        if not self._environment().wait_for_readers():
             raise StoreUnavailable(
                 f"{self.path}: an open reader keeps evicted pages from being reused; end the process that reads "
                 "(a suspended `diskprefix inspect`?)"
             )
+        self._let_freed_pages_age()
         if self._try_write(publication):
             return evicted
         evicted += self._make_room(2 * need + 2**20, keep)
@@ -185,11 +235,16 @@ class Store:
             return evicted
         raise StoreFull(f"no room for {format_size(need)} in {self.path}; raise --kv-cache-budget")
 
+    def check_fits(self, need_bytes: int) -> None:
+        """Raises `StoreFull` if that much could not be stored even if everything else were evicted."""
+        if need_bytes > self._usable_bytes():
+            raise StoreFull(f"{format_size(need_bytes)} do not fit {self._limit()}")
+
     def touch(self, uses: Mapping[bytes, tuple[float, int]]) -> None:
         """Record use: node → (last time, number of hits). Missing nodes are passed over; ancestors count with it."""
-        with self._env.transaction(write=True) as txn:
+        with self.changes() as changes:
             for name, (when, hits) in uses.items():
-                self._touch_path(txn, name, when, hits)
+                changes.touch(name, when, hits)
 
     def quarantine(self, name: bytes, parent: bytes) -> int:
         """Remove a damaged node and all that continues it. Answers how many nodes went.
@@ -197,173 +252,346 @@ class Store:
         `parent` is the node that it continues: its own record may be what is damaged. Reads the whole index, which is
         slow and, so one hopes, rare.
         """
-        with self._env.transaction(write=True) as txn:
-            continuations: dict[bytes, list[bytes]] = {}
-            for key, value in txn.cursor(self._env.databases["nodes"]):
-                continuations.setdefault(bytes(value[:HASH_BYTES]), []).append(bytes(key))
-            doomed = [(name, parent)]
-            for node, _ in doomed:
-                doomed += [(child, node) for child in continuations.get(node, ()) if child != node]
-            return sum(self._delete(txn, node, its_parent) for node, its_parent in reversed(doomed))
+        with self.changes() as changes:
+            return changes.delete_subtrees({name: parent})
+
+    def expire(self, ttl_s: float) -> int:
+        """Remove what was not used for `ttl_s` seconds: nodes and remembered prompts. Answers how many nodes went."""
+        with self.snapshot() as snapshot:
+            table, now = snapshot.usages(), self._clock()
+            names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self._pinned(), now=now)
+            prompts = snapshot.prompts_before(now - ttl_s)
+        self._evict(names)
+        self._forget(prompts)
+        return len(names)
 
     def counts(self) -> dict[str, int]:
         with self.snapshot() as snapshot:
-            return snapshot.counts() | {"used_bytes": snapshot.used_bytes()}
+            return snapshot.counts() | {"used_bytes": snapshot.used_bytes(), "file_bytes": self.file_bytes()}
 
-    def shrink_to_budget(self) -> int:
-        """Evict until the budget holds, for a store that was opened with a smaller one. Answers the evicted nodes."""
-        return self._make_room(0, frozenset())
+    def file_bytes(self) -> int:
+        return self._environment().file_bytes()
+
+    def fit_budget(self) -> int:
+        """Evict until the budget holds, for a store that was opened with a smaller one, and make the file smaller if no
+        other process has it open. Answers the evicted nodes."""
+        if self._environment().read_only:
+            return 0
+        evicted = self._make_room(0, frozenset())
+        file_bytes = self.file_bytes()
+        if file_bytes > self.budget_bytes:
+            log.info(
+                "[disk-cache] the file has %s, more than the budget of %s: writing it anew",
+                format_size(file_bytes),
+                format_size(self.budget_bytes),
+            )
+            self._compact()
+        return evicted
+
+    def _fit_budget_or_say_why(self) -> None:
+        try:
+            if self.problem is None:
+                self.fit_budget()
+        except CacheError as error:
+            log.warning("[disk-cache] the budget does not hold yet: %s", error)
+
+    def _compact(self) -> None:
+        """What fails leaves the file as it is; a store that cannot be opened again is `maintain`'s."""
+        lock: FolderLock | None = None
+        self._detach()
+        try:
+            lock = FolderLock(self.path, patience_s=0)
+            compact_folder(self.path, lock)
+        except CacheError as error:
+            log.warning("[disk-cache] the file keeps its size: %s", error)
+        finally:
+            if lock is not None:
+                lock.close()
+        try:
+            self._attach()
+        except CacheError as error:
+            self._problem = str(error)
+
+    def use_codec(self, name: str, available_bytes: int) -> None:
+        """Write payloads as `raw`, `zstd` or `planes` from now on, or as `auto` measures to be best.
+
+        A store is measured once, when it is first used with `auto`; `available_bytes` of memory may cache its pages.
+        """
+        if name != "auto":
+            self.codec, self.codec_reason = Codec[name.upper()], "--kv-cache-codec"
+            return
+        record = self._remembered_codec() or self._measured_codec(available_bytes)
+        self.codec, self.codec_reason = Codec(record.codec), record.reason
+
+    def _remembered_codec(self) -> CodecRecord | None:
+        try:
+            with self.snapshot() as snapshot:
+                value = snapshot.meta("codec")
+            record = None if value is None else decode_codec(b"codec", value)
+        except CacheError:
+            return None
+        return record if record is not None and record.codec in list(Codec) else None
+
+    def _measured_codec(self, available_bytes: int) -> CodecRecord:
+        speeds = measure(self.path)
+        codec, reason = choose(speeds, budget_bytes=self.budget_bytes, available_memory_bytes=available_bytes)
+        record = CodecRecord(codec=codec, reason=reason)
+        log.info("[disk-cache] codec %s: %s", codec.name.lower(), reason)
+        if speeds.disk_bytes_per_s is None:
+            return record
+        try:
+            with self.changes() as changes:
+                changes.put_meta("codec", encode_record(b"codec", record))
+        except CacheError as error:
+            log.debug("[disk-cache] the choice of the codec is not remembered: %s", error)
+        return record
+
+    def maintain(self) -> bool:
+        """Look whether the file is still the one that is open and in order, and open it again if not.
+
+        For the writing thread, now and then. Answers whether the store was opened again. Never raises.
+        """
+        if not self._is_due():
+            return False
+        self._retry_at = time.monotonic() + _RETRY_S
+        try:
+            self._detach()
+            self._attach()
+        except FolderUnavailable as error:
+            self._make_do(error)
+        except CacheError as error:
+            self._problem = str(error)
+        else:
+            self._fit_budget_or_say_why()
+        return self.problem is None
+
+    def _is_due(self) -> bool:
+        """Whether the folder should be opened again, and was not tried a moment ago."""
+        env = self._env
+        if env is not None and (env.broken or not env.is_in_place()):
+            self._problem = env.broken or f"{self.path} was removed or replaced"
+            return True
+        could_write = env is None or (env.read_only and os.access(self.path, os.W_OK))
+        return could_write and time.monotonic() >= self._retry_at
+
+    def _attach(self) -> None:
+        try:
+            self._open(self._access)
+        except StoreCorrupt as error:
+            if self._access.on_corruption == "refuse":
+                raise
+            set_aside(self.path, error)
+            self._open(self._access)
+        self._problem = None
+
+    def _open(self, access: Access) -> None:
+        env, lock = open_environment(self.path, access)
+        try:
+            names = self._identify(env)
+            self._agree_on_budget(env)
+        except BaseException:
+            env.close()
+            lock.close()
+            raise
+        self.names, self._env, self._lock = names, env, lock
+
+    def _agree_on_budget(self, env: Environment) -> None:
+        """A daemon says what its budget is; a tool, which has none, keeps to what the last daemon said."""
+        with env.transaction() as txn:
+            said = Snapshot(env.databases, txn).meta("budget") or b""
+        if not self._access.budget_bytes:
+            budget = _U64.unpack(said)[0] if len(said) == _U64.size else 0
+            self.budget_bytes = budget if MIN_BUDGET <= budget <= MAX_BUDGET else env.file_bytes()
+            if not env.read_only:
+                env.let_grow_to(self.budget_bytes)
+        elif said != _U64.pack(self.budget_bytes) and not env.read_only:
+            with env.transaction(write=True) as txn:
+                Changes(env.databases, txn, self._clock()).put_meta("budget", _U64.pack(self.budget_bytes))
+
+    def _detach(self) -> None:
+        """Raises `StoreUnavailable` while a transaction of this process does not end."""
+        env, self._env = self._env, None
+        if env is not None and not env.close_when_idle():
+            self._env = env
+            raise StoreUnavailable(f"{self.path}: a reader of this process does not end")
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _make_do(self, error: FolderUnavailable) -> None:
+        """Read what is there if it cannot be written; stay detached if there is nothing."""
+        try:
+            self._open(Access(read_only=True))
+        except CacheError:
+            log.debug("[disk-cache] nothing to read in %s", self.path, exc_info=True)
+        self._problem = str(error)
+
+    def _environment(self) -> Environment:
+        env = self._env
+        if env is None:
+            raise StoreUnavailable(self._problem or f"{self.path}: the store is closed")
+        return env
+
+    def _pinned(self) -> frozenset[bytes]:
+        with self._pins_lock:
+            return frozenset(self._pins)
 
     def _try_write(self, publication: Publication) -> bool:
         """Write a publication in one transaction; False when LMDB finds no pages for it, and nothing was written."""
         try:
-            with self._env.transaction(write=True) as txn:
-                self._write(txn, publication)
+            with self.changes() as changes:
+                changes.put_root(publication.root, publication.root_record)
+                for node in publication.nodes:
+                    changes.put_node(publication.root, node, self.codec)
+                if publication.tip is not None:
+                    changes.touch(publication.tip, self._clock(), 0)
+                    if publication.entry is not None:
+                        changes.put_entry(publication.tip, publication.entry)
+                if publication.prompt is not None:
+                    changes.remember(publication.root, publication.prompt, publication.history_limit)
         except StoreFull:
             return False
         return True
 
     def _usable_bytes(self) -> int:
-        """The budget less what B-tree copies, the free list and scattered pages need: 1/32 of it and 1 MiB."""
-        return self.budget_bytes - self.budget_bytes // 32 - 2**20
+        """What the pages that hold data may take: the budget, or what the disk has room for, less a tenth.
+
+        The tenth is for B-tree copies, the free list, and above all for runs of free pages that are long enough for a
+        piece. With 1/32, three of a hundred publications found none after ten times the budget had been written, and
+        with 1/12 writing became slower (`tools/soak`).
+        """
+        limit = min(self.budget_bytes, self._disk_limit())
+        return limit - limit // 10 - 2**20
+
+    def _disk_limit(self) -> int:
+        """How large the file may become so that `min_free_bytes` of the disk stay free."""
+        if not self._min_free_bytes:
+            return self.budget_bytes
+        try:
+            disk = os.statvfs(self.path)
+        except OSError as error:
+            raise FolderUnavailable(self.path, error) from error
+        return self.file_bytes() + max(0, disk.f_bavail * disk.f_frsize - self._min_free_bytes)
+
+    def _may_grow(self, need: int) -> bool:
+        """Whether the disk keeps its floor even if none of the file's free pages can be used."""
+        return not self._min_free_bytes or self.file_bytes() + need <= self._disk_limit()
+
+    def _limit(self) -> str:
+        if self._disk_limit() < self.budget_bytes:
+            floor = format_size(self._min_free_bytes)
+            return f"the disk, of which {floor} stay free; free some, or lower --kv-cache-min-free"
+        return f"--kv-cache-budget {format_size(self.budget_bytes)}; raise it or save a shorter prefix"
 
     def _make_room(self, need: int, keep: frozenset[bytes]) -> int:
-        """Evict until `need` more bytes fit. Answers how many nodes were evicted."""
+        """Evict until `need` more bytes fit. Answers how many nodes were evicted.
+
+        Raises `StoreFull`, and evicts nothing, if what may be evicted is not enough.
+        """
         with self.snapshot() as snapshot:
             excess = snapshot.used_bytes() + need - self._usable_bytes()
             if excess <= 0:
                 return 0
-            usage, parent_of = snapshot.usages(), snapshot.parent
-            victims = choose_victims(usage, parent_of, bytes_wanted=excess, pinned=keep | self._pinned())
-        for start in range(0, len(victims), _EVICT_BATCH):
-            with self._env.transaction(write=True) as txn:
-                for name in victims[start : start + _EVICT_BATCH]:
-                    self._evict(txn, name)
-        self._let_freed_pages_age()
+            prompts = snapshot.prompts_beyond(self.budget_bytes // _HISTORY_SHARE)
+            table = snapshot.usages()
+            victims = choose_victims(
+                table,
+                snapshot.parent,
+                bytes_wanted=max(excess, self.budget_bytes // _EVICT_AHEAD),
+                pinned=keep | self._pinned(),
+                now=self._clock(),
+            )
+            sizes = dict(zip(table.names, table.records["stored_bytes"].tolist(), strict=True))
+            if need and sum(sizes[name] for name in victims) < excess:
+                raise StoreFull(
+                    f"no room for {format_size(need)}: what is stored was just written or is in use; "
+                    "raise --kv-cache-budget"
+                )
+        self._forget(prompts)
+        self._evict(victims)
         return len(victims)
 
-    def _evict(self, txn: lmdb.Transaction, name: bytes) -> None:
-        """Delete a victim, unless it was continued or pinned since it was chosen."""
-        value = txn.get(name, db=self._env.databases["usage"])
-        if value is not None and not decode_usage(value).children and name not in self._pinned():
-            self._delete(txn, name, self._parent(txn, name))
+    def _evict(self, victims: list[bytes]) -> None:
+        """Delete nodes, children first, unless one was continued or pinned since it was chosen."""
+        for start in range(0, len(victims), _EVICT_BATCH):
+            with self.changes() as changes:
+                for name in victims[start : start + _EVICT_BATCH]:
+                    usage = changes.usage(name)
+                    if usage is not None and not usage.children and name not in self._pinned():
+                        changes.delete_node(name, changes.parent(name))
+        if victims:
+            self._let_freed_pages_age()
 
     def _let_freed_pages_age(self) -> None:
         """LMDB reuses pages only from the second transaction after the one that freed them: this is the one between."""
-        with self._env.transaction(write=True) as txn:
-            txn.put(b"evicted_at", _F64.pack(self._clock()), db=self._env.databases["meta"])
+        with self.changes() as changes:
+            changes.put_meta("evicted_at", _F64.pack(self._clock()))
 
-    def _write(self, txn: lmdb.Transaction, publication: Publication) -> None:
-        now = self._clock()
-        if not txn.get(publication.root, db=self._env.databases["roots"]):
-            txn.put(publication.root, encode_record(publication.root_record), db=self._env.databases["roots"])
-        for node in publication.nodes:
-            self._put_node(txn, publication.root, node, now)
-        if publication.tip is not None:
-            self._touch_path(txn, publication.tip, now, 0)
-        if publication.entry is not None and publication.tip is not None:
-            if txn.get(publication.tip, db=self._env.databases["nodes"]) is None:
-                raise PrefixGone("the prefix that it ends with was evicted meanwhile")
-            txn.put(
-                publication.tip, encode_record(publication.entry), overwrite=False, db=self._env.databases["entries"]
-            )
-        if publication.prompt is not None:
-            self._remember(txn, publication.root, publication.prompt, publication.history_limit)
+    def _forget(self, prompts: list[bytes]) -> None:
+        """Remove remembered prompts, given by their keys, and the records of roots that nothing is left of."""
+        if prompts:
+            with self.changes() as changes:
+                changes.forget(prompts)
 
-    def _put_node(self, txn: lmdb.Transaction, root: bytes, node: NewNode, now: float) -> None:
-        stored = txn.get(node.name, db=self._env.databases["nodes"])
-        if stored is not None:
-            there = decode_node(stored)
-            if there.parent != node.parent or there.token_ids.tobytes() != node.token_ids.tobytes():
-                raise PrefixGone(f"another prefix has the same name, {node.name.hex()}")
-            return
-        if node.position > 0:
-            parent = txn.get(node.parent, db=self._env.databases["usage"])
-            if parent is None:
-                raise PrefixGone("the prefix that it continues was evicted meanwhile")
-            u = decode_usage(parent)
-            u = UsageRecord(u.last_used, u.hits, u.children + 1, u.stored_bytes)
-            txn.put(node.parent, encode_usage(u), db=self._env.databases["usage"])
-        size = len(node.payload)
-        record = NodeRecord(
-            node.parent, root, node.position, node.token_ids, node.kind, Codec.RAW, size, size, checksum(node.payload)
-        )
-        txn.put(node.name, encode_node(record), db=self._env.databases["nodes"])
-        txn.put(node.name, encode_usage(UsageRecord(now, 0, 0, _stored_size(node))), db=self._env.databases["usage"])
-        txn.put(node.name, node.payload, db=self._env.databases["payloads"])
-
-    def _touch_path(self, txn: lmdb.Transaction, name: bytes, when: float, hits: int) -> None:
-        while (value := txn.get(name, db=self._env.databases["usage"])) is not None:
-            u = decode_usage(value)
-            u = UsageRecord(max(u.last_used, when), u.hits + hits, u.children, u.stored_bytes)
-            txn.put(name, encode_usage(u), db=self._env.databases["usage"])
-            name = self._parent(txn, name)
-
-    def _delete(self, txn: lmdb.Transaction, name: bytes, parent: bytes) -> bool:
-        if not txn.delete(name, db=self._env.databases["nodes"]):
-            return False
-        usage = txn.get(parent, db=self._env.databases["usage"])
-        if usage is not None:
-            u = decode_usage(usage)
-            u = UsageRecord(u.last_used, u.hits, max(0, u.children - 1), u.stored_bytes)
-            txn.put(parent, encode_usage(u), db=self._env.databases["usage"])
-        for database in ("usage", "payloads", "entries"):
-            txn.delete(name, db=self._env.databases[database])
-        return True
-
-    def _parent(self, txn: lmdb.Transaction, name: bytes) -> bytes:
-        value = txn.get(name, db=self._env.databases["nodes"])
-        return b"" if value is None else bytes(value[:HASH_BYTES])
-
-    def _remember(self, txn: lmdb.Transaction, root: bytes, prompt: TokenIds, limit: int) -> None:
-        keys = [key for key, _ in Snapshot(self._env.databases, txn).history(root)]
-        newest = history_sequence(keys[0]) if keys else -1
-        txn.put(history_key(root, newest + 1), encode_tokens(prompt), db=self._env.databases["history"])
-        for key in keys[max(0, limit - 1) :]:
-            txn.delete(key, db=self._env.databases["history"])
-
-    def _identify(self) -> None:
+    def _identify(self, env: Environment) -> Names:
         """Check the format, or write it into a new store, before anything else of the file is touched."""
-        self._env.open_databases(["meta"])
-        with self._env.transaction(write=not self._env.read_only) as txn:
-            version = txn.get(b"format", db=self._env.databases["meta"])
-            if version is not None:
-                self._check_format(bytes(version))
-            elif self._env.read_only:
+        env.open_databases(["meta"])
+        if self._is_new(env):
+            if env.read_only:
                 raise StoreCorrupt(f"{self.path} holds no diskprefix store")
-            else:
-                self._create(txn)
-            self.store_id = bytes(txn.get(b"store_id", db=self._env.databases["meta"]) or b"")
-            self.secret = _U64.unpack(txn.get(b"secret", db=self._env.databases["meta"]) or b"")[0]
-        self._env.open_databases(DATABASES)
+            with env.transaction(write=True) as txn:
+                meta = Changes(env.databases, txn, self._clock())
+                # Another process may have been faster.
+                if meta.meta("format") is None:
+                    _create(meta, self._clock())
+        with env.transaction() as txn:
+            names = _names(self.path, Snapshot(env.databases, txn))
+        env.open_databases(DATABASES)
+        return names
 
-    def _create(self, txn: lmdb.Transaction) -> None:
-        for key, value in (
-            (b"format", _U32.pack(FORMAT_VERSION)),
-            (b"store_id", secrets.token_bytes(16)),
-            (b"secret", _U64.pack(secrets.randbits(64))),
-            (b"created_at", _F64.pack(self._clock())),
-        ):
-            txn.put(key, value, db=self._env.databases["meta"])
+    def _is_new(self, env: Environment) -> bool:
+        with env.transaction() as txn:
+            return Snapshot(env.databases, txn).meta("format") is None
 
-    def _check_format(self, value: bytes) -> None:
-        version = _U32.unpack(value)[0] if len(value) == _U32.size else -1
-        if version == FORMAT_VERSION:
-            return
-        age = "a newer" if version > FORMAT_VERSION else "another"
+
+def _create(meta: Changes, now: float) -> None:
+    store_id, secret = secrets.token_bytes(16), secrets.randbits(64)
+    for key, value in (
+        ("format", _U32.pack(FORMAT_VERSION)),
+        ("store_id", store_id),
+        ("secret", _U64.pack(secret)),
+        ("created_at", _F64.pack(now)),
+        ("checksum", _U64.pack(identity_checksum(FORMAT_VERSION, store_id, secret, now))),
+    ):
+        meta.put_meta(key, value)
+
+
+def _names(path: Path, meta: Snapshot) -> Names:
+    """Raises `StoreFormatError` for another format, `StoreCorrupt` for damage."""
+    damaged = StoreCorrupt(f"{path}: what the store says of itself is damaged")
+    try:
+        version = _U32.unpack(meta.meta("format") or b"")[0]
+        store_id = meta.meta("store_id") or b""
+        secret = _U64.unpack(meta.meta("secret") or b"")[0]
+        created_at = _F64.unpack(meta.meta("created_at") or b"")[0]
+        if version == 1:
+            raise StoreFormatError(
+                f"{path} was written by an older diskprefix: stop what has it open; `diskprefix serve` then migrates it"
+            )
+        expected = _U64.unpack(meta.meta("checksum") or b"")[0]
+    except struct.error as error:
+        raise damaged from error
+    if len(store_id) != HASH_BYTES or expected != identity_checksum(version, store_id, secret, created_at):
+        raise damaged
+    if version != FORMAT_VERSION:
         raise StoreFormatError(
-            f"{self.path} was written by {age} diskprefix (format {version}, this version reads {FORMAT_VERSION}): "
+            f"{path} was written by a newer diskprefix (format {version}, this version reads {FORMAT_VERSION}): "
             "use that version, or choose another --kv-cache-dir"
         )
+    return Names(store_id, secret)
 
 
 def _parents(publication: Publication) -> frozenset[bytes]:
     """Nodes that the publication continues: they must not be evicted to make room for it."""
     parents = {node.parent for node in publication.nodes if node.position > 0}
     return frozenset(parents | ({publication.tip} if publication.tip else set()))
-
-
-def _stored_size(node: NewNode) -> int:
-    """Bytes that a node takes in the file: whole pages for the payload, and its records."""
-    pages = -(-(len(node.payload) + 16) // _PAGE_BYTES)
-    return pages * _PAGE_BYTES + 4 * len(node.token_ids) + 256

@@ -14,35 +14,49 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from diskprefix.errors import CacheError, PrefixGone, StoreFull
-from diskprefix.store.store import NewNode, Publication, Store
+from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFull
+from diskprefix.store.changes import NewNode
+from diskprefix.store.repair import repair_index
+from diskprefix.store.schema import RootRecord
+from diskprefix.store.store import Publication, Store
 
 log = logging.getLogger("diskprefix")
 
 _TOUCH_INTERVAL_S = 1.0
-"""How long uses may wait to be written together; a kill loses at most that much of the least-recently-used order."""
+"""How long uses may wait to be written together; a kill loses at most that much of hits and times of last use. The
+folder is looked at as often."""
+_LAST_WRITE_S = 10.0
+_EXPIRY_INTERVAL_S = 60.0
+"""What has expired is gone this much later at most; sooner if the time to live is short."""
 
 
 class Writer:
     """Owns the writing thread. `reserve`, `submit` and `touch` never wait for the disk and never raise."""
 
-    def __init__(self, store: Store, *, buffer_bytes: int) -> None:
+    def __init__(self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0) -> None:
+        """`ttl_s`: what was not used for so many seconds is removed; 0 keeps it."""
         self._store = store
+        self._ttl_s = ttl_s
+        self._next_expiry = time.monotonic()
         self._buffer_bytes = buffer_bytes
         self._queue: deque[Publication] = deque()
         self._touches: dict[bytes, tuple[float, int]] = {}
         self._damaged: dict[bytes, bytes] = {}
+        self._roots: dict[bytes, RootRecord] = {}
+        """Of what is being written: it can replace a damaged record."""
         self._pending: Mapping[bytes, NewNode] = MappingProxyType({})
         self._pending_bytes = 0
         self._changed = threading.Condition()
         self._closing = False
         self.dropped = 0
         self.evicted = 0
+        self.expired = 0
         self.quarantined = 0
         self.written_bytes = 0
         self.written_tokens = 0
         self.error: str | None = None
         """The store's last failure, None once a publication has been written again."""
+        self._look()
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
 
@@ -105,18 +119,24 @@ class Writer:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            with self._changed:
-                lost = max(0, len(self._queue) - 1)
-                self.dropped += lost
-                while len(self._queue) > 1:
-                    self._queue.pop()
-            # The transaction that is being written is let finish: LMDB would only roll it back.
-            self._thread.join()
-            if lost:
-                log.warning("[disk-cache] %d prompts were not saved: writing took over %.0f s", lost, timeout_s)
-            return not lost
-        return True
+        if not self.is_alive:
+            return True
+        with self._changed:
+            lost = max(0, len(self._queue) - 1)
+            self.dropped += lost
+            while len(self._queue) > 1:
+                self._queue.pop()
+        # The transaction that is being written is let finish, for a while: LMDB would only roll it back.
+        self._thread.join(max(timeout_s, _LAST_WRITE_S))
+        lost += self.is_alive
+        if lost:
+            log.warning("[disk-cache] %d prompts were not saved: writing took over %.0f s", lost, timeout_s)
+        return not lost
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still writes: then the store must not be closed. Another process may hold LMDB's lock for ever."""
+        return self._thread.is_alive()
 
     def _run(self) -> None:
         while True:
@@ -134,11 +154,16 @@ class Writer:
             self._attempt(self._write_touches)
             if publication is None and closing:
                 return
+            if publication is None:
+                self._attempt(self._maintain)
 
     def _attempt(self, step: Callable[[], None]) -> None:
         """Run a step; whatever it raises, the thread lives on. A bug shows as a degraded cache and a traceback."""
         try:
             step()
+        except StoreCorrupt as error:
+            self._report(error)
+            self._repair(error)
         except CacheError as error:
             self._report(error)
         except Exception as error:
@@ -148,6 +173,7 @@ class Writer:
 
     def _write(self, publication: Publication) -> None:
         started = time.perf_counter()
+        self._roots = {publication.root: publication.root_record}
         try:
             self.evicted += self._store.publish(publication)
         except (StoreFull, PrefixGone) as error:
@@ -157,9 +183,7 @@ class Writer:
         except CacheError:
             self.dropped += 1
             raise
-        if self.error is not None:
-            self.error = None
-            log.info("[disk-cache] saving again")
+        self._recover()
         self.written_bytes += publication.payload_bytes
         self.written_tokens += sum(len(node.token_ids) for node in publication.nodes)
         log.debug(
@@ -178,7 +202,32 @@ class Writer:
         if touches:
             self._store.touch(touches)
 
-    def _report(self, error: CacheError) -> None:
+    def _maintain(self) -> None:
+        if self._store.maintain():
+            self._recover()
+        self._look()
+        if self._ttl_s and time.monotonic() >= self._next_expiry:
+            self._next_expiry = time.monotonic() + min(_EXPIRY_INTERVAL_S, self._ttl_s / 10)
+            self.expired += self._store.expire(self._ttl_s)
+
+    def _look(self) -> None:
+        """Say what is wrong with the folder, once."""
+        if self._store.problem is not None:
+            self._report(self._store.problem)
+
+    def _repair(self, error: StoreCorrupt) -> None:
+        """Remove records that keep the store from being written. Damage of the file itself is `Store.maintain`'s."""
+        try:
+            self.quarantined += repair_index(self._store, self._roots)
+        except CacheError as failure:
+            log.debug("[disk-cache] not repaired: %s, because of %s", error, failure)
+
+    def _recover(self) -> None:
+        if self.error is not None:
+            self.error = None
+            log.info("[disk-cache] saving again")
+
+    def _report(self, error: CacheError | str) -> None:
         if self.error is None:
             log.warning("[disk-cache] serving without saving until this is mended: %s", error)
         self.error = str(error)

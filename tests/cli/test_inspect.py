@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,8 +14,14 @@ from typing import Any
 import pytest
 
 from diskprefix.cli import main
+from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
+from diskprefix.tenant import Tenant, matches
 from tests.store.building import BLOCK, open_store, prompt, publication
+
+BLOCK_BYTES = 19_968
+"""Raw bytes of a block in these tests, one piece each."""
+PIECE_HEADER_BYTES = 48
 
 
 @pytest.fixture
@@ -68,12 +75,12 @@ def test_json_lists_every_entry_with_the_documented_keys(invoke: Invoke, folder:
     first, second = listed(invoke, folder)
     assert set(first) == {
         "id", "model", "num_tokens", "raw_bytes", "stored_bytes", "shared_bytes", "hits", "created_at",
-        "last_used_at", "scope", "preview",
+        "last_used_at", "scope", "tenant", "preview",
     }  # fmt: skip
     assert (first["hits"], first["last_used_at"], second["hits"]) == (2, 2000.0, 0)
     assert {e["num_tokens"] for e in (first, second)} == {4 * BLOCK}
-    assert {e["raw_bytes"] for e in (first, second)} == {4 * 20_000 + 100}
-    assert {e["shared_bytes"] for e in (first, second)} == {3 * 20_000}
+    assert {e["raw_bytes"] for e in (first, second)} == {4 * BLOCK_BYTES + 100}
+    assert {e["shared_bytes"] for e in (first, second)} == {3 * (BLOCK_BYTES + PIECE_HEADER_BYTES)}
     assert first["model"] == "tiny"
 
 
@@ -94,7 +101,7 @@ def test_one_entry_shows_its_blocks(invoke: Invoke, folder: Path) -> None:
     assert blocks[-1]["hash"] == name
 
 
-@pytest.mark.parametrize("entry", ["zz", "", "0" * 33])
+@pytest.mark.parametrize("entry", ["zzzz", "", "0" * 33])
 def test_an_unknown_or_ambiguous_entry_is_one_line(invoke: Invoke, folder: Path, entry: str) -> None:
     result = invoke("--kv-cache-dir", folder, entry)
     assert result.exit_code == 2
@@ -184,3 +191,23 @@ def test_the_table_shows_where_conversations_differ(invoke: Invoke, tmp_path: Pa
     shown = invoke("--kv-cache-dir", tmp_path).stdout
     assert "about maps?" in shown
     assert "about birds?" in shown
+
+
+def test_tenants_are_shown_where_there_are_any_as_purge_takes_them(invoke: Invoke, folder: Path) -> None:
+    assert " tenant " not in invoke("--kv-cache-dir", folder).stdout.splitlines()[0]
+    tenant = Tenant.of_key("a key").with_salt("alice")
+    store = open_store(folder)
+    pub = publication(store, prompt(5, BLOCK), root=b"t" * 16)
+    record = RootRecord(
+        model="tiny", block_size=BLOCK, layout=pub.root_record.layout, created_at=0.0, tenant=str(tenant)
+    )
+    store.publish(replace(pub, root_record=record))
+    store.close()
+    shown = invoke("--kv-cache-dir", folder).stdout
+    assert " tenant " in shown.splitlines()[0]
+    digits = re.search(r"\b[0-9a-f]{8}/[0-9a-f]{8}\b", shown)
+    assert digits
+    assert matches(str(tenant), digits[0])
+    assert pub.tip is not None
+    assert f"tenant     {tenant}\n" in invoke("--kv-cache-dir", folder, pub.tip.hex()).stdout
+    assert "tenant     none\n" in invoke("--kv-cache-dir", folder, listed(invoke, folder)[0]["id"]).stdout

@@ -70,10 +70,15 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "port": "9000",
         "max_queue": "5",
         "max_body_bytes": "1MiB",
+        "api_keys": "/keys",
         "block_size": "64",
         "disk_prefix_cache": "FULL",
         "kv_cache_dir": "/elsewhere",
         "kv_cache_budget": "8GiB",
+        "kv_cache_min_free": "2GiB",
+        "kv_cache_ttl": "7d",
+        "kv_cache_codec": "PLANES",
+        "kv_cache_on_corruption": "refuse",
         "kv_cache_min_tokens": "7",
         "kv_cache_interval": "8",
         "kv_cache_cold_max": "9",
@@ -118,6 +123,26 @@ def test_an_empty_variable_is_no_variable(monkeypatch: pytest.MonkeyPatch, setti
     monkeypatch.setenv("DISKPREFIX_MODEL", "")
     monkeypatch.setenv("DISKPREFIX_PORT", "")
     assert settings_of() == Settings()
+
+
+def test_an_empty_file_of_keys_is_refused_wherever_it_comes_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without keys anybody is served: a variable that came out empty must not mean that."""
+    policy = tmp_path / "mine.toml"
+    policy.write_text('api_keys = ""\n')
+    found = [error_line(capsys, "serve", "--api-keys", ""), error_line(capsys, "serve", "--policy", str(policy))]
+    monkeypatch.setenv("DISKPREFIX_API_KEYS", "")
+    found.append(error_line(capsys, "serve"))
+    for (code, line), source in zip(found, ("'--api-keys'", "policy file", "'DISKPREFIX_API_KEYS'"), strict=True):
+        assert code == 2
+        assert source in line
+        assert "it is empty" in line
+
+
+def test_a_flag_wins_over_an_empty_variable_of_keys(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
+    monkeypatch.setenv("DISKPREFIX_API_KEYS", "")
+    assert settings_of("--api-keys", "~/keys").api_keys == Path("~/keys").expanduser()
 
 
 def test_a_home_folder_is_expanded(settings_of: SettingsOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
 from tests.engine import tiny
+from tests.store.building import make_newer, open_store
 
 BLOCK = 16
 POSITIONS = 512
@@ -254,9 +255,7 @@ def test_a_model_with_unknown_layers_bypasses_the_cache_and_says_so(
 
 
 def test_a_folder_of_a_newer_format_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
-    import lmdb
-
-    with lmdb.open(str(tmp_path), max_dbs=8, map_size=1 << 24) as env, env.begin(write=True) as txn:
-        txn.put(b"format", (9).to_bytes(4, "little"), db=env.open_db(b"meta", txn=txn))
+    open_store(tmp_path).close()
+    make_newer(tmp_path, 9)
     with pytest.raises(StoreFormatError, match="format 9"):
         load(tmp_path / "no-such-model", tmp_path)

@@ -9,14 +9,17 @@ import pytest
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, SamplingParams
 from diskprefix.engine.scheduler import Scheduler
-from diskprefix.errors import ContextTooLong, NotReady, QueueFull
+from diskprefix.errors import ContextTooLong, NotReady, QueueFull, ShareFull
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
+from diskprefix.tenant import SHARED, Tenant
+
+ALICE, BOB = Tenant.of_key("alice"), Tenant.of_key("bob")
 
 
-def request(name: str) -> GenerateRequest:
-    prompt = Prompt(np.zeros(1, dtype=np.int32))
-    return GenerateRequest(id=name, prompt=prompt, sampling=SamplingParams(), scope=parse_scope("off", param="scope"))
+def request(name: str, tenant: Tenant = SHARED) -> GenerateRequest:
+    prompt, scope = Prompt(np.zeros(1, dtype=np.int32)), parse_scope("off", param="scope")
+    return GenerateRequest(id=name, prompt=prompt, sampling=SamplingParams(), scope=scope, tenant=tenant)
 
 
 class Steps:
@@ -100,6 +103,37 @@ def test_a_full_queue_refuses_with_a_hint(steps: Steps) -> None:
     steps.wait_until(lambda: len(steps.ended) == 3)
     assert steps.ended == ["running", "b", "d"]
     scheduler.stop(30)
+
+
+def test_requests_that_are_still_being_read_are_counted_and_told(steps: Steps) -> None:
+    scheduler = Scheduler(steps, 4)
+    scheduler.require_room([SHARED] * 4, SHARED)
+    with pytest.raises(QueueFull, match=r"^5 requests are waiting already"):
+        scheduler.require_room([SHARED] * 5, SHARED)
+
+
+def test_a_caller_with_a_key_has_half_of_the_queue_whatever_its_salts(steps: Steps) -> None:
+    scheduler = Scheduler(steps, 4)
+    scheduler.start()
+    scheduler.submit(request("running", BOB), Events())
+    steps.wait_until(lambda: bool(steps.started))
+    scheduler.submit(request("waiting", ALICE.with_salt("one of hers")), Events())
+    scheduler.require_room([SHARED.with_salt("nobody's")], ALICE)
+    with pytest.raises(ShareFull, match=r"^2 requests with this API key") as refused:
+        scheduler.require_room([ALICE], ALICE)
+    assert (refused.value.http_status, refused.value.retry_after_s >= 1) == (429, True)
+    scheduler.require_room([ALICE], BOB)
+    scheduler.require_room([SHARED, SHARED], SHARED)
+    steps.go.set()
+    assert scheduler.stop(30)
+
+
+def test_the_share_of_the_smallest_queue_is_one_place(steps: Steps) -> None:
+    scheduler = Scheduler(steps, 1)
+    scheduler.require_room([ALICE], ALICE)
+    scheduler.require_room([BOB], ALICE)
+    with pytest.raises(QueueFull):
+        scheduler.require_room([ALICE, BOB], ALICE)
 
 
 def test_cancelling_stops_a_running_request_and_the_next_one_runs(steps: Steps) -> None:

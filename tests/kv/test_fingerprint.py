@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from diskprefix.errors import SettingsError
 from diskprefix.kv import fingerprint
 from diskprefix.kv.fingerprint import Fingerprint, remembered_digest, weights_digest
-from diskprefix.tokens import file_digest
+from diskprefix.tokens import file_digest, root_hash
 
 LAYOUT = '{"groups":[{"heads":2,"head_dim":8,"dtype":"float32"}]}'
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -41,7 +41,7 @@ def tiny(**changes: Any) -> Any:
 
 
 def root_of(model: Any, mode: str = "strict", digest: str = "d") -> bytes:
-    return Fingerprint.of(model, digest, mode).root(256, 1, LAYOUT)
+    return root_hash(Fingerprint.of(model, digest, mode).identity(256, 1, LAYOUT))
 
 
 def with_config(name: str, value: Any) -> Any:
@@ -168,7 +168,7 @@ def test_device_and_libraries_count_in_strict_mode_alone(name: str) -> None:
     changes: dict[str, Any] = {name: "another"}
     for mode, counts in (("strict", True), ("portable", False)):
         print_ = Fingerprint.of(tiny(), "d", mode)
-        assert (replace(print_, **changes).root(256, 1, LAYOUT) != print_.root(256, 1, LAYOUT)) is counts
+        assert (replace(print_, **changes).identity(256, 1, LAYOUT) != print_.identity(256, 1, LAYOUT)) is counts
 
 
 def test_strict_and_portable_roots_never_meet() -> None:
@@ -191,9 +191,7 @@ roots = st.tuples(
 
 @given(roots, roots)
 def test_block_size_layout_and_salt_are_told_apart(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    root = LITERAL.root(*one)
-    assert len(root) == 16
-    assert (root == LITERAL.root(*other)) is (one == other)
+    assert (LITERAL.identity(*one) == LITERAL.identity(*other)) is (one == other)
 
 
 LITERAL = Fingerprint(
@@ -216,7 +214,7 @@ LITERAL = Fingerprint(
 
 def test_the_root_of_a_given_fingerprint_never_changes() -> None:
     """A change here makes every store miss: it must be meant."""
-    assert LITERAL.root(256, 1, "layout", "salt").hex() == "13586d6151ab6968158e2104bfd6ba64"
+    assert root_hash(LITERAL.identity(256, 1, "layout", "salt")).hex() == "13586d6151ab6968158e2104bfd6ba64"
 
 
 def test_a_saved_model_keeps_its_root_wherever_it_lies(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -30,6 +31,21 @@ def payload_of(layout: Layout, seed: int) -> memoryview:
     return memoryview(np.random.default_rng(seed).bytes(size))
 
 
+def fill(arena: KVArena, layout: Layout, payload: memoryview) -> None:
+    """Write a payload behind the first tokens, in pieces of three rows."""
+    start = 0
+    for number, group in enumerate(layout.groups):
+        num_rows = len(group.specs) * group.heads
+        for first in range(0, num_rows, 3):
+
+            def write(out: npt.NDArray[np.uint8], start: int = start) -> None:
+                out[...] = np.frombuffer(payload, np.uint8, out.size, start).reshape(out.shape)
+
+            rows = slice(first, min(first + 3, num_rows))
+            arena.fill(NUM_TOKENS, NUM_TOKENS, number, rows, write)
+            start += (rows.stop - rows.start) * NUM_TOKENS * group.head_dim * group.dtype.itemsize
+
+
 def append(arena: KVArena, num_tokens: int) -> None:
     """What a forward does to every layer, with values of its own."""
     for layer in arena.cache.layers:
@@ -51,7 +67,7 @@ def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads(
         append(arena, NUM_TOKENS)
         arena.reserve(2000)
         assert not any(tensor.is_inference() for tensor in arena._tensors)
-        other.submit(arena.write_block, NUM_TOKENS, NUM_TOKENS, payload, with_logits=False).result()
+        other.submit(fill, arena, layout, payload).result()
         arena.truncate(2 * NUM_TOKENS)
         append(arena, NUM_TOKENS)
         assert other.submit(arena.read_block, NUM_TOKENS, NUM_TOKENS, None).result() == payload

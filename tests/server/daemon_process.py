@@ -78,12 +78,13 @@ class DaemonProcess:
         self.wait_for_line(r"diskprefix ready on ")
         return self
 
-    def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60)
+    def client(self, api_key: str | None = None) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        return httpx.Client(base_url=self.url, timeout=60, headers=headers)
 
-    def wait_saved(self) -> None:
+    def wait_saved(self, api_key: str | None = None) -> None:
         """Returns when nothing waits to be written: what was answered until now survives SIGKILL."""
-        with self.client() as client:
+        with self.client(api_key) as client:
             wait_until(lambda: client.get("/props").json()["full_cache"]["state"]["pending_bytes"] == 0, "all is saved")
 
     def stop(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 60) -> int:

@@ -47,6 +47,8 @@ STATS: dict[str, Any] = {
     "saved_bytes": 12,
     "dropped": 13,
     "evicted_blocks": 14,
+    "expired_blocks": 15,
+    "file_bytes": 16,
     "quarantined": 15,
     "errors": 16,
 }

@@ -15,6 +15,7 @@ import pytest
 
 from diskprefix.engine.request import DoneEvent, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError, ModelError, StoreUnavailable
+from diskprefix.server import body as reading
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import (
     AppServer,
@@ -167,10 +168,60 @@ def test_requests_that_are_still_being_read_take_their_places_in_the_queue(
         for connection in arriving:
             assert read_until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 100 ")
         answer = client.post(CHAT, json=HELLO)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "queue_full")
+        assert error["message"].startswith("2 requests are waiting already")
         for connection in arriving:
             connection.close()
         wait_until(lambda: client.post(CHAT, json=HELLO).status_code == 200, "their places are free again")
+
+
+def read_to_the_end(connection: socket.socket) -> bytes:
+    received = b""
+    while part := connection.recv(4096):
+        received += part
+    return received
+
+
+def test_a_body_that_does_not_come_is_a_408_and_its_place_is_free_again(
+    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_BODY_S", 0.2)
+    with scripted_app(chat_model, engine, max_queue=1) as server, server.client() as client:
+        silent = [open_raw(server, HELLO, announced_bytes=1000) for _ in range(2)]
+        for connection in silent:
+            head, _, answer = read_to_the_end(connection).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 408 ")
+            error = json.loads(answer)["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "request_timeout")
+            connection.close()
+        assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+def test_a_body_that_trickles_is_a_408(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_BODY_S", 0.2)
+    with open_raw(server, HELLO, announced_bytes=1_000_000) as connection:
+        connection.settimeout(0.01)
+        for _ in range(3000):
+            connection.sendall(b" ")
+            try:
+                answer = connection.recv(100)
+            except TimeoutError:
+                continue
+            break
+        assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_large_body_has_the_longer_to_arrive_the_more_of_it_has(
+    server: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_BODY_S", 0.2)
+    monkeypatch.setattr(reading, "_BODY_BYTES_PER_S", 1)
+    payload = json.dumps(HELLO).encode()
+    with open_raw(server, HELLO, announced_bytes=len(payload) + 1) as connection:
+        threading.Event().wait(0.4)
+        connection.sendall(b" ")
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import lmdb
 import pytest
 
 from diskprefix.errors import SettingsError
 from diskprefix.server.process import listen, process_age_s
 from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon, serve_flags, wait_until
+from tests.store.building import make_newer
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {
@@ -145,6 +144,15 @@ def test_a_second_daemon_on_the_port_is_refused_and_the_first_keeps_serving(
     assert httpx.post(daemon.url + CHAT, json=BODY, timeout=60).status_code == 200
 
 
+@pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_a_daemon_without_keys_that_others_reach_warns(chat_model: Path, cache: Path, host: str, warned: bool) -> None:
+    with DaemonProcess(*serve_flags(chat_model, cache, host=host)) as daemon:
+        daemon.wait_ready()
+        assert daemon.stop() == 0
+    lines = [line for line in daemon.lines if "no API keys (--api-keys): anybody who reaches http://0.0.0.0:" in line]
+    assert (len(lines), "no API keys" in daemon.log) == (int(warned), warned)
+
+
 def test_a_cache_folder_that_cannot_be_created_is_refused(chat_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     code, line = refused_start(*serve_flags(chat_model, tmp_path / "file" / "kv"))
@@ -156,10 +164,7 @@ def test_a_cache_folder_of_a_newer_format_is_refused_and_left_alone(chat_model: 
     with running_daemon(chat_model, cache) as daemon:
         assert httpx.post(daemon.url + CHAT, json=BODY, timeout=60).is_success
         assert daemon.stop() == 0
-    with lmdb.open(str(cache), max_dbs=16) as store:
-        meta = store.open_db(b"meta")
-        with store.begin(write=True) as txn:
-            txn.put(b"format", struct.pack("<I", 99), db=meta)
+    make_newer(cache, 99)
     before = (cache / "data.mdb").read_bytes()
     code, line = refused_start(*serve_flags(chat_model, cache))
     assert code == 4

@@ -13,7 +13,9 @@ from pydantic import BaseModel
 from diskprefix.errors import InvalidRequest
 from diskprefix.policy.scope import Scope
 from diskprefix.server.body import parse_json
+from diskprefix.server.params import tenant_of
 from diskprefix.server.schemas import ChatRequest, CompletionRequest
+from diskprefix.tenant import SHARED, Tenant
 
 USER = {"role": "user", "content": "hello"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -107,6 +109,14 @@ def refusal(**fields: Any) -> InvalidRequest:
         ({"prefix_cache": {"window": True}}, "prefix_cache.window"),
         ({"prefix_cache": {"window": 10**40}}, "prefix_cache.window"),
         ({"prefix_cache": {"widow": 8}}, "prefix_cache.widow"),
+        ({"prefix_cache": {"salt": ""}}, "prefix_cache.salt"),
+        ({"prefix_cache": {"salt": 5}}, "prefix_cache.salt"),
+        ({"prefix_cache": {"salt": ["a"]}}, "prefix_cache.salt"),
+        ({"prefix_cache": {"salt": "x" * 257}}, "prefix_cache.salt"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"cache_salt": {"salt": "a"}}, "cache_salt"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
     ],
 )
 def test_a_wrong_field_is_named_by_its_path(fields: dict[str, Any], param: str) -> None:
@@ -176,6 +186,53 @@ def test_a_window_beside_a_scope_without_one_is_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
         body.prefix_cache.applied_to(Scope("auto", 30))
     assert caught.value.param == "prefix_cache.window"
+
+
+KEY = Tenant.of_key("0123456789abcdef")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prefix_cache": {"salt": "a"}},
+        {"cache_salt": "a"},
+        {"prefix_cache": {"salt": "a"}, "cache_salt": "a"},
+        {"prefix_cache": {"salt": "a"}, "cache_salt": None},
+        {"prefix_cache": {"scope": "full"}, "cache_salt": "a"},
+        {"prefix_cache": None, "cache_salt": "a"},
+    ],
+)
+def test_either_salt_names_the_tenant(fields: dict[str, Any]) -> None:
+    for body in (chat(**fields), completion(prompt="x", **fields)):
+        assert tenant_of(body, SHARED) == SHARED.with_salt("a")
+        assert tenant_of(body, KEY) == KEY.with_salt("a")
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"cache_salt": None}, {"prefix_cache": {}}, {"prefix_cache": {"salt": None}}, {"user": "a"}]
+)
+def test_without_a_salt_the_tenant_is_the_callers(fields: dict[str, Any]) -> None:
+    assert tenant_of(chat(**fields), SHARED) == SHARED
+    assert tenant_of(chat(**fields), KEY) == KEY
+
+
+@pytest.mark.parametrize("salt", [" ", "\0", "x" * 256, "\u00fc", "\U0001f980", "a/b"])
+def test_any_text_of_up_to_256_characters_is_a_salt(salt: str) -> None:
+    assert tenant_of(chat(cache_salt=salt), SHARED) == SHARED.with_salt(salt)
+
+
+def test_two_salts_that_differ_are_refused() -> None:
+    body = chat(prefix_cache={"salt": "swordfish"}, cache_salt="swordfisch")
+    with pytest.raises(InvalidRequest) as caught:
+        tenant_of(body, SHARED)
+    assert (caught.value.param, caught.value.http_status) == ("cache_salt", 400)
+    assert "sword" not in caught.value.message
+
+
+@pytest.mark.parametrize("salt", ["swordfish" * 40, ["swordfish"], {"swordfish": 1}])
+def test_a_salt_that_is_refused_is_not_repeated(salt: Any) -> None:
+    for fields in ({"cache_salt": salt}, {"prefix_cache": {"salt": salt}}):
+        assert "sword" not in refusal(**fields).message
 
 
 @pytest.mark.parametrize("prompt", ["text", ["text"], [1, 2], [[1, 2]]])

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 import numpy as np
 
-from diskprefix.store.schema import EntryRecord, Kind, RootRecord
-from diskprefix.store.store import NewNode, Publication, Store
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.changes import NewNode
+from diskprefix.store.codec import decode_piece, piece_seed
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import EntryRecord, Kind, RootRecord, identity_checksum
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, block_hash
 
 ROOT = b"r" * 16
@@ -42,32 +49,73 @@ def prompt(seed: int, num_tokens: int) -> TokenIds:
     return np.random.default_rng(seed).integers(0, 1000, num_tokens).astype(np.int32)
 
 
+def layout_of(block_bytes: int) -> str:
+    """The layout text of a model whose blocks of `BLOCK` tokens take about that much: two tensors of two heads."""
+    group = {"heads": 2, "head_dim": max(1, block_bytes // (8 * BLOCK)), "dtype": "bfloat16", "tensors": ["0.k", "0.v"]}
+    return json.dumps({"version": 1, "groups": [group], "logits": [25, "float32"]})
+
+
 def payload_of(token_ids: TokenIds, num_bytes: int) -> memoryview:
     """Bytes that depend on the tokens, so that a mix-up shows."""
     seed = int(np.abs(token_ids).sum()) + len(token_ids)
     return memoryview(np.random.default_rng(seed).bytes(num_bytes))
 
 
-def publication(store: Store, token_ids: TokenIds, *, payload_bytes: int = 20_000, root: bytes = ROOT) -> Publication:
+def new_node(name: bytes, parent: bytes, position: int, token_ids: TokenIds, kind: Kind, layout: str) -> NewNode:
+    """A node whose payload has the size that the layout says."""
+    pieces = PayloadLayout.parse(layout).pieces(len(token_ids), with_logits=kind == Kind.TAIL)
+    payload = payload_of(token_ids, sum(piece.num_bytes for piece in pieces))
+    return NewNode(name, parent, position, token_ids, kind, payload, pieces, prefill_s=0.5)
+
+
+def publication(
+    store: Store, token_ids: TokenIds, *, payload_bytes: int = 20_000, root: bytes = ROOT, layout: str = ""
+) -> Publication:
     """The whole prompt: its full blocks, its tail, its entry and its place in the history."""
+    layout = layout or layout_of(payload_bytes)
     parent, nodes = root, []
     for i, name in enumerate(chain(store.secret, root, token_ids, BLOCK)):
         tokens = token_ids[i * BLOCK : (i + 1) * BLOCK]
-        nodes.append(NewNode(name, parent, i * BLOCK, tokens, Kind.BLOCK, payload_of(tokens, payload_bytes)))
+        nodes.append(new_node(name, parent, i * BLOCK, tokens, Kind.BLOCK, layout))
         parent = name
     start = len(nodes) * BLOCK
     rest = token_ids[start:]
     tip = block_hash(store.secret, parent, rest)
-    nodes.append(NewNode(tip, parent, start, rest, Kind.TAIL, payload_of(rest, 100 + 10 * len(rest))))
+    nodes.append(new_node(tip, parent, start, rest, Kind.TAIL, layout))
     return Publication(
+        store_id=store.store_id,
         root=root,
-        root_record=RootRecord(model="tiny", block_size=BLOCK, layout="test", created_at=0.0),
+        root_record=RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0),
         nodes=tuple(nodes),
         tip=tip,
         entry=EntryRecord(root=root, num_tokens=len(token_ids), scope="full", preview="hello", created_at=1.0),
         prompt=token_ids,
         history_limit=4,
     )
+
+
+def read_payload(snapshot: Snapshot, node: NewNode) -> bytes:
+    """What is stored of a node's payload, decoded. Raises `StoreCorrupt`."""
+    parts: list[bytes] = []
+    for index, piece in enumerate(node.pieces):
+        stored = snapshot.piece(node.name, index)
+        if stored is None:
+            raise StoreCorrupt(f"piece {index} is missing")
+        out = np.empty((piece.num_rows, piece.row_bytes), dtype=np.uint8)
+        decode_piece(stored, piece, piece_seed(node.name, index), out)
+        parts.append(out.tobytes())
+    return b"".join(parts)
+
+
+def make_newer(path: Path, version: int) -> None:
+    """Make a store say that it has a later format, as that version would."""
+    store = Store.open(path)
+    with store.changes() as changes:
+        created_at = struct.unpack("<d", changes.meta("created_at") or b"")[0]
+        changes.put_meta("format", struct.pack("<I", version))
+        seal = identity_checksum(version, store.store_id, store.secret, created_at)
+        changes.put_meta("checksum", struct.pack("<Q", seal))
+    store.close()
 
 
 def is_whole(store: Store, pub: Publication) -> bool:
@@ -77,6 +125,6 @@ def is_whole(store: Store, pub: Publication) -> bool:
             (record := snapshot.node(node.name)) is not None
             and record.parent == node.parent
             and record.token_ids.tobytes() == node.token_ids.tobytes()
-            and bytes(snapshot.payload(node.name) or b"") == bytes(node.payload)
+            and read_payload(snapshot, node) == bytes(node.payload)
             for node in pub.nodes
         )

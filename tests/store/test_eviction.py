@@ -1,70 +1,307 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diskprefix.store.eviction import choose_victims
+from diskprefix.store.eviction import (
+    HALF_LIFE_S,
+    JUST_WRITTEN_S,
+    UsageTable,
+    after_use,
+    choose_victims,
+    decayed_hits,
+    expired,
+    scores,
+)
 from diskprefix.store.schema import UsageRecord
+
+NOW = 1_000_000.0
+DAY_S = 86_400.0
+YEAR_S = 365 * DAY_S
+
+Tree = tuple[dict[bytes, UsageRecord], dict[bytes, bytes]]
+"""Usage records by node, and each node's parent; b"" for a first block."""
 
 
 def name(i: int) -> bytes:
     return i.to_bytes(16, "big")
 
 
+def usage(
+    *,
+    age_s: float = 100.0,
+    hits: float = 0.0,
+    children: int = 0,
+    stored_bytes: int = 10,
+    prefill_s: float = 0.0,
+    written_s_ago: float = DAY_S,
+) -> UsageRecord:
+    return UsageRecord(
+        last_used=NOW - age_s,
+        hits=hits,
+        children=children,
+        stored_bytes=stored_bytes,
+        prefill_s=prefill_s,
+        created_at=NOW - written_s_ago,
+    )
+
+
+def victims(
+    records: dict[bytes, UsageRecord],
+    parents: dict[bytes, bytes] | None = None,
+    *,
+    wanted: int = 10**9,
+    pinned: frozenset[bytes] = frozenset(),
+    now: float = NOW,
+) -> list[bytes]:
+    parent_of = (parents or dict.fromkeys(records, b"")).__getitem__
+    return choose_victims(UsageTable.of(records), parent_of, bytes_wanted=wanted, pinned=pinned, now=now)
+
+
+def order(*records: UsageRecord, now: float = NOW) -> list[int]:
+    """The order in which nodes that nothing continues are given up."""
+    chosen = victims({name(i): record for i, record in enumerate(records)}, now=now)
+    return [int.from_bytes(victim, "big") for victim in chosen]
+
+
+def chain(*records: UsageRecord) -> Tree:
+    """Nodes that each continue the one before."""
+    last = len(records) - 1
+    nodes = {name(i): replace(record, children=int(i < last)) for i, record in enumerate(records)}
+    return nodes, {name(i): name(i - 1) if i else b"" for i in range(len(records))}
+
+
 @st.composite
-def trees(draw: st.DrawFn) -> tuple[dict[bytes, UsageRecord], dict[bytes, bytes]]:
-    """A forest of nodes: usage records, and each node's parent (b"" for a first block)."""
+def trees(draw: st.DrawFn) -> Tree:
     count = draw(st.integers(1, 25))
     parents = {name(i): draw(st.sampled_from([b"", *(name(j) for j in range(i))])) for i in range(count)}
-    usage = {
-        node: UsageRecord(
-            last_used=float(draw(st.integers(0, 5))),
-            hits=0,
+    times = st.one_of(st.integers(-5, 5).map(float), st.floats(-2 * YEAR_S, 2 * YEAR_S))
+    nodes = {
+        node: usage(
+            age_s=draw(times),
+            hits=draw(st.sampled_from([0.0, 0.3, 1.0, 50.0])),
             children=sum(parent == node for parent in parents.values()),
             stored_bytes=draw(st.integers(1, 100)),
+            prefill_s=draw(st.sampled_from([0.0, 0.01, 0.5, 1e4])),
+            written_s_ago=draw(times),
         )
         for node in parents
     }
-    return usage, parents
+    return nodes, parents
 
 
-@given(trees(), st.integers(0, 3000), st.sets(st.integers(0, 24), max_size=4))
-def test_only_leaves_are_taken_and_no_more_than_needed(
-    tree: tuple[dict[bytes, UsageRecord], dict[bytes, bytes]], wanted: int, pins: set[int]
-) -> None:
-    usage, parents = tree
-    pinned = {name(i) for i in pins}
-    victims = choose_victims(usage, parents.__getitem__, bytes_wanted=wanted, pinned=pinned)
+pins = st.sets(st.integers(0, 24).map(name), max_size=4).map(frozenset)
+
+
+def just_written(record: UsageRecord) -> bool:
+    return abs(NOW - record.created_at) < JUST_WRITTEN_S
+
+
+@given(trees(), st.integers(0, 3000), pins)
+def test_only_free_leaves_are_taken_and_no_more_than_needed(tree: Tree, wanted: int, pinned: frozenset[bytes]) -> None:
+    nodes, parents = tree
     gone: set[bytes] = set()
-    for victim in victims:
+    for victim in victims(nodes, parents, wanted=wanted, pinned=pinned):
         assert victim not in pinned
+        assert not just_written(nodes[victim])
         assert all(child in gone for child, parent in parents.items() if parent == victim)
-        assert sum(usage[v].stored_bytes for v in gone) < wanted
+        assert sum(nodes[v].stored_bytes for v in gone) < wanted
         gone.add(victim)
-    kept = set(usage) - gone
-    if sum(usage[v].stored_bytes for v in gone) < wanted:
-        assert all(_is_protected(node, kept, parents, pinned) for node in kept)
+    kept = set(nodes) - gone
+    if sum(nodes[v].stored_bytes for v in gone) < wanted:
+        continued = {parents[child] for child in kept}
+        assert all(node in pinned or just_written(nodes[node]) or node in continued for node in kept)
 
 
-def _is_protected(node: bytes, kept: set[bytes], parents: dict[bytes, bytes], pinned: set[bytes]) -> bool:
-    return node in pinned or any(parents[child] == node for child in kept)
+@given(trees(), pins)
+def test_each_victim_is_worth_least_of_those_that_may_go(tree: Tree, pinned: frozenset[bytes]) -> None:
+    nodes, parents = tree
+    worth = dict(zip(nodes, scores(UsageTable.of(nodes), NOW).tolist(), strict=True))
+    kept = set(nodes)
+    for victim in victims(nodes, parents, pinned=pinned):
+        continued = {parents[child] for child in kept}
+        free = [n for n in kept if n not in continued | pinned and not just_written(nodes[n])]
+        assert victim == min(free, key=lambda n: (worth[n], n))
+        kept.remove(victim)
+
+
+@given(trees(), st.integers(0, 1000), pins)
+def test_the_choice_is_a_function_of_its_arguments(tree: Tree, wanted: int, pinned: frozenset[bytes]) -> None:
+    nodes, parents = tree
+    reordered = dict(reversed(nodes.items()))
+    chosen = victims(nodes, parents, wanted=wanted, pinned=pinned)
+    assert victims(reordered, parents, wanted=wanted, pinned=pinned) == chosen
+
+
+@given(st.lists(st.floats(0, 10 * YEAR_S), min_size=1, max_size=20), st.floats(0, 100), st.floats(0, 100))
+def test_equal_hits_and_cost_are_least_recently_used(ages: list[float], hits: float, prefill_s: float) -> None:
+    records = [usage(age_s=age, hits=hits, prefill_s=prefill_s) for age in ages]
+    taken = [records[i].last_used for i in order(*records)]
+    assert taken == sorted(taken)
 
 
 @given(trees())
-def test_the_choice_is_a_function_of_its_arguments(tree: tuple[dict[bytes, UsageRecord], dict[bytes, bytes]]) -> None:
-    usage, parents = tree
-    reordered = dict(reversed(usage.items()))
-    total = sum(u.stored_bytes for u in usage.values())
-    first = choose_victims(usage, parents.__getitem__, bytes_wanted=total, pinned=())
-    assert first == choose_victims(reordered, parents.__getitem__, bytes_wanted=total, pinned=())
-    assert set(first) == set(usage)
+def test_nothing_is_taken_when_nothing_is_wanted(tree: Tree) -> None:
+    assert victims(*tree, wanted=0) == []
 
 
-def test_an_ancestor_that_others_continue_outlives_a_newer_leaf() -> None:
-    usage = {
-        name(0): UsageRecord(1.0, 0, 1, 10),
-        name(1): UsageRecord(9.0, 0, 0, 10),
-        name(2): UsageRecord(5.0, 0, 0, 10),
-    }
-    parents = {name(0): b"", name(1): name(0), name(2): b""}
-    assert choose_victims(usage, parents.__getitem__, bytes_wanted=10, pinned=()) == [name(2)]
+def test_an_empty_store_has_nothing_to_give() -> None:
+    assert victims({}) == gone({}, {}, ttl_s=0) == []
+
+
+def test_nodes_that_are_years_old_still_differ() -> None:
+    assert order(usage(age_s=10 * YEAR_S), usage(age_s=11 * YEAR_S), usage(age_s=9 * YEAR_S)) == [1, 0, 2]
+
+
+def test_names_that_end_in_zero_bytes_are_told_apart() -> None:
+    short, long = b"a" * 15 + b"\0", b"a" * 14 + b"\0\0"
+    assert victims({short: usage(age_s=1), long: usage(age_s=2)}) == [long, short]
+
+
+def test_what_was_used_again_outlives_newer_prompts_that_came_once() -> None:
+    reused = usage(age_s=0.9 * HALF_LIFE_S, hits=1.0)
+    batch = [usage(age_s=i) for i in range(20)]
+    assert order(reused, *batch)[-1] == 0
+
+
+def test_a_conversation_of_many_turns_that_ended_does_not_outlive_one_that_goes_on() -> None:
+    ended, going_on = usage(age_s=HALF_LIFE_S, hits=1000.0), usage(age_s=1, hits=1.0)
+    assert order(ended, going_on) == [0, 1]
+
+
+def test_what_took_long_to_compute_for_its_size_outlives_what_did_not() -> None:
+    slow = usage(age_s=HALF_LIFE_S, prefill_s=9.0, stored_bytes=10)
+    quick = usage(age_s=1, prefill_s=1.0, stored_bytes=10)
+    large = usage(age_s=1, prefill_s=9.0, stored_bytes=100)
+    assert order(slow, quick, large) == [2, 1, 0]
+
+
+def test_a_node_whose_time_is_unknown_counts_as_the_median() -> None:
+    known = [usage(prefill_s=seconds) for seconds in (1.0, 2.0, 4.0)]
+    worth = scores(UsageTable.of({name(i): record for i, record in enumerate([*known, usage(prefill_s=0.0)])}), NOW)
+    assert worth[3] == worth[1]
+    assert worth[0] < worth[3] < worth[2]
+
+
+def test_one_wrong_measurement_does_not_keep_a_node_for_hours() -> None:
+    usual = [usage(age_s=60, prefill_s=0.3) for _ in range(5)]
+    suspended = usage(age_s=40 * 60, prefill_s=8 * 3600.0)
+    assert order(*usual, suspended)[0] == 5
+
+
+def test_hits_halve_in_a_half_life_and_uses_add_to_what_is_left() -> None:
+    record = usage(age_s=0, hits=8.0)
+    assert decayed_hits(record, NOW) == 8.0
+    assert decayed_hits(record, NOW + HALF_LIFE_S) == 4.0
+    assert decayed_hits(record, NOW + 100 * YEAR_S) == 0.0
+    used = after_use(record, NOW + 2 * HALF_LIFE_S, 3)
+    assert (used.last_used, used.hits) == (NOW + 2 * HALF_LIFE_S, 5.0)
+    assert replace(used, last_used=record.last_used, hits=record.hits) == record
+
+
+@given(st.lists(st.tuples(st.floats(0, 10 * DAY_S), st.integers(0, 5)), max_size=10), st.floats(0, YEAR_S))
+def test_a_use_never_dates_back_and_never_loses_or_inflates_hits(
+    uses: list[tuple[float, int]], jump_back_s: float
+) -> None:
+    record = usage(age_s=0)
+    for elapsed_s, hits in uses:
+        when = NOW + elapsed_s
+        used = after_use(record, when, hits)
+        assert used.last_used == max(record.last_used, when)
+        assert hits <= used.hits <= record.hits + hits
+        record = used
+    jumped = after_use(record, record.last_used - jump_back_s, 1)
+    assert (jumped.last_used, jumped.hits) == (record.last_used, record.hits + 1)
+
+
+@given(st.floats(0, YEAR_S), st.floats(0, YEAR_S), st.floats(0, YEAR_S))
+def test_after_a_clock_that_jumped_back_what_was_used_lately_goes_last(a: float, b: float, age_s: float) -> None:
+    ahead = [usage(age_s=-a), usage(age_s=-b)]
+    behind = usage(age_s=max(1.0, age_s))
+    assert order(*ahead, behind)[0] == 2
+    assert len(set(scores(UsageTable.of({name(i): record for i, record in enumerate(ahead)}), NOW))) == 1
+
+
+def test_what_was_just_written_is_not_taken_whatever_is_wanted() -> None:
+    records = {name(0): usage(age_s=0, written_s_ago=0), name(1): usage(age_s=0, written_s_ago=JUST_WRITTEN_S)}
+    assert victims(records) == [name(1)]
+    assert victims(records, now=NOW + JUST_WRITTEN_S) == [name(0), name(1)]
+
+
+def test_a_time_of_writing_in_the_future_does_not_protect_for_ever() -> None:
+    small_step, wrong_clock = usage(written_s_ago=-1), usage(written_s_ago=-YEAR_S)
+    assert order(small_step, wrong_clock) == [1]
+
+
+def test_an_ancestor_that_others_continue_outlives_them_although_it_is_worth_least() -> None:
+    large_and_old = usage(age_s=YEAR_S, children=2, stored_bytes=10**6, prefill_s=1e-6)
+    leaf = usage(age_s=1, prefill_s=5.0, hits=9.0)
+    records = {name(0): large_and_old, name(1): leaf, name(2): leaf}
+    parents = {name(0): b"", name(1): name(0), name(2): name(0)}
+    assert victims(records, parents, wanted=1) == [name(1)]
+    assert victims(records, parents) == [name(1), name(2), name(0)]
+
+
+def test_the_last_child_of_a_node_makes_it_compete_by_its_own_score() -> None:
+    records, parents = chain(usage(age_s=DAY_S), usage(age_s=2 * DAY_S))
+    records[name(2)], parents[name(2)] = usage(age_s=3600), b""
+    assert victims(records, parents) == [name(1), name(0), name(2)]
+    records[name(0)] = replace(records[name(0)], last_used=NOW)
+    assert victims(records, parents) == [name(1), name(2), name(0)]
+
+
+@pytest.mark.parametrize("pinned", [0, 1, 2])
+def test_the_prefix_that_is_about_to_be_loaded_stays_with_all_that_it_continues(pinned: int) -> None:
+    records, parents = chain(*[usage(age_s=YEAR_S)] * 3)
+    chosen = victims(records, parents, pinned=frozenset([name(pinned)]))
+    assert chosen == [name(i) for i in range(2, pinned, -1)]
+
+
+def test_a_record_of_no_meaning_goes_first_and_disturbs_no_other() -> None:
+    nan, inf = math.nan, math.inf
+    broken = [usage(age_s=nan), usage(age_s=inf)]
+    times = [usage(prefill_s=seconds) for seconds in (nan, inf, -1.0)]
+    odd = [usage(hits=nan), usage(hits=-5.0), usage(stored_bytes=0, prefill_s=1.0), *times]
+    sound = [usage(age_s=200), usage(age_s=50, hits=inf, written_s_ago=nan)]
+    chosen = order(*broken, *odd, *sound)
+    assert set(chosen[:2]) == {0, 1}
+    assert chosen[2] == 8
+    assert chosen[3:] == [2, 3, 4, 5, 6, 7, 9]
+
+
+def gone(
+    records: dict[bytes, UsageRecord],
+    parents: dict[bytes, bytes],
+    *,
+    ttl_s: float,
+    pinned: frozenset[bytes] = frozenset(),
+) -> list[bytes]:
+    return expired(UsageTable.of(records), parents.__getitem__, ttl_s=ttl_s, pinned=pinned, now=NOW)
+
+
+@given(trees(), st.sampled_from([0.0, 3.0, 3600.0, YEAR_S]), pins)
+def test_exactly_what_nobody_used_for_its_time_to_live_expires_children_first(
+    tree: Tree, ttl_s: float, pinned: frozenset[bytes]
+) -> None:
+    nodes, parents = tree
+    names = gone(nodes, parents, ttl_s=ttl_s, pinned=pinned)
+    for i, node in enumerate(names):
+        assert all(child in names[:i] for child, parent in parents.items() if parent == node)
+    kept = {node for node in nodes if max(0.0, NOW - nodes[node].last_used) < ttl_s or node in pinned}
+    while not kept >= (needed := {parents[node] for node in kept} - {b""}):
+        kept |= needed
+    assert set(names) == set(nodes) - kept
+
+
+def test_a_node_in_use_keeps_its_ancestors_alive_whatever_their_records_say() -> None:
+    records, parents = chain(usage(age_s=YEAR_S), usage(age_s=YEAR_S), usage(age_s=1), usage(age_s=YEAR_S))
+    assert gone(records, parents, ttl_s=DAY_S) == [name(3)]
+
+
+def test_a_clock_that_jumped_back_expires_nothing_and_a_time_of_no_meaning_does() -> None:
+    records = {name(0): usage(age_s=-YEAR_S), name(1): usage(age_s=math.nan), name(2): usage(age_s=DAY_S)}
+    assert set(gone(records, dict.fromkeys(records, b""), ttl_s=DAY_S)) == {name(1), name(2)}

@@ -14,7 +14,7 @@ import pytest
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFormatError, StoreFull, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store.store import Store
-from tests.store.building import BLOCK, ROOT, Clock, is_whole, open_store, prompt, publication
+from tests.store.building import BLOCK, ROOT, Clock, is_whole, make_newer, open_store, prompt, publication
 
 
 def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_snapshot_keeps_its_view_while_the_store_changes(tmp_path: Path) -> No
     pub = publication(store, prompt(1, 2 * BLOCK))
     store.publish(pub)
     with store.snapshot() as snapshot:
-        view = snapshot.payload(pub.nodes[0].name)
+        view = snapshot.piece(pub.nodes[0].name, 0)
         assert view is not None
         before = bytes(view)
         for node in pub.nodes[::-1]:
@@ -76,7 +76,7 @@ def test_the_file_never_outgrows_the_budget_and_the_newest_prompt_is_whole(tmp_p
     clock = Clock()
     store = open_store(tmp_path, budget_bytes=budget, clock=clock)
     for seed in range(120):
-        clock.now += 1
+        clock.now += 11
         pub = publication(store, prompt(seed, 5 * BLOCK + seed % BLOCK), payload_bytes=300_000 + 1000 * (seed % 7))
         store.publish(pub)
         assert is_whole(store, pub)
@@ -91,14 +91,14 @@ def test_the_least_recently_used_prompt_goes_first_and_a_touch_saves_it(tmp_path
     store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
     pubs = [publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000) for seed in range(8)]
     for pub in pubs[:4]:
-        clock.now += 1
+        clock.now += 11
         store.publish(pub)
-    clock.now += 1
+    clock.now += 11
     tip = pubs[0].tip
     assert tip is not None
     store.touch({tip: (clock.now, 1)})
     for pub in pubs[4:7]:
-        clock.now += 1
+        clock.now += 11
         store.publish(pub)
     assert is_whole(store, pubs[0])
     assert not is_whole(store, pubs[1])
@@ -127,12 +127,12 @@ def test_a_pinned_prefix_is_not_evicted(tmp_path: Path) -> None:
     assert old.tip is not None
     store.pin(old.tip)
     for seed in range(1, 12):
-        clock.now += 1
+        clock.now += 11
         store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
     assert is_whole(store, old)
     store.unpin(old.tip)
     for seed in range(12, 24):
-        clock.now += 1
+        clock.now += 11
         store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
     assert not is_whole(store, old)
     store.close()
@@ -142,9 +142,23 @@ def test_what_cannot_fit_is_refused_before_anything_is_evicted(tmp_path: Path) -
     store = open_store(tmp_path, budget_bytes=16 << 20)
     small = publication(store, prompt(1, 2 * BLOCK))
     store.publish(small)
-    with pytest.raises(StoreFull, match="raise --kv-cache-budget"):
+    with pytest.raises(StoreFull, match=r"do not fit --kv-cache-budget 16\.0 MiB; raise it"):
         store.publish(publication(store, prompt(2, 8 * BLOCK), payload_bytes=3_000_000))
     assert is_whole(store, small)
+    store.close()
+
+
+def test_room_that_was_freed_a_moment_ago_is_used_before_anything_is_evicted(tmp_path: Path) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+    damaged, kept, new = (publication(store, prompt(seed, 6 * BLOCK), payload_bytes=1_000_000) for seed in range(3))
+    store.publish(damaged)
+    store.publish(kept)
+    clock.now += 100
+    assert store.quarantine(damaged.nodes[0].name, damaged.nodes[0].parent) == 7
+    assert store.publish(new) == 0
+    assert is_whole(store, kept)
+    assert is_whole(store, new)
     store.close()
 
 
@@ -186,15 +200,39 @@ def test_the_history_keeps_the_newest_prompts_of_each_root(tmp_path: Path) -> No
     store.close()
 
 
-def test_a_lowered_budget_is_kept_after_a_reopen(tmp_path: Path) -> None:
-    store = open_store(tmp_path, budget_bytes=64 << 20)
+def test_a_lowered_budget_is_kept_after_a_reopen_by_the_file_too(tmp_path: Path) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, budget_bytes=64 << 20, clock=clock)
     for seed in range(12):
         store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
     store.close()
-    store = open_store(tmp_path, budget_bytes=16 << 20)
-    assert store.shrink_to_budget() > 0
+    clock.now += 11
+    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+    assert store.fit_budget() > 0
     assert store.counts()["used_bytes"] <= 16 << 20
+    assert store.file_bytes() <= 16 << 20
+    assert store.counts()["entries"] > 2
     store.close()
+
+
+def test_a_file_that_another_process_has_open_keeps_its_size(tmp_path: Path) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, budget_bytes=64 << 20, clock=clock)
+    for seed in range(12):
+        store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
+    file_bytes = store.file_bytes()
+    store.close()
+    clock.now += 11
+    command = [sys.executable, "-c", _READER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"reading\n"
+        store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+        assert store.fit_budget() > 0
+        assert store.file_bytes() >= file_bytes
+        assert store.counts()["entries"] > 2
+        store.close()
+        process.kill()
 
 
 def test_folder_and_files_are_private(tmp_path: Path) -> None:
@@ -204,20 +242,59 @@ def test_folder_and_files_are_private(tmp_path: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_root_makes_in_somebody_elses_folder_is_theirs(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, 12346)
+    open_store(tmp_path).close()
+    (tmp_path / "lock.mdb").unlink()
+    Store.open(tmp_path, read_only=True).close()
+    owners = {(file.stat().st_uid, file.stat().st_gid) for file in tmp_path.iterdir()}
+    assert {file.name for file in tmp_path.iterdir()} == {"data.mdb", "lock.mdb", "diskprefix.lock"}
+    assert owners == {(12345, 12346)}
+
+
 def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
     open_store(tmp_path).close()
-    with lmdb.open(str(tmp_path), max_dbs=8, map_size=1 << 24) as env, env.begin(write=True) as txn:
-        txn.put(b"format", (7).to_bytes(4, "little"), db=env.open_db(b"meta", txn=txn))
+    make_newer(tmp_path, 7)
+    before = (tmp_path / "data.mdb").read_bytes()
     with pytest.raises(StoreFormatError, match=r"newer diskprefix \(format 7.*another --kv-cache-dir"):
-        open_store(tmp_path)
+        Store.open(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
     with pytest.raises(StoreFormatError):
         Store.open(tmp_path, read_only=True)
+    assert (tmp_path / "data.mdb").read_bytes() == before
+
+
+@pytest.mark.parametrize("key", ["format", "store_id", "secret", "created_at", "checksum"])
+def test_one_wrong_bit_in_what_the_store_says_of_itself_is_noticed(tmp_path: Path, key: str) -> None:
+    store = open_store(tmp_path)
+    with store.changes() as changes:
+        value = bytearray(changes.meta(key) or b"")
+        value[-1] ^= 1
+        changes.put_meta(key, bytes(value))
+    store.close()
+    with pytest.raises(StoreCorrupt, match="is damaged"):
+        open_store(tmp_path)
+    fresh = Store.open(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
+    assert fresh.counts()["entries"] == 0
+    fresh.close()
+    assert (tmp_path / "damaged.mdb").exists()
 
 
 def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(os.urandom(1 << 16))
-    with pytest.raises(StoreCorrupt, match="damaged or no store"):
+    with pytest.raises(StoreCorrupt, match="is damaged"):
         open_store(tmp_path)
+
+
+def test_the_file_of_another_program_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with lmdb.open(str(tmp_path), max_dbs=8, map_size=1 << 24, mode=0o600) as env:
+        database = env.open_db(b"theirs")
+        with env.begin(write=True) as txn:
+            txn.put(b"key", b"value", db=database)
+    before = (tmp_path / "data.mdb").read_bytes()
+    with pytest.raises(StoreFormatError, match="belongs to another program"):
+        Store.open(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
+    assert (tmp_path / "data.mdb").read_bytes() == before
 
 
 def test_a_folder_under_a_file_is_unavailable(tmp_path: Path) -> None:
@@ -234,7 +311,7 @@ def test_reading_a_missing_store_creates_nothing(tmp_path: Path) -> None:
 
 def fill(store: Store, clock: Clock, count: int = 12) -> None:
     for seed in range(count):
-        clock.now += 1
+        clock.now += 11
         store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
 
 
@@ -286,6 +363,7 @@ def test_a_reader_that_was_killed_does_not_stop_saving(tmp_path: Path) -> None:
         assert process.stdout.readline() == b"reading\n"
         process.kill()
     for seed in range(100, 104):
+        clock.now += 11
         pub = publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000)
         store.publish(pub)
         assert is_whole(store, pub)
@@ -300,11 +378,16 @@ def test_a_reader_that_does_not_end_is_named_and_nothing_more_is_evicted(
     store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
     fill(store, clock)
     with store.snapshot() as snapshot:
-        before = snapshot.counts()["blocks"]
-        for seed in range(100, 104):
+        snapshot.counts()
+        with pytest.raises(StoreUnavailable, match="an open reader"):
+            fill(store, clock, 20)
+        before = store.counts()["blocks"]
+        for seed in range(200, 204):
+            clock.now += 11
             with pytest.raises(StoreUnavailable, match="an open reader"):
                 store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
-        assert store.counts()["blocks"] >= before - 4
+        assert store.counts()["blocks"] >= before
+    clock.now += 11
     pub = publication(store, prompt(100, 3 * BLOCK), payload_bytes=1_000_000)
     store.publish(pub)
     assert is_whole(store, pub)
@@ -333,6 +416,7 @@ def test_another_process_with_a_larger_budget_may_let_the_file_grow(tmp_path: Pa
     assert is_whole(store, own)
     with store.snapshot() as snapshot:
         assert len(list(snapshot.entries())) == 13
+    clock.now += 11
     pub = publication(store, prompt(2, 3 * BLOCK))
     store.publish(pub)
     assert is_whole(store, pub)
@@ -340,13 +424,15 @@ def test_another_process_with_a_larger_budget_may_let_the_file_grow(tmp_path: Pa
 
 
 def test_a_store_of_thousands_of_blocks_is_shrunk_to_a_budget_it_has_long_outgrown(tmp_path: Path) -> None:
-    store = open_store(tmp_path, budget_bytes=128 << 20)
+    clock = Clock()
+    store = open_store(tmp_path, budget_bytes=128 << 20, clock=clock)
     for seed in range(60):
         store.publish(publication(store, prompt(seed, 100 * BLOCK), payload_bytes=10_000))
     assert store.counts()["used_bytes"] > 60 << 20
     store.close()
-    store = open_store(tmp_path, budget_bytes=16 << 20)
-    assert store.shrink_to_budget() > 3000
+    clock.now += 11
+    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+    assert store.fit_budget() > 3000
     assert store.counts()["used_bytes"] <= 16 << 20
     pub = publication(store, prompt(1000, 3 * BLOCK))
     store.publish(pub)

@@ -1,0 +1,86 @@
+"""`diskprefix export`: one saved prompt as a `.safetensors` file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from diskprefix.cli.tooling import (
+    find_entry,
+    json_option,
+    opened_store,
+    print_json,
+    progress,
+    short_id,
+    store_folder_option,
+)
+from diskprefix.errors import SettingsError
+from diskprefix.server.printable import printable_only
+from diskprefix.settings import format_size
+from diskprefix.store.exchange import export_entry
+from diskprefix.store.listing import list_entries
+from diskprefix.tenant import short_tenant
+
+
+@click.command(short_help="Write a saved prompt to a .safetensors file.")
+@click.argument("entry")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    show_default="the beginning of the id, in this folder",
+    help="The file to write, or a folder for it.",
+)
+@click.option("--force", is_flag=True, help="Overwrite the file.")
+@store_folder_option
+@json_option
+def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_json: bool) -> None:
+    """Write the saved prompt ENTRY, an id or the beginning of one, with all its blocks to one .safetensors file.
+
+    `diskprefix import` brings it into another store: of this machine, or of one whose model and libraries are the
+    same. Other programs can read it: layers.0.keys, layers.0.values and so on have shape [1, heads, tokens, head_dim]
+    and the model's dtype, token_ids are the prompt, logits those of the token that follows it.
+
+    The prompt stays with its tenant: in the other store too, only requests with the same key and salt find it.
+
+    Safe beside a running daemon. Every block is verified on the way; nothing is left behind if one is damaged. Only
+    you may read the file: it holds the prompt.
+
+    \b
+    diskprefix inspect                            lists the ids
+    diskprefix export 3fa9 -o manual.safetensors
+    diskprefix export 3fa9 --json | jq -r .file
+
+    \b
+    Exit codes: 0 done; 2 wrong usage, no such ENTRY, or the file exists; 4 the store cannot be
+    opened or is damaged, or the file cannot be written.
+    """
+    with opened_store(kv_cache_dir) as store:
+        with store.snapshot() as snapshot:
+            info = find_entry(list_entries(snapshot), entry)
+        path = output or Path()
+        if path.is_dir():
+            path = path / f"{short_id(info.id)}.safetensors"
+        if not path.parent.is_dir():
+            raise SettingsError(f"--output: there is no folder {path.parent}; create it first", param="--output")
+        with progress("exporting", info.raw_bytes) as advance:
+            file_bytes = export_entry(store, bytes.fromhex(info.id), path, force=force, advance=advance)
+    if as_json:
+        print_json(
+            {
+                "file": str(path),
+                "file_bytes": file_bytes,
+                "id": info.id,
+                "model": info.model,
+                "tenant": info.tenant,
+                "num_tokens": info.num_tokens,
+            }
+        )
+    else:
+        tenant = f", tenant {short_tenant(info.tenant)}" if info.tenant else ""
+        click.echo(
+            f"{path}: {info.num_tokens:,} tokens of {printable_only(info.model)}, {format_size(file_bytes)}, "
+            f"entry {short_id(info.id)}{tenant}"
+        )

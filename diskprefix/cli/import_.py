@@ -1,0 +1,162 @@
+"""`diskprefix import`: exported prompts into the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from diskprefix.cli.options import choice_option, size_option
+from diskprefix.cli.tooling import (
+    advised,
+    counted,
+    json_option,
+    opened_store,
+    print_json,
+    progress,
+    short_id,
+    store_folder_option,
+)
+from diskprefix.server.printable import printable_only
+from diskprefix.settings import CODECS, Settings, format_size, parse_size
+from diskprefix.store.entry_file import EntryReader
+from diskprefix.store.exchange import (
+    Imported,
+    import_entry,
+    open_target,
+    plan_import,
+    require_known_model,
+    require_room,
+    use_codec,
+    verify_payloads,
+)
+from diskprefix.store.folder import DATA
+from diskprefix.tenant import short_tenant
+
+_GROUP = "Store"
+_DEFAULTS = Settings()
+
+
+@click.command("import", short_help="Bring exported prompts into the store.")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--dry-run", is_flag=True, help="Verify the files and say what would be imported; change nothing.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Import state of a model that this store has not seen, and create the store if there is none. Only a daemon "
+    "with the same model, libraries and settings can ever use it.",
+)
+@store_folder_option
+@size_option(
+    "--kv-cache-budget",
+    group=_GROUP,
+    default=_DEFAULTS.kv_cache_budget,
+    help="For a store that no daemon has opened yet; any other keeps to the budget of its last daemon.",
+)
+@size_option("--kv-cache-min-free", group=_GROUP, default=_DEFAULTS.kv_cache_min_free, help="Disk that is left free.")
+@choice_option(
+    "--kv-cache-codec",
+    CODECS,
+    group=_GROUP,
+    default=_DEFAULTS.kv_cache_codec,
+    help="How state is stored; auto does as the daemon does.",
+)
+@json_option
+def import_(
+    files: tuple[Path, ...],
+    dry_run: bool,
+    force: bool,
+    kv_cache_dir: Path,
+    kv_cache_budget: str,
+    kv_cache_min_free: str,
+    kv_cache_codec: str,
+    as_json: bool,
+) -> None:
+    """Bring prompts that `diskprefix export` wrote into the store.
+
+    Safe beside a running daemon, whose next request with such a prompt is restored. Everything in all files is
+    verified before anything is written. What the store holds already is kept and not stored again. Least recently used
+    prompts make room if it is full; a file that is larger than the budget is refused before that.
+
+    A prompt stays with the tenant that it was exported from: only requests with the same key and salt find it.
+
+    A file of a model that no daemon with this store has served is refused, as nothing could be restored from it:
+    weights, libraries, device and settings must all be the same. Import only what you trust: the model answers from
+    this state, and no checksum tells whether somebody changed it on purpose.
+
+    \b
+    diskprefix import manual.safetensors
+    diskprefix import *.safetensors --dry-run
+    diskprefix import manual.safetensors --kv-cache-dir /srv/kv --force
+
+    \b
+    Exit codes: 0 done; 2 wrong usage, no such file, a file that export did not write, or of a
+    model that is not known here; 4 the store cannot be opened or is full, or a file is damaged.
+    """
+    settings = Settings(
+        kv_cache_dir=kv_cache_dir,
+        kv_cache_budget=parse_size(kv_cache_budget, param="--kv-cache-budget"),
+        kv_cache_min_free=parse_size(kv_cache_min_free, param="--kv-cache-min-free"),
+        kv_cache_codec=kv_cache_codec,
+    )
+    with ExitStack() as stack:
+        readers = [stack.enter_context(EntryReader.open(path)) for path in files]
+        if not force:
+            _require_known_models(kv_cache_dir, readers)
+        with progress("verifying", _raw_bytes(readers)) as advance:
+            for reader in readers:
+                verify_payloads(reader, advance)
+        results = _planned(kv_cache_dir, readers) if dry_run else _imported(settings, readers)
+    if as_json:
+        entries = [{"file": str(path)} | asdict(result) for path, result in zip(files, results, strict=True)]
+        print_json({"dry_run": dry_run, "entries": entries})
+    else:
+        for path, result in zip(files, results, strict=True):
+            click.echo(f"{path}: {_sentence(result, dry_run=dry_run)}")
+
+
+def _require_known_models(folder: Path, readers: Sequence[EntryReader]) -> None:
+    with opened_store(folder) as store, store.snapshot() as snapshot:
+        for reader in readers:
+            require_known_model(snapshot, reader)
+
+
+def _planned(folder: Path, readers: Sequence[EntryReader]) -> list[Imported]:
+    if not (folder / DATA).is_file():
+        return [plan_import(None, reader) for reader in readers]
+    with opened_store(folder) as store:
+        return [plan_import(store, reader) for reader in readers]
+
+
+def _imported(settings: Settings, readers: Sequence[EntryReader]) -> list[Imported]:
+    with advised():
+        store = open_target(
+            settings.kv_cache_dir,
+            budget_bytes=settings.kv_cache_budget,
+            min_free_bytes=settings.kv_cache_min_free,
+        )
+    try:
+        use_codec(store, settings.kv_cache_codec)
+        for reader in readers:
+            require_room(store, reader)
+        with progress("importing", _raw_bytes(readers)) as advance:
+            return [import_entry(store, reader, advance=advance) for reader in readers]
+    finally:
+        store.close()
+
+
+def _raw_bytes(readers: Sequence[EntryReader]) -> int:
+    return sum(reader.payload_bytes(span) for reader in readers for span in reader.spans)
+
+
+def _sentence(result: Imported, *, dry_run: bool) -> str:
+    tenant = f", tenant {short_tenant(result.tenant)}," if result.tenant else ""
+    tokens = f"{result.num_tokens:,} tokens of {printable_only(result.model)}{tenant}"
+    size = f"{tokens} in {counted(result.num_nodes, 'block')}"
+    new = f"{result.new_nodes:,} new ({format_size(result.new_bytes)})" if result.new_nodes else "none new"
+    room = f", evicted {counted(result.evicted, 'block')} for them" if result.evicted else ""
+    name = f", entry {short_id(result.id)}" if result.id else ""
+    return f"{'would import' if dry_run else 'imported'} {size}, {new}{room}{name}"

@@ -1,0 +1,201 @@
+"""`diskprefix purge`: forget on purpose."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diskprefix.cli.options import nonempty
+from diskprefix.cli.tooling import (
+    confirm,
+    counted,
+    find_entry,
+    json_option,
+    opened_store,
+    print_json,
+    progress,
+    short_id,
+    shortened,
+    store_folder_option,
+    yes_option,
+)
+from diskprefix.errors import SettingsError
+from diskprefix.server.printable import printable_only
+from diskprefix.settings import format_size, parse_duration
+from diskprefix.store.listing import EntryInfo, list_entries
+from diskprefix.store.opening import DAMAGED
+from diskprefix.store.purge import Plan, Purged, Selection, plan_purge
+from diskprefix.store.purge import purge as purge_store
+from diskprefix.store.schema import RootRecord
+from diskprefix.tenant import matches, short_tenant
+
+_SHOWN = 20
+"""Saved prompts that are listed before the question; models or tenants in a message."""
+_PREVIEW_CHARS = 60
+_NOT_DONE = 1
+"""Exit code."""
+
+
+@click.command(short_help="Forget saved prompts, a model, a tenant, or what is old.")
+@click.argument("entries", metavar="[ENTRY]...", nargs=-1)
+@click.option(
+    "--model", metavar="NAME", callback=nonempty, help="Only what belongs to this model, as inspect names it."
+)
+@click.option(
+    "--salt",
+    metavar="VALUE",
+    callback=nonempty,
+    help="Only what belongs to this tenant: an API key, with all its users; a salt, under every key; or an id as "
+    "inspect shows it, where KEYID/SALTID is the user of one key.",
+)
+@click.option("--older-than", metavar="DURATION", help="Only what was not used for that long: 90s, 15m, 12h, 7d, 2w.")
+@click.option("--all", "everything", is_flag=True, help="All that is stored.")
+@click.option("--dry-run", is_flag=True, help="Show what would go, and change nothing.")
+@yes_option
+@store_folder_option
+@json_option
+def purge(
+    entries: tuple[str, ...],
+    model: str | None,
+    salt: str | None,
+    older_than: str | None,
+    everything: bool,
+    dry_run: bool,
+    yes: bool,
+    kv_cache_dir: Path,
+    as_json: bool,
+) -> int:
+    """Remove what meets every condition that is given, beside a running daemon or not.
+
+    ENTRY is an id, or the beginning of one, as inspect shows it. With a saved prompt go its blocks, but those that
+    other saved prompts or other blocks need, and the recent prompts that begin with it. With --model or --salt go the
+    recent prompts and the record of who they belong to as well: nothing of them can be found any more.
+
+    The file keeps its size, and the removed bytes lie in it until their room is used again; `diskprefix compact`
+    writes it anew without them. A daemon that runs forgets what it remembers of it with
+    its next request.
+
+    \b
+    diskprefix purge 3fa9 42d1
+    diskprefix purge --older-than 7d --yes
+    diskprefix purge --salt alice --dry-run
+    diskprefix purge --model SmolLM2-135M-Instruct --older-than 12h
+    diskprefix purge --all --yes && diskprefix compact
+
+    \b
+    Exit codes: 0 done, or there was nothing; 1 it was declined, or blocks are left; 2 wrong
+    usage, or no such ENTRY, model or tenant; 4 the store cannot be opened or written.
+    """
+    narrowed = bool(entries) or (model, salt, older_than) != (None, None, None)
+    if narrowed == everything:
+        wrong = (
+            "--all goes without conditions" if everything else "say what: ENTRY, --model, --salt, --older-than or --all"
+        )
+        raise SettingsError(f"{wrong}; see `diskprefix purge --help`")
+    older_than_s = None if older_than is None else parse_duration(older_than, param="--older-than")
+    now = time.time()
+    with opened_store(kv_cache_dir, write=not dry_run) as store:
+        with store.snapshot() as snapshot:
+            infos = list_entries(snapshot)
+            names = frozenset(bytes.fromhex(find_entry(infos, entry).id) for entry in entries)
+            selection = Selection(entries=names, model=model, salt=salt, older_than_s=older_than_s)
+            plan = plan_purge(snapshot, selection, now)
+            _require_known([record for _, record in snapshot.roots()], model, salt)
+        chosen = [info for info in infos if bytes.fromhex(info.id) in plan.entries]
+        if not as_json:
+            _show_plan(plan, chosen, "would go" if dry_run else "to go")
+        purged = None
+        if not dry_run:
+            if plan and not confirm(
+                f"Purge {_amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)}?", yes=yes
+            ):
+                click.echo("nothing was purged", err=True)
+                return _NOT_DONE
+            with progress("purging", plan.stored_bytes) as advance:
+                purged = purge_store(store, selection, now, advance)
+    if as_json:
+        print_json(_report(plan, chosen, purged))
+    elif plan and purged is not None:
+        _show_purged(kv_cache_dir, purged)
+    return _NOT_DONE if purged is not None and purged.left_blocks else 0
+
+
+def _require_known(records: list[RootRecord], model: str | None, salt: str | None) -> None:
+    """Raises `SettingsError` for a model or a tenant of which nothing is here: a wrong name must not pass for done."""
+    if model is not None and all(record.model != model for record in records):
+        there = _listed({record.model for record in records})
+        raise SettingsError(f"--model: nothing is here of {model!r}; the models there are: {there}", param="--model")
+    if salt is not None and not any(matches(record.tenant, salt) for record in records):
+        # The value may be a secret, so it is not repeated.
+        raise SettingsError(
+            "--salt: nothing is here of this tenant (the name of a key in the file of --api-keys is none); the tenants "
+            f"there are: {_listed({short_tenant(record.tenant) for record in records})}",
+            param="--salt",
+        )
+
+
+def _listed(names: set[str]) -> str:
+    found = sorted(map(printable_only, names - {""}))
+    return ", ".join(found[:_SHOWN] + ["…"] * (len(found) > _SHOWN)) or "none"
+
+
+def _amounts(num_entries: int, num_blocks: int, num_bytes: int) -> str:
+    return f"{counted(num_entries, 'saved prompt')}, {counted(num_blocks, 'block')}, {format_size(num_bytes)}"
+
+
+def _show_plan(plan: Plan, chosen: list[EntryInfo], title: str) -> None:
+    if not plan:
+        click.echo("nothing to purge")
+        return
+    for info in chosen[:_SHOWN]:
+        preview = shortened(info.preview, _PREVIEW_CHARS)
+        whose = f"{info.model}  {short_tenant(info.tenant)}"
+        click.echo(printable_only(f"{short_id(info.id)}  {whose}  {info.num_tokens:,} tokens  {preview}"))
+    if len(chosen) > _SHOWN:
+        click.echo(f"… and {len(chosen) - _SHOWN:,} more")
+    click.echo(
+        f"{title}: {_amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)}, "
+        f"{counted(len(plan.prompts), 'recent prompt')}"
+    )
+    if plan.shared_blocks:
+        click.echo(f"{counted(plan.shared_blocks, 'block')} of theirs stay: other saved prompts share them")
+    if plan.continued_blocks:
+        click.echo(f"{counted(plan.continued_blocks, 'block')} of theirs stay: other blocks continue them")
+
+
+def _show_purged(folder: Path, purged: Purged) -> None:
+    amounts = _amounts(purged.entries, purged.blocks, purged.stored_bytes)
+    click.echo(f"purged {amounts}, {counted(purged.prompts, 'recent prompt')}")
+    click.echo(
+        "their bytes lie in the file until that room is used again; `diskprefix compact` rewrites it without them"
+    )
+    if purged.left_blocks:
+        click.echo(
+            f"{counted(purged.left_blocks, 'block')} could not be removed: a daemon continues them, or their counts "
+            "are wrong; run `diskprefix verify --fix`, then purge again",
+            err=True,
+        )
+    if (folder / DAMAGED).exists():
+        click.echo(f"{folder / DAMAGED}, moved aside by a daemon, may hold them too: delete it", err=True)
+
+
+def _report(plan: Plan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:
+    """What --json prints: what went, or without `purged` what would go."""
+    report: dict[str, Any] = {
+        "dry_run": purged is None,
+        "entries": [asdict(info) for info in chosen],
+        "blocks": len(plan.nodes),
+        "stored_bytes": plan.stored_bytes,
+        "prompts": len(plan.prompts),
+        "roots": len(plan.roots),
+        "shared_blocks": plan.shared_blocks,
+        "continued_blocks": plan.continued_blocks,
+        "kept_bytes": plan.kept_bytes,
+    }
+    if purged is not None:
+        report |= asdict(purged) | {"entries": report["entries"]}
+    return report

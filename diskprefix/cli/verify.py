@@ -1,0 +1,140 @@
+"""`diskprefix verify`: is everything in the store what it says it is?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diskprefix.cli.tooling import (
+    counted,
+    json_option,
+    opened_store,
+    print_json,
+    progress,
+    short_id,
+    store_folder_option,
+)
+from diskprefix.server.printable import printable_only
+from diskprefix.settings import format_size
+from diskprefix.store.repair import Mended, mend
+from diskprefix.store.store import Store
+from diskprefix.store.verify import IndexReport, Problem, verify_index
+from diskprefix.store.verify_payloads import PayloadReport, verify_payloads
+
+_SHOWN = 20
+"""Problems, and removed prompts, that are listed in text; --json has them all."""
+_FOUND, _LEFT = 1, 4
+"""Exit codes, as fsck has them: errors that are corrected are 1, those that are left 4."""
+
+
+@click.command(short_help="Check index and payloads, and mend what is damaged.")
+@click.option("--fix", is_flag=True, help="Remove what is damaged, with all that continues it, and count anew.")
+@click.option("--index-only", is_flag=True, help="Do not read the payloads: seconds instead of minutes.")
+@store_folder_option
+@json_option
+def verify(fix: bool, index_only: bool, kv_cache_dir: Path, as_json: bool) -> int:
+    """Check that the store is what it says it is.
+
+    First the structure of the file; then each record (checksum, name, place in the tree, counts, sizes), and whether
+    what belongs together is there; then every payload, which is read, verified and decoded. Safe beside a running
+    daemon, with --fix too. A daemon checks what it restores anyway: this finds damage before a request does.
+
+    With --fix a damaged block goes together with the blocks that continue it; what is left can be restored. Prompts
+    that lost blocks are computed again when they come. Without --fix nothing is changed: that is its dry run.
+
+    \b
+    damaged      it cannot be read, or its checksum does not match
+    misnamed     its name is not the hash of what it holds
+    detached     what it continues is not there, or ends elsewhere
+    rootless     nothing says which model and layout it belongs to
+    misshapen    its sizes are not those of its layout
+    incomplete   a piece of its payload is missing, or there is one too many
+    miscounted   its usage record does not say what is there
+    orphaned     it belongs to something that is not there
+
+    \b
+    diskprefix verify
+    diskprefix verify --index-only --json | jq .clean
+    diskprefix verify --fix
+
+    \b
+    Exit codes: 0 clean; 1 problems were found, with --fix: and all of them mended; 2 wrong usage;
+    4 the store cannot be opened, or --fix had to leave a problem.
+    """
+    with opened_store(kv_cache_dir, write=fix) as store:
+        index = verify_index(store)
+        payloads = _verify_payloads(store, index, index_only)
+        problems = (*index.problems, *payloads.problems)
+        mended = mend(store, problems) if fix else None
+    if as_json:
+        print_json(_report(index, payloads, problems, mended))
+    else:
+        _show(kv_cache_dir, index, payloads, problems, index_only)
+        if mended and problems:
+            _show_mended(mended, len(problems))
+    return 0 if not problems else _LEFT if mended and mended.left else _FOUND
+
+
+def _verify_payloads(store: Store, index: IndexReport, index_only: bool) -> PayloadReport:
+    if index_only:
+        return PayloadReport(problems=(), num_pieces=0, num_bytes=0)
+    with progress("verifying", sum(index.stored_bytes.values())) as advance:
+        return verify_payloads(store, index.stored_bytes, advance)
+
+
+def _report(
+    index: IndexReport, payloads: PayloadReport, problems: tuple[Problem, ...], mended: Mended | None
+) -> dict[str, Any]:
+    """What --json prints; `mended` is what --fix did, None without it."""
+    report = {
+        "clean": not problems,
+        "blocks": index.num_nodes,
+        "entries": index.num_entries,
+        "prompts": index.num_prompts,
+        "roots": index.num_roots,
+        "pieces": payloads.num_pieces,
+        "payload_bytes": payloads.num_bytes,
+        "counts": Counter(problem.kind for problem in problems),
+        "problems": [asdict(problem) for problem in problems],
+    }
+    if mended is not None:
+        entries = [name.hex() for name in mended.entries]
+        report["removed"] = {"entries": entries, "blocks": mended.blocks, "prompts": mended.prompts}
+        report["left"] = [asdict(problem) for problem in mended.left]
+    return report
+
+
+def _show(
+    folder: Path, index: IndexReport, payloads: PayloadReport, problems: tuple[Problem, ...], index_only: bool
+) -> None:
+    read = "payloads not read" if index_only else f"{format_size(payloads.num_bytes)} of payloads"
+    checked = f"{counted(index.num_nodes, 'block')}, {counted(index.num_entries, 'saved prompt')}, {read} in {folder}"
+    if not problems:
+        click.echo(f"clean: {checked}")
+        return
+    for problem in problems[:_SHOWN]:
+        click.echo(printable_only(f"{problem.kind} {problem.database} {problem.key}: {problem.message}"))
+    if len(problems) > _SHOWN:
+        click.echo(f"… and {len(problems) - _SHOWN:,} more; --json shows them all")
+    counts = Counter(f"{problem.kind} {problem.database}" for problem in problems)
+    click.echo(f"{counted(len(problems), 'problem')} ({_joined(counts)}): {checked}")
+
+
+def _show_mended(mended: Mended, num_problems: int) -> None:
+    click.echo(
+        f"mended {num_problems - len(mended.left)} of {counted(num_problems, 'problem')}; removed "
+        f"{counted(len(mended.entries), 'saved prompt')}, {counted(mended.blocks, 'block')}, "
+        f"{counted(mended.prompts, 'recent prompt')}"
+    )
+    for name in mended.entries[:_SHOWN]:
+        click.echo(f"  {short_id(name.hex())}")
+    if len(mended.entries) > _SHOWN:
+        click.echo(f"  … and {len(mended.entries) - _SHOWN:,} more; --json shows them all")
+
+
+def _joined(counts: Counter[str]) -> str:
+    return ", ".join(f"{number:,} {what}" for what, number in counts.most_common())

@@ -1,0 +1,47 @@
+"""Asks for an API key before anything is read of a request. `/health` answers without one, and then says less."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from diskprefix.server.errors import http_error_response
+from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys, Caller
+from diskprefix.server.record import record_of
+
+OPEN_PATHS = frozenset({"/health"})
+"""Asked by load balancers and service managers, which have no key."""
+
+_CHALLENGE = {"WWW-Authenticate": "Bearer"}
+
+
+class Auth:
+    """ASGI middleware: notes in the request's record who sent it, or answers 401. Without keys, anybody is served."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys | None) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = record_of(Request(scope))
+        authorization = Headers(scope=scope).get("authorization")
+        caller = self._caller(authorization, scope["path"])
+        if caller is not None:
+            record.caller = caller
+            await self._app(scope, receive, send)
+            return
+        record.error = (
+            "the API key is not one of this daemon's"
+            if authorization
+            else "an API key is needed: send the header Authorization: Bearer KEY"
+        )
+        await http_error_response(401, record.error, _CHALLENGE)(scope, receive, send)
+
+    def _caller(self, authorization: str | None, path: str) -> Caller | None:
+        if self._keys is None:
+            return ANYBODY
+        return self._keys.caller(authorization) or (NOBODY if path in OPEN_PATHS else None)

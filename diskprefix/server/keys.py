@@ -1,0 +1,171 @@
+"""The file of `--api-keys`, and whose key a request carries."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from diskprefix.errors import SettingsError
+from diskprefix.settings import Settings
+from diskprefix.tenant import SHARED, Tenant, short_tenant
+
+log = logging.getLogger("diskprefix")
+
+ADMIN = "admin"
+"""The name of the key that may see what is counted of everybody's requests."""
+
+MIN_KEY_CHARS = 16
+"""Names are shorter, so that no key is ever taken for one, and logged."""
+_FLAG = "--api-keys"
+_MAX_FILE_BYTES = 1 << 20
+_KEY = re.compile(r"[!-~]+")
+"""What a header can hold between blanks."""
+_BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sent a request: a name for the log, a tenant for the cache, and whether `/props` and `/metrics` answer."""
+
+    name: str | None = None
+    tenant: Tenant = SHARED
+    sees_all: bool = False
+
+
+ANYBODY = Caller(sees_all=True)
+"""Who sends a request to a daemon without keys."""
+NOBODY = Caller()
+"""Who sends one without a valid key to a daemon that has keys."""
+
+
+class ApiKeys:
+    """The keys in force. Only their digests are kept."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `SettingsError` where the file cannot be read, is open to others, or holds a line that is wrong."""
+        self._path = path
+        self._callers = _read_keys(path)
+        self._stale = False
+        self._log("read")
+
+    @classmethod
+    def of(cls, settings: Settings) -> ApiKeys | None:
+        """The keys that the settings name; None without any."""
+        return None if settings.api_keys is None else cls(settings.api_keys)
+
+    def expire(self) -> None:
+        """Have `refresh` read the file again. For signal handlers: it only sets a flag."""
+        self._stale = True
+
+    def refresh(self) -> None:
+        """Reads the file again if it was asked for. While the file is wrong, the keys read before stay in force."""
+        if not self._stale:
+            return
+        self._stale = False
+        try:
+            self._callers = _read_keys(self._path)
+        except SettingsError as error:
+            log.error("[auth] %s; the keys that were read before stay in force", error.message)
+        else:
+            self._log("read again")
+
+    def caller(self, authorization: str | None) -> Caller | None:
+        """Whose key the header `Authorization` holds; None where it holds none that is in force."""
+        match = _BEARER.fullmatch(authorization or "")
+        if match is None:
+            return None
+        # Starlette reads headers as latin-1; which key comes close to a right one must not be told by the time.
+        digest = _digest(match[1].encode("latin-1"))
+        found = [caller for known, caller in self._callers.items() if hmac.compare_digest(known, digest)]
+        return found[0] if found else None
+
+    def _log(self, done: str) -> None:
+        admin = any(caller.sees_all for caller in self._callers.values())
+        hint = "" if admin else f"; none is named {ADMIN}, so /props and /metrics answer nobody"
+        log.info("[auth] %d API keys %s from %s%s", len(self._callers), done, self._path, hint)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _read_keys(path: Path) -> dict[bytes, Caller]:
+    """Digest of a key → its caller."""
+    callers: dict[bytes, Caller] = {}
+    for number, line in enumerate(_read_private(path).split("\n"), start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        name, key = _name_and_key(words, f"{_FLAG}: {path}:{number}")
+        digest, tenant = _digest(key.encode()), Tenant.of_key(key)
+        if digest in callers:
+            raise _wrong(f"{_FLAG}: {path}:{number}: this key is in the file already; give each client its own")
+        callers[digest] = Caller(name or short_tenant(str(tenant)), tenant, sees_all=name == ADMIN)
+    if not callers:
+        raise _wrong(f"{_FLAG}: {path} holds no key; write one on each line, with a name before it if you like")
+    return callers
+
+
+def _name_and_key(words: list[str], where: str) -> tuple[str | None, str]:
+    """The words of one line. No message repeats them: a word may be a key in the wrong place."""
+    if len(words) > 2:
+        raise _wrong(f"{where}: expected a key, or a name and a key; a comment takes a line of its own")
+    *names, key = words
+    name = names[0] if names else None
+    if name is not None and not (len(name) < MIN_KEY_CHARS and name.isprintable()):
+        raise _wrong(
+            f"{where}: a name, which comes before its key, has fewer than {MIN_KEY_CHARS} characters, all printable"
+        )
+    if len(key) < MIN_KEY_CHARS:
+        raise _wrong(f"{where}: a key has at least {MIN_KEY_CHARS} characters; `openssl rand -hex 32` makes a good one")
+    if not _KEY.fullmatch(key):
+        raise _wrong(f"{where}: a key is made of printable ASCII characters; `openssl rand -hex 32` makes a good one")
+    return name, key
+
+
+def _read_private(path: Path) -> str:
+    try:
+        # What is checked is what is read: the open file, and not what its name leads to a moment later.
+        with open(path, "rb", opener=_without_waiting) as file:
+            _require_private(path, os.fstat(file.fileno()))
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise _wrong(f"{_FLAG}: cannot read {path}: {error.strerror}") from error
+    if len(content) > _MAX_FILE_BYTES:
+        raise _wrong(f"{_FLAG}: {path} is larger than {_MAX_FILE_BYTES} bytes; it is no file of keys")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _wrong(f"{_FLAG}: {path} is not valid UTF-8 (byte {error.start})") from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """A named pipe that nobody writes to would be waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _require_private(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise _wrong(f"{_FLAG}: {path} is not a file")
+    if status.st_uid not in (0, os.geteuid()):
+        raise _wrong(f"{_FLAG}: {path} belongs to another user (uid {status.st_uid}); chown it to the daemon's")
+    if status.st_mode & _forbidden_bits(path):
+        mode = stat.S_IMODE(status.st_mode)
+        raise _wrong(f"{_FLAG}: others may read or write {path} (mode {mode:04o}); run `chmod 600` on it")
+
+
+def _forbidden_bits(path: Path) -> int:
+    """systemd grants a credential to the service's user by an ACL, whose mask looks like the group's right to read."""
+    credentials = os.environ.get("CREDENTIALS_DIRECTORY")
+    is_credential = credentials is not None and path.resolve().parent == Path(credentials).resolve()
+    return 0o037 if is_credential else 0o077
+
+
+def _wrong(message: str) -> SettingsError:
+    return SettingsError(message, param=_FLAG)

@@ -1,0 +1,239 @@
+"""What may be changed in the store, inside one write transaction: whatever is added or removed, the tree stays one."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lmdb
+
+from diskprefix.errors import PrefixGone, StoreFull
+from diskprefix.store.codec import Codec, Piece, encode_piece, piece_seed
+from diskprefix.store.eviction import after_use
+from diskprefix.store.schema import (
+    HISTORY_TOKENS,
+    EntryRecord,
+    Kind,
+    NodeRecord,
+    RootRecord,
+    UsageRecord,
+    decode_root,
+    decode_usage,
+    encode_node,
+    encode_prompt,
+    encode_record,
+    encode_usage,
+    history_key,
+    history_sequence,
+    is_node,
+    node_root,
+    piece_index,
+    piece_key,
+    prompt_tokens,
+)
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.tokens import HASH_BYTES, TokenIds
+
+_PAGE_BYTES = 4096
+_PAGE_HEADER_BYTES = 16
+_RECORDS_BYTES = 256
+"""Header, usage record and keys of a node, with their share of half-empty B-tree pages."""
+_PIECE_BYTES = 64
+"""The same for one piece."""
+
+_MOST_RESTORES = 2**32 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class NewNode:
+    """A node to be stored: `payload` is raw and C-contiguous, and `pieces` says where it is cut.
+
+    `prefill_s`: how long computing its tokens took, in seconds; 0 if unknown.
+    """
+
+    name: bytes
+    parent: bytes
+    position: int
+    token_ids: TokenIds
+    kind: Kind
+    payload: memoryview
+    pieces: tuple[Piece, ...]
+    prefill_s: float = 0.0
+
+    @property
+    def most_bytes(self) -> int:
+        """What it takes in the file at most, whatever the codec."""
+        return node_bytes(len(self.token_ids), [piece.most_bytes for piece in self.pieces])
+
+
+def node_bytes(num_tokens: int, piece_bytes: list[int]) -> int:
+    """Bytes that a node takes in the file: whole pages for its pieces, and its records."""
+    pages = sum(-(-(size + _PAGE_HEADER_BYTES) // _PAGE_BYTES) for size in piece_bytes)
+    return pages * _PAGE_BYTES + _PIECE_BYTES * len(piece_bytes) + 4 * num_tokens + _RECORDS_BYTES
+
+
+class Changes(Snapshot):
+    """A write transaction. It sees what it changed; nobody else does until it is committed."""
+
+    def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction, now: float) -> None:
+        super().__init__(databases, txn)
+        self._now = now
+
+    def put_meta(self, key: str, value: bytes) -> None:
+        self._put("meta", key.encode(), value)
+
+    def note_purge(self) -> None:
+        """Let daemons know that what they remember of the store may be gone."""
+        self.put_meta("purged_at", struct.pack("<d", self._now))
+
+    def put_root(self, root: bytes, record: RootRecord) -> None:
+        """Store whose numbers these are; a record that says less is replaced."""
+        stored = self._get("roots", root)
+        if stored is None or (record.identity and not decode_root(root, stored).identity):
+            self._put("roots", root, encode_record(root, record))
+
+    def put_node(self, root: bytes, node: NewNode, codec: Codec) -> None:
+        """Store a node with its payload; one that is there already stays as it is.
+
+        Raises `PrefixGone` when the node that it continues is not there, or the name belongs to another prefix.
+        """
+        assert len(node.payload) == sum(piece.num_bytes for piece in node.pieces), "the pieces must be the payload"
+        stored = self._get("nodes", node.name)
+        if stored is not None:
+            if not is_node(memoryview(stored), node.parent, node.position, node.kind, node.token_ids.tobytes()):
+                raise PrefixGone(f"another prefix has the same name, {node.name.hex()}")
+            return
+        if node.position > 0 and not self._add_children(node.parent, 1):
+            raise PrefixGone("the prefix that it continues was evicted meanwhile")
+        sizes = self._put_payload(node, codec)
+        record = NodeRecord(
+            parent=node.parent,
+            root=root,
+            position=node.position,
+            token_ids=node.token_ids,
+            kind=node.kind,
+            num_pieces=len(node.pieces),
+            raw_bytes=len(node.payload),
+            stored_bytes=sum(sizes),
+        )
+        usage = UsageRecord(
+            last_used=self._now,
+            hits=0.0,
+            children=0,
+            stored_bytes=node_bytes(len(node.token_ids), sizes),
+            prefill_s=node.prefill_s,
+            created_at=self._now,
+        )
+        self._put("nodes", node.name, encode_node(node.name, record))
+        self._put("usage", node.name, encode_usage(usage))
+
+    def put_entry(self, name: bytes, entry: EntryRecord) -> None:
+        """Note that a saved prompt ends at this node. Raises `PrefixGone` when the node is not there."""
+        if self._get("nodes", name) is None:
+            raise PrefixGone("the prefix that it ends with was evicted meanwhile")
+        if self._get("entries", name) is None:
+            self._put("entries", name, encode_record(name, entry))
+
+    def touch(self, name: bytes, when: float, hits: int) -> None:
+        """Record use of a node, and so of all that it continues."""
+        for node in list(self.ancestry(name)):
+            value = self._get("usage", node)
+            if value is None:
+                return
+            usage = decode_usage(value)
+            restores = min(usage.restores + hits, _MOST_RESTORES)
+            self.put_usage(node, replace(after_use(usage, when, hits), restores=restores))
+
+    def delete_node(self, name: bytes, parent: bytes) -> bool:
+        """Remove a node with its payload and its entry, and take it off its parent's children. False: not there."""
+        found = self._delete("nodes", name)
+        if found:
+            self._add_children(parent, -1)
+        for database in ("usage", "entries"):
+            self._delete(database, name)
+        self._delete_payload(name)
+        return found
+
+    def delete_subtrees(self, doomed: Mapping[bytes, bytes]) -> int:
+        """Remove nodes, given with their parents, and all that continues them. Answers how many went.
+
+        The parents are asked for because a node's own record may be what is damaged. Reads the whole index.
+        """
+        continuations: dict[bytes, list[bytes]] = {}
+        for name, value in self.nodes():
+            continuations.setdefault(bytes(value[:HASH_BYTES]), []).append(name)
+        order = dict(doomed)
+        queue = list(order.items())
+        for name, _ in queue:
+            for child in continuations.get(name, ()):
+                if child not in order:
+                    order[child] = name
+                    queue.append((child, name))
+        return sum(self.delete_node(name, parent) for name, parent in reversed(queue))
+
+    def remember(self, root: bytes, prompt: TokenIds, limit: int) -> None:
+        """Add a prompt to the history of a root, which holds at most `limit`, and `HISTORY_TOKENS` tokens in all."""
+        newest, num_tokens, surplus = -1, len(prompt), []
+        for number, (key, value) in enumerate(self.history(root), start=1):
+            newest = max(newest, history_sequence(key))
+            num_tokens += prompt_tokens(value)
+            if number >= limit or num_tokens > HISTORY_TOKENS:
+                surplus.append(key)
+        key = history_key(root, max(newest + 1, int(self._now * 1e6)))
+        self._put("history", key, encode_prompt(key, prompt))
+        for key in surplus:
+            self._delete("history", key)
+
+    def forget(self, prompts: Iterable[bytes]) -> None:
+        """Remove remembered prompts, given by their keys, and the records of roots that nothing is left of."""
+        roots = {key[:HASH_BYTES] for key in prompts if self._delete("history", key)}
+        bare = {root for root in roots if next(self.history(root), None) is None}
+        if bare:
+            self.delete_bare_roots(bare)
+
+    def delete_bare_roots(self, roots: set[bytes]) -> None:
+        """Remove the records of those of `roots` that have no nodes."""
+        for root in roots - {node_root(value) for _, value in self.nodes()}:
+            self._delete("roots", root)
+
+    def put_usage(self, name: bytes, usage: UsageRecord) -> None:
+        self._put("usage", name, encode_usage(usage))
+
+    def delete_record(self, database: str, key: bytes) -> bool:
+        """Remove one record and nothing that goes with it: for those that nothing goes with any more."""
+        return self._delete(database, key)
+
+    def _put_payload(self, node: NewNode, codec: Codec) -> list[int]:
+        sizes: list[int] = []
+        start = 0
+        for index, piece in enumerate(node.pieces):
+            raw = node.payload[start : start + piece.num_bytes]
+            stored = encode_piece(raw, piece, codec, piece_seed(node.name, index))
+            self._put("payloads", piece_key(node.name, index), stored)
+            sizes.append(len(stored))
+            start += piece.num_bytes
+        return sizes
+
+    def _delete_payload(self, name: bytes) -> None:
+        """All pieces that there are: the record that counts them may be what is damaged."""
+        cursor = self._txn.cursor(self._databases["payloads"])
+        while cursor.set_range(name) and piece_index(cursor.key(), name) is not None:
+            cursor.delete()
+
+    def _add_children(self, name: bytes, number: int) -> bool:
+        # A damaged record may name no parent at all; LMDB takes no empty key.
+        value = self._get("usage", name) if name else None
+        if value is None:
+            return False
+        usage = decode_usage(value)
+        self._put("usage", name, encode_usage(replace(usage, children=max(0, usage.children + number))))
+        return True
+
+    def _put(self, database: str, key: bytes, value: Any) -> None:
+        if not self._txn.put(key, value, db=self._databases[database]):
+            raise StoreFull(f"{database}: LMDB took no record for {key.hex()}")
+
+    def _delete(self, database: str, key: bytes) -> bool:
+        return bool(self._txn.delete(key, db=self._databases[database]))

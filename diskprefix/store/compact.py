@@ -1,0 +1,219 @@
+"""Writing the file anew, with nothing in it but what is stored.
+
+LMDB never gives a page back: what is deleted leaves room inside the file, and its bytes until that room is used again,
+some of them even behind the ends of later values and in keys that only guide the search. So the copy is made record by
+record (LMDB's own copies whole pages). On the way the payloads of a prompt come to lie behind each other, in the order
+in which they are read.
+
+The copy is written beside the file, checked, made durable and renamed over it: a kill at any moment leaves the old file
+or the new one.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from diskprefix.errors import StoreUnavailable
+from diskprefix.settings import format_size
+from diskprefix.store.codec import populate
+from diskprefix.store.environment import Environment
+from diskprefix.store.filecheck import FileState, check_file
+from diskprefix.store.folder import (
+    DATA,
+    REPLACEMENT,
+    FolderLock,
+    FolderUnavailable,
+    put_in_place,
+    refuse_shared_folder,
+    require_writable,
+)
+from diskprefix.store.migration import migrate, needs_migration
+from diskprefix.store.schema import DATABASES, piece_index, piece_key
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.tokens import HASH_BYTES
+
+_SPARE_BYTES = 1 << 20
+"""Room for what another process adds before the copy begins."""
+_BATCH_BYTES = 64 << 20
+"""Copied in one transaction, which LMDB holds in memory until it is committed."""
+_META_PAGES = 2
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """Sizes of the file and of its copy."""
+
+    before_bytes: int
+    after_bytes: int
+
+
+def nobody_looks(_num_bytes: int) -> None:
+    """Progress that is not shown."""
+
+
+def compacted_bytes(path: Path) -> int:
+    """How large a compacted copy of the store in folder `path` would be.
+
+    Raises `StoreCorrupt`; `StoreUnavailable` if there is no store, or a file that is not ours.
+    """
+    with _translated(path):
+        report = check_file(path / DATA)
+        if report.state == FileState.BUSY:
+            return (path / DATA).stat().st_size
+    if b"meta" not in report.entries:
+        raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
+    return (_META_PAGES + report.branch_pages + report.leaf_pages + report.overflow_pages) * report.page_bytes
+
+
+def compact_folder(path: Path, lock: FolderLock, advance: Callable[[int], None] = nobody_looks) -> Compacted:
+    """Replace the store's file in folder `path` by a compacted copy; one of an older format is migrated, which does.
+
+    `lock` is exclusive afterwards. The caller has no environment open there. `advance` is told of bytes as they are
+    written. The file stays as it is where this raises: `StoreUnavailable` if another process has the store open, the
+    disk has no room for both or fails; `StoreCorrupt` if the file is damaged.
+    """
+    with _translated(path):
+        require_writable(path)
+        if not lock.try_exclusive():
+            raise StoreUnavailable(
+                f"{path}: a daemon or another command has the store open, so its file cannot be replaced; stop it, or "
+                "write a compacted copy with `diskprefix compact --to FOLDER`"
+            )
+        num_bytes, before_bytes = compacted_bytes(path), (path / DATA).stat().st_size
+        if needs_migration(path):
+            migrate(path)
+        else:
+            _write_copy(path, path, num_bytes, advance)
+        return Compacted(before_bytes, (path / DATA).stat().st_size)
+
+
+def copy_store(path: Path, target: Path, advance: Callable[[int], None] = nobody_looks) -> Compacted:
+    """Write a compacted copy of the store in folder `path` into `target`, which is created and holds no store.
+
+    Safe beside daemons; what they free meanwhile they can use again when the copy is done. Raises as `compact_folder`.
+    """
+    refuse_shared_folder(path)
+    lock = FolderLock(path, patience_s=0)
+    try:
+        with _translated(target):
+            target.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refuse_shared_folder(target)
+            if (target / DATA).exists():
+                raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
+            num_bytes, before_bytes = compacted_bytes(path), (path / DATA).stat().st_size
+            _write_copy(path, target, num_bytes, advance)
+            return Compacted(before_bytes, (target / DATA).stat().st_size)
+    finally:
+        lock.close()
+
+
+def _write_copy(source: Path, target: Path, num_bytes: int, advance: Callable[[int], None]) -> None:
+    """Write the copy, which takes so many bytes, in a folder of its own, then move it to its place in `target`."""
+    folder = target / REPLACEMENT
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    try:
+        _require_room(folder, num_bytes)
+        _copy(source, folder, num_bytes, advance)
+        check_file(folder / DATA)
+        put_in_place(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_room(folder: Path, num_bytes: int) -> None:
+    disk = os.statvfs(folder)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    missing_bytes = num_bytes + _SPARE_BYTES - free_bytes
+    if missing_bytes > 0:
+        raise StoreUnavailable(
+            f"{folder.parent}: the copy takes {format_size(num_bytes)} and the disk has {format_size(free_bytes)}: "
+            f"{format_size(missing_bytes)} are missing; free them, or write the copy elsewhere with `compact --to`"
+        )
+
+
+def _copy(source: Path, folder: Path, num_bytes: int, advance: Callable[[int], None]) -> None:
+    """Copy all records of one snapshot into a new file. Nobody sees it: it need not be safe on disk before the end."""
+    env = Environment(source, budget_bytes=0, read_only=True, max_databases=len(DATABASES))
+    try:
+        env.open_databases(DATABASES)
+        with env.transaction() as txn, _new_file(folder, num_bytes) as (copy, databases):
+            records = _records(Snapshot(env.databases, txn))
+            while True:
+                done_bytes = 0
+                with copy.begin(write=True) as changes:
+                    for database, key, value in records:
+                        changes.put(key, value, db=databases[database])
+                        done_bytes += len(key) + len(value)
+                        if done_bytes >= _BATCH_BYTES:
+                            break
+                if not done_bytes:
+                    break
+                advance(done_bytes)
+    finally:
+        env.close()
+
+
+@contextmanager
+def _new_file(folder: Path, num_bytes: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """An environment in an empty folder for about that many bytes, and its databases. Raises `OSError`."""
+    # Address space only, more than it can need: whoever opens the file sets its own.
+    map_bytes = (2 * num_bytes + 2**30) // mmap.PAGESIZE * mmap.PAGESIZE
+    try:
+        env = lmdb.open(str(folder), map_size=map_bytes, max_dbs=len(DATABASES), sync=False, lock=False, mode=0o600)
+        try:
+            yield env, {name: env.open_db(name.encode()) for name in DATABASES}
+        finally:
+            env.close()
+    except lmdb.Error as error:
+        # LMDB has no better word than EIO for a disk that fills up in the middle of a write.
+        raise OSError(errno.EIO, f"the disk is full or fails ({error})") from error
+
+
+def _records(snapshot: Snapshot) -> Iterator[tuple[str, bytes, bytes | memoryview]]:
+    """Database, key and value of every record; the payloads in the order in which prompts read them."""
+    for database in DATABASES:
+        if database != "payloads":
+            yield from ((database, key, value) for key, value in snapshot.records(database))
+    copied = set()
+    for name in _depth_first(snapshot):
+        copied.add(name)
+        for index, piece in snapshot.pieces(name):
+            populate(piece)
+            yield "payloads", piece_key(name, index), piece
+    # What no block owns goes along: a copy judges nothing.
+    for key, value in snapshot.records("payloads"):
+        if key[:HASH_BYTES] not in copied or piece_index(key, key[:HASH_BYTES]) is None:
+            yield "payloads", key, value
+
+
+def _depth_first(snapshot: Snapshot) -> Iterator[bytes]:
+    """The names of all blocks that can be reached, each before those that continue it."""
+    continuations: dict[bytes, list[bytes]] = {}
+    names = set()
+    for name, value in snapshot.nodes():
+        names.add(name)
+        continuations.setdefault(bytes(value[:HASH_BYTES]), []).append(name)
+    todo = [name for parent, children in continuations.items() if parent not in names for name in children]
+    while todo:
+        name = todo.pop()
+        yield name
+        todo.extend(continuations.get(name, ()))
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FolderUnavailable(path, error) from error

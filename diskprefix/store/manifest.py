@@ -1,0 +1,239 @@
+"""What an exported file says of its entry, and which tensors it must then hold. See `store.entry_file` for the form.
+
+A manifest comes from the store or from a file. One from a file is checked here: what it says of itself must agree, and
+it must be what an export writes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import msgspec
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.schema import Kind
+from diskprefix.tenant import Tenant
+from diskprefix.tokens import root_hash
+
+LOGITS, TOKEN_IDS, CHECKSUMS, PREFILL_S = "logits", "token_ids", "nodes.checksum", "nodes.prefill_s"
+
+_MAX_TOKENS = 1 << 24
+_MAX_BLOCK_SIZE = 1 << 16
+_MAX_TEXT_CHARS = 10_000
+_SHOWN_CHARS = 80
+
+_DTYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+}
+"""torch's name of a dtype → safetensors' name, and its bytes."""
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
+_TIME = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?(e[+-][0-9]{1,3})?")
+_ROOT = re.compile(r"[0-9a-f]{32}")
+_SCOPE = re.compile(r"[a-z0-9:]{1,24}")
+
+Decoded = TypeVar("Decoded")
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What a root is the hash of, as far as it matters here. `salt` is the tenant."""
+
+    fingerprint: dict[str, str]
+    block_size: int
+    layout_version: int
+    layout: str
+    salt: str
+
+    @classmethod
+    def parse(cls, text: str) -> Identity:
+        """Raises `StoreCorrupt`."""
+        return decode_json(text, cls, "identity")
+
+    @property
+    def model(self) -> tuple[object, ...]:
+        """All but the tenant."""
+        return self.fingerprint, self.block_size, self.layout_version, self.layout
+
+
+class _Group(msgspec.Struct, frozen=True):
+    heads: int
+    head_dim: int
+    dtype: str
+    tensors: tuple[str, ...]
+
+
+class _Layout(msgspec.Struct, frozen=True):
+    """The text that `kv.layout.Layout.describe` writes."""
+
+    groups: tuple[_Group, ...]
+    logits: tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A node's place in the prompt: `num_tokens` tokens from `position` on."""
+
+    position: int
+    num_tokens: int
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the file. `itemsize` is that of the dtype, in bytes."""
+
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """`with_logits`: the entry ends with its prompt, so its last node is a tail."""
+
+    root: bytes
+    identity: str
+    layout: str
+    block_size: int
+    model: str
+    tenant: str
+    scope: str
+    preview: str
+    created_at: float
+    num_tokens: int
+    with_logits: bool
+
+    @classmethod
+    def of_metadata(cls, metadata: Mapping[str, str], *, with_logits: bool) -> Manifest:
+        """Inverse of `metadata`. Raises `StoreCorrupt` for what no export writes."""
+        try:
+            manifest = cls(
+                root=bytes.fromhex(_matching(_ROOT, metadata["root"])),
+                identity=metadata["identity"],
+                layout=metadata["layout"],
+                block_size=int(_matching(_NUMBER, metadata["block_size"])),
+                model=metadata["model"],
+                tenant=metadata["tenant"],
+                scope=_matching(_SCOPE, metadata["scope"]),
+                preview=metadata["preview"],
+                created_at=float(_matching(_TIME, metadata["created_at"])),
+                num_tokens=int(_matching(_NUMBER, metadata["num_tokens"])),
+                with_logits=with_logits,
+            )
+        except KeyError as error:
+            raise StoreCorrupt(f"its metadata has no {error}") from error
+        except ValueError as error:
+            raise StoreCorrupt(f"its metadata cannot be read: {error}") from error
+        manifest.check()
+        return manifest
+
+    def metadata(self) -> dict[str, str]:
+        """As texts, by name."""
+        values = {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name != "with_logits"}
+        return values | {"root": self.root.hex(), "created_at": repr(self.created_at)}
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_tokens // self.block_size + self.with_logits
+
+    @property
+    def spans(self) -> list[Span]:
+        """The nodes, in the order of their positions."""
+        rest = self.num_tokens % self.block_size
+        starts = range(0, self.num_tokens - rest, self.block_size)
+        tail = [Span(self.num_tokens - rest, rest, Kind.TAIL)] if self.with_logits else []
+        return [Span(start, self.block_size, Kind.BLOCK) for start in starts] + tail
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The tensors that payloads are cut from, in their order there. Raises `StoreCorrupt`."""
+        groups = self._parsed_layout().groups
+        table = {
+            f"layers.{name}": _tensor(group.dtype, (1, group.heads, self.num_tokens, group.head_dim))
+            for group in groups
+            for name in group.tensors
+        }
+        if not table or len(table) != sum(len(group.tensors) for group in groups):
+            raise StoreCorrupt("its layout holds no state, or a tensor twice")
+        return table
+
+    def logits_tensor(self) -> Tensor:
+        """The next-token logits that a tail's payload ends with. Raises `StoreCorrupt`."""
+        vocab_size, dtype = self._parsed_layout().logits
+        return _tensor(dtype, (vocab_size,))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the file, those of wide elements first: each then starts at a multiple of its element."""
+        table = self.state_tensors() | {
+            TOKEN_IDS: Tensor("I32", 4, (self.num_tokens,)),
+            CHECKSUMS: Tensor("U64", 8, (self.num_nodes,)),
+            PREFILL_S: Tensor("F64", 8, (self.num_nodes,)),
+        }
+        if self.with_logits:
+            table[LOGITS] = self.logits_tensor()
+        return dict(sorted(table.items(), key=lambda item: -item[1].itemsize))
+
+    def check(self) -> None:
+        """Raises `StoreCorrupt` for what cannot be, or does not agree."""
+        if not 1 <= self.num_tokens <= _MAX_TOKENS or not 1 <= self.block_size <= _MAX_BLOCK_SIZE:
+            raise StoreCorrupt(f"{self.num_tokens} tokens in blocks of {self.block_size} are out of range")
+        if not self.with_logits and self.num_tokens % self.block_size:
+            raise StoreCorrupt("it ends within a block and has no logits")
+        if not math.isfinite(self.created_at) or max(len(self.model), len(self.preview)) > _MAX_TEXT_CHARS:
+            raise StoreCorrupt("its metadata is out of range")
+        if root_hash(self.identity) != self.root:
+            raise StoreCorrupt("its root is not the hash of its identity")
+        self._check_identity(Identity.parse(self.identity))
+
+    def _check_identity(self, identity: Identity) -> None:
+        for name, told, found in (
+            ("layout", identity.layout, self.layout),
+            ("block size", identity.block_size, self.block_size),
+            ("tenant", identity.salt, self.tenant),
+        ):
+            if told != found:
+                raise StoreCorrupt(f"its {name} is not the one in its identity")
+        try:
+            Tenant.parse(self.tenant)
+        except ValueError as error:
+            raise StoreCorrupt("its tenant is not the text of one") from error
+
+    def _parsed_layout(self) -> _Layout:
+        return decode_json(self.layout, _Layout, "layout")
+
+
+def decode_json(text: str | bytes, type_: type[Decoded], what: str) -> Decoded:
+    """Raises `StoreCorrupt` for anything that is not JSON of this type."""
+    try:
+        return msgspec.json.decode(text, type=type_)
+    except (ValueError, RecursionError) as error:
+        raise StoreCorrupt(f"its {what} cannot be read: {shown(str(error))}") from error
+
+
+def shown(text: str) -> str:
+    """Something from a file for a message: printable, and not too long."""
+    line = repr(text)[1:-1]
+    return line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]}…"
+
+
+def _matching(pattern: re.Pattern[str], text: str) -> str:
+    if not pattern.fullmatch(text):
+        raise ValueError(f"{shown(text)} is not {pattern.pattern}")
+    return text
+
+
+def _tensor(dtype: str, shape: tuple[int, ...]) -> Tensor:
+    if dtype not in _DTYPES or min(shape) < 1:
+        raise StoreCorrupt(f"its layout has a tensor of {shown(dtype)} of shape {shape}")
+    return Tensor(*_DTYPES[dtype], shape)

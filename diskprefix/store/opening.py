@@ -1,0 +1,124 @@
+"""From a folder to an open environment: the lock, the check of the file, what is done about damage, the migration.
+
+Whoever is alone with the folder may replace its file: a damaged one is moved aside, one of an older format is migrated,
+one that outgrew a lowered budget is compacted. A process that comes second finds all this done, or says what is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from diskprefix.errors import StoreCorrupt, StoreFormatError, StoreUnavailable
+from diskprefix.settings import OnCorruption
+from diskprefix.store.environment import Environment
+from diskprefix.store.filecheck import check_file
+from diskprefix.store.folder import (
+    DATA,
+    LMDB_LOCK,
+    LOCK,
+    REPLACEMENT,
+    FolderLock,
+    FolderUnavailable,
+    give_to_owner,
+    make_folder,
+    refuse_shared_folder,
+    require_writable,
+    reserve_lmdb_lock,
+)
+from diskprefix.store.migration import migrate, needs_migration
+from diskprefix.store.schema import DATABASES
+
+log = logging.getLogger("diskprefix")
+
+DAMAGED = "damaged.mdb"
+"""What a damaged file is called once it is moved aside; the one before is overwritten."""
+_LOCK_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """How a store is to be opened. `budget_bytes` 0: a tool that adds nothing, whatever the file's size is."""
+
+    budget_bytes: int = 0
+    read_only: bool = False
+    on_corruption: OnCorruption = "refuse"
+
+
+def open_environment(path: Path, access: Access) -> tuple[Environment, FolderLock]:
+    """Open the environment in folder `path`, created unless read-only, and the lock that goes with it.
+
+    Raises `StoreUnavailable` (`FolderUnavailable` where it may mend by itself), `StoreCorrupt`, `StoreFormatError`.
+    """
+    if not access.read_only:
+        make_folder(path)
+        require_writable(path)
+    elif not os.path.isfile(path / DATA):
+        raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
+    refuse_shared_folder(path)
+    lock = FolderLock(path, _LOCK_PATIENCE_S)
+    try:
+        if not access.read_only and lock.try_exclusive():
+            _prepare(path)
+        else:
+            _require_sound(path)
+        if os.access(path, os.W_OK):
+            reserve_lmdb_lock(path)
+        env = Environment(
+            path, budget_bytes=access.budget_bytes, read_only=access.read_only, max_databases=len(DATABASES)
+        )
+        if os.access(path, os.W_OK):
+            give_to_owner(path, path / DATA, path / LMDB_LOCK, path / LOCK)
+        lock.share()
+    except OSError as error:
+        lock.close()
+        raise FolderUnavailable(path, error) from error
+    except BaseException:
+        lock.close()
+        raise
+    return env, lock
+
+
+def set_aside(path: Path, error: StoreCorrupt) -> None:
+    """Move a damaged file out of the way, so that a fresh one can be made.
+
+    If another process has the folder open, nothing is done: it may have done so already.
+    """
+    lock = FolderLock(path, _LOCK_PATIENCE_S)
+    try:
+        if not lock.try_exclusive():
+            return
+        (path / DATA).replace(path / DAMAGED)
+        (path / LMDB_LOCK).unlink(missing_ok=True)
+    except FileNotFoundError:
+        return
+    except OSError as failure:
+        raise FolderUnavailable(path, failure) from failure
+    finally:
+        lock.close()
+    log.error(
+        "[disk-cache] starting with an empty store; the damaged file is now %s, delete it when you like: %s",
+        path / DAMAGED,
+        error,
+    )
+
+
+def _prepare(path: Path) -> None:
+    """What only the one process that holds the folder may do."""
+    if (path / REPLACEMENT).exists():
+        # Left behind by a replacement that was killed: the old file is still in place.
+        shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
+    _require_sound(path)
+    if needs_migration(path):
+        migrate(path)
+
+
+def _require_sound(path: Path) -> None:
+    """Raises `StoreCorrupt` for a damaged file, `StoreFormatError` for one that another program made: it is not ours to
+    add to or to move."""
+    entries = check_file(path / DATA).entries
+    if any(entries.values()) and b"meta" not in entries:
+        raise StoreFormatError(f"{path / DATA} belongs to another program; choose another --kv-cache-dir")

@@ -1,0 +1,425 @@
+"""`diskprefix export` and `diskprefix import`, as somebody types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from diskprefix.cli import main
+from diskprefix.kv.fingerprint import Fingerprint
+from diskprefix.kv.layout import LAYOUT_VERSION
+from diskprefix.store.store import Store
+from tests.server.daemon_process import DaemonProcess, running_daemon
+from tests.store.building import BLOCK, is_whole, open_store, prompt
+from tests.store.exported import TENANT, entry_of, identity_of, large_layout
+from tests.tiny import DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
+
+PROMPT = prompt(1, 3 * BLOCK + 5)
+
+
+@dataclass
+class Result:
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        assert self.exit_code == 0, self.stderr
+        return json.loads(self.stdout)
+
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str]) -> Invoke:
+    def run(*args: str | Path) -> Result:
+        code: object = 0
+        try:
+            main(list(map(str, args)))
+        except SystemExit as end:
+            code = end.code
+        out = capsys.readouterr()
+        assert isinstance(code, int | None)
+        return Result(code or 0, out.out, out.err)
+
+    return run
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    store = open_store(tmp_path / "source")
+    store.publish(entry_of(store, PROMPT))
+    store.close()
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A store to which a daemon with the same model has written."""
+    store = open_store(tmp_path / "target")
+    store.publish(entry_of(store, prompt(9, BLOCK)))
+    store.close()
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def file(invoke: Invoke, source: Path, tmp_path: Path) -> Path:
+    invoke("export", entry_id(source), "-o", tmp_path / "e.safetensors", "--kv-cache-dir", source)
+    return tmp_path / "e.safetensors"
+
+
+def entry_id(folder: Path) -> str:
+    store = Store.open(folder, read_only=True)
+    with store.snapshot() as snapshot:
+        name = next(name for name, _ in snapshot.entries())
+    store.close()
+    return name.hex()
+
+
+def holds_the_prompt(folder: Path) -> bool:
+    store = Store.open(folder, read_only=True)
+    try:
+        return is_whole(store, entry_of(store, PROMPT))
+    finally:
+        store.close()
+
+
+def one_line(result: Result, exit_code: int, *words: str) -> None:
+    assert (result.exit_code, result.stdout) == (exit_code, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+
+
+def test_an_entry_goes_from_store_to_store(invoke: Invoke, source: Path, target: Path, tmp_path: Path) -> None:
+    name = entry_id(source)
+    path = tmp_path / "manual.safetensors"
+    exported = invoke("export", name[:6], "-o", path, "--kv-cache-dir", source)
+    assert (exported.exit_code, exported.stderr) == (0, "")
+    assert f"{path}: {len(PROMPT)} tokens of tiny" in exported.stdout
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    imported = invoke("import", path, "--kv-cache-dir", target)
+    assert (imported.exit_code, imported.stderr) == (0, "")
+    assert f"{path}: imported {len(PROMPT)} tokens of tiny in 4 blocks, 4 new" in imported.stdout
+    assert holds_the_prompt(target)
+    again = invoke("import", path, "--kv-cache-dir", target)
+    assert "4 blocks, none new" in again.stdout
+
+
+def test_json_says_what_was_done(invoke: Invoke, source: Path, target: Path, tmp_path: Path) -> None:
+    path = tmp_path / "e.safetensors"
+    exported = invoke("export", entry_id(source), "-o", path, "--kv-cache-dir", source, "--json").json
+    assert exported == {
+        "file": str(path),
+        "file_bytes": path.stat().st_size,
+        "id": entry_id(source),
+        "model": "tiny",
+        "tenant": "",
+        "num_tokens": len(PROMPT),
+    }
+    planned = invoke("import", path, "--kv-cache-dir", target, "--dry-run", "--json").json
+    assert not holds_the_prompt(target)
+    done = invoke("import", path, "--kv-cache-dir", target, "--json").json
+    assert planned == done | {"dry_run": True}
+    (entry,) = done["entries"]
+    raw_bytes = entry.pop("new_bytes")
+    assert raw_bytes == 60 * len(PROMPT) + 100
+    assert entry == {
+        "file": str(path),
+        "id": entry["id"],
+        "model": "tiny",
+        "tenant": "",
+        "num_tokens": len(PROMPT),
+        "num_nodes": 4,
+        "new_nodes": 4,
+        "is_new": True,
+        "evicted": 0,
+    }
+
+
+def test_without_a_name_the_file_is_called_by_the_id(
+    invoke: Invoke, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = entry_id(source)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert invoke("export", name, "--kv-cache-dir", source, "--json").json["file"] == f"{name[:12]}.safetensors"
+    invoke("export", name, "-o", tmp_path, "--kv-cache-dir", source)
+    assert (tmp_path / f"{name[:12]}.safetensors").read_bytes() == Path(f"{name[:12]}.safetensors").read_bytes()
+
+
+def test_a_file_that_exists_is_kept_without_force(invoke: Invoke, source: Path, file: Path) -> None:
+    args = ("export", entry_id(source), "-o", file, "--kv-cache-dir", source)
+    one_line(invoke(*args), 2, "exists", "--force")
+    assert invoke(*args, "--force").exit_code == 0
+
+
+def test_an_unknown_entry_is_one_line(invoke: Invoke, source: Path, tmp_path: Path) -> None:
+    one_line(invoke("export", "ffff" * 8, "--kv-cache-dir", source), 2, "no entry starts", "diskprefix inspect")
+    one_line(invoke("export", "ffff", "--kv-cache-dir", tmp_path), 4, "holds no diskprefix store")
+
+
+def test_a_folder_that_is_not_there_is_named(invoke: Invoke, source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "none" / "e.safetensors"
+    ended = invoke("export", entry_id(source), "-o", path, "--kv-cache-dir", source)
+    one_line(ended, 2, f"--output: there is no folder {path.parent};")
+
+
+@pytest.mark.parametrize("content", [b"import os\n" * 100, b"", bytes(100), b'{"a": 1}' * 20])
+def test_a_file_that_export_did_not_write_is_told_so(
+    invoke: Invoke, target: Path, tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "req.py"
+    path.write_bytes(content)
+    ended = invoke("import", path, "--kv-cache-dir", target)
+    one_line(ended, 2, f"{path}: `diskprefix export` did not write it")
+
+
+@pytest.mark.parametrize("flags", [(), ("--force",), ("--dry-run",)])
+def test_a_store_whose_file_is_damaged_says_what_helps(
+    invoke: Invoke, file: Path, target: Path, flags: tuple[str, ...]
+) -> None:
+    data = target / "data.mdb"
+    data.write_bytes(data.read_bytes()[: 2 * 4096] + b"\xff" * (data.stat().st_size - 2 * 4096))
+    one_line(invoke("import", file, "--kv-cache-dir", target, *flags), 4, "is damaged", "`verify --fix` cannot mend")
+
+
+def test_a_prompt_stays_with_its_tenant_and_both_say_so(invoke: Invoke, target: Path, tmp_path: Path) -> None:
+    store = open_store(tmp_path / "kv")
+    pub = entry_of(store, PROMPT, tenant=TENANT)
+    store.publish(pub)
+    store.close()
+    assert pub.tip is not None
+    path, again = tmp_path / "e.safetensors", tmp_path / "again.safetensors"
+    args = ("export", pub.tip.hex(), "--kv-cache-dir", tmp_path / "kv", "-o")
+    short = "/".join(id_[:8] for id_ in TENANT.split("/"))
+    assert invoke(*args, path).stdout.endswith(f", tenant {short}\n")
+    assert invoke(*args, again, "--json").json["tenant"] == TENANT
+    planned = invoke("import", path, "--kv-cache-dir", target, "--dry-run", "--json").json
+    assert planned["entries"][0]["tenant"] == TENANT
+    assert f" tokens of tiny, tenant {short}, in 4 blocks" in invoke("import", path, "--kv-cache-dir", target).stdout
+    for command, sentence in (("export", "stays with its tenant"), ("import", "stays with the tenant")):
+        assert sentence in " ".join(invoke(command, "--help").stdout.split())
+
+
+def test_another_model_is_refused_and_forced(invoke: Invoke, file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    store = open_store(folder)
+    store.publish(entry_of(store, prompt(5, BLOCK), identity=identity_of(weights="w2"), model="Other-7B"))
+    store.close()
+    one_line(invoke("import", file, "--kv-cache-dir", folder), 2, "'tiny'", "'Other-7B'", "--force")
+    one_line(invoke("import", file, "--kv-cache-dir", folder, "--dry-run"), 2, "'tiny'")
+    assert invoke("import", file, "--kv-cache-dir", folder, "--force").exit_code == 0
+    assert holds_the_prompt(folder)
+
+
+def test_force_creates_a_store_and_nothing_else_does(invoke: Invoke, file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    one_line(invoke("import", file, "--kv-cache-dir", folder), 4, "holds no diskprefix store")
+    planned = invoke("import", file, "--kv-cache-dir", folder, "--force", "--dry-run", "--json").json
+    assert (planned["entries"][0]["id"], planned["entries"][0]["new_nodes"]) == (None, 4)
+    assert not folder.exists()
+    assert invoke("import", file, "--kv-cache-dir", folder, "--force", "--kv-cache-budget", "20MiB").exit_code == 0
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert holds_the_prompt(folder)
+
+
+def test_one_bad_file_of_several_and_nothing_is_imported(
+    invoke: Invoke, target: Path, file: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    bad.write_bytes(data)
+    before = (target / "data.mdb").read_bytes()
+    one_line(invoke("import", file, bad, "--kv-cache-dir", target), 4, "bad.safetensors is damaged", "checksum")
+    one_line(invoke("import", file, tmp_path / "none", "--kv-cache-dir", target), 2, "none: no such file")
+    assert (target / "data.mdb").read_bytes() == before
+
+
+def test_a_file_that_cannot_fit_is_refused_before_any_is_imported(
+    invoke: Invoke, file: Path, target: Path, tmp_path: Path
+) -> None:
+    layout = large_layout(1 << 20)
+    store = open_store(tmp_path / "large", budget_bytes=64 << 20)
+    pub = entry_of(store, prompt(1, 40 * BLOCK), layout=layout)
+    store.publish(pub)
+    store.close()
+    large = tmp_path / "large.safetensors"
+    assert pub.tip is not None
+    assert invoke("export", pub.tip.hex(), "-o", large, "--kv-cache-dir", tmp_path / "large").exit_code == 0
+    refused = invoke("import", file, large, "--kv-cache-dir", target, "--force")
+    one_line(refused, 4, "do not fit --kv-cache-budget 32.0 MiB")
+    assert not holds_the_prompt(target)
+
+
+def test_a_flag_that_is_smaller_than_the_daemon_s_budget_evicts_nothing(
+    invoke: Invoke, file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "large"
+    store = open_store(folder, budget_bytes=64 << 20)
+    kept = entry_of(store, prompt(1, 40 * BLOCK), layout=large_layout(1 << 20))
+    store.publish(kept)
+    store.close()
+    assert invoke("import", file, "--kv-cache-dir", folder, "--kv-cache-budget", "16MiB", "--force").exit_code == 0
+    store = Store.open(folder, read_only=True)
+    assert is_whole(store, kept)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (("--kv-cache-budget", "1KiB"), "--kv-cache-budget"),
+        (("--kv-cache-min-free", "much"), "--kv-cache-min-free"),
+        (("--kv-cache-codec", "gzip"), "--kv-cache-codec"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    invoke: Invoke, file: Path, target: Path, args: tuple[str, ...], problem: str
+) -> None:
+    one_line(invoke("import", file, "--kv-cache-dir", target, *args), 2, problem)
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_the_help_shows_examples(invoke: Invoke, command: str) -> None:
+    shown = invoke(command, "--help")
+    assert shown.exit_code == 0
+    assert f"diskprefix {command} " in shown.stdout
+    assert "--kv-cache-dir" in shown.stdout
+
+
+def test_neither_waits_for_torch(file: Path, source: Path, target: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from diskprefix.cli import _run; assert not _run(sys.argv[1:]); assert 'torch' not in sys.modules"
+    )
+    for args in (
+        ("export", entry_id(source), "-o", str(tmp_path / "again.safetensors"), "--kv-cache-dir", str(source)),
+        ("import", str(file), "--kv-cache-dir", str(target)),
+    ):
+        subprocess.run([sys.executable, "-c", code, *args], check=True, env=dict(os.environ), timeout=60)
+
+
+class FingerprintedRunner(Runner):
+    """A model whose root is that of its fingerprint, as a daemon's is."""
+
+    def identity(self, salt: str) -> str:
+        fingerprint = Fingerprint.of(self.model, f"digest of {self.name}")
+        return fingerprint.identity(self.settings.block_size, LAYOUT_VERSION, self.layout.describe(), salt)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_llama(torch.bfloat16, request.param)
+
+
+def saved(model: PreTrainedModel, folder: Path, token_ids: Any, **settings: object) -> Answer:
+    """The answer of a cold run that saves the whole prompt."""
+    runner = FingerprintedRunner(model, tiny_settings(folder, **settings))
+    answer = runner.run(token_ids, "full", reply=8)
+    runner.close()
+    return answer
+
+
+@pytest.mark.parametrize("extra", [0, 7])
+def test_a_model_restores_what_another_store_computed_bit_for_bit(
+    invoke: Invoke, model: PreTrainedModel, tmp_path: Path, extra: int
+) -> None:
+    token_ids = random_prompt(1, 10 * BLOCK + extra)
+    cold = saved(model, tmp_path / "a", token_ids, kv_cache_codec="planes")
+    path = tmp_path / "e.safetensors"
+    assert invoke("export", entry_id(tmp_path / "a"), "-o", path, "--kv-cache-dir", tmp_path / "a").exit_code == 0
+    saved(model, tmp_path / "b", random_prompt(2, 2 * BLOCK))
+    for folder, flags in ((tmp_path / "b", ()), (tmp_path / "new", ("--force", "--kv-cache-budget", "64MiB"))):
+        imported = invoke("import", path, "--kv-cache-dir", folder, "--kv-cache-min-free", "0", *flags)
+        assert imported.exit_code == 0, imported.stderr
+        runner = FingerprintedRunner(model, tiny_settings(folder))
+        warm = runner.run(token_ids, "full", reply=8)
+        longer = np.concatenate([token_ids, random_prompt(3, 2 * BLOCK)])
+        extended, computed = (runner.run(longer, scope, reply=8) for scope in ("full", "off"))
+        runner.close()
+        assert (warm.num_forwards, warm.report.restored, warm.report.source) == (0, len(token_ids), "disk")
+        assert torch.equal(warm.logits, cold.logits)
+        assert warm.greedy == cold.greedy
+        assert extended.report.restored == 10 * BLOCK
+        assert torch.equal(extended.logits, computed.logits)
+        assert extended.greedy == computed.greedy
+
+
+def test_a_file_continues_in_transformers_own_cache(invoke: Invoke, tmp_path: Path) -> None:
+    """Who has the file and the model needs nothing else: the README's example."""
+    model = tiny_llama(torch.float32)
+    token_ids = random_prompt(1, 3 * BLOCK + 7)
+    cold = saved(model, tmp_path / "a", token_ids)
+    path = tmp_path / "e.safetensors"
+    assert invoke("export", entry_id(tmp_path / "a"), "-o", path, "--kv-cache-dir", tmp_path / "a").exit_code == 0
+    state = load_file(path)
+    assert torch.equal(state["logits"], cold.logits)
+    cache = DynamicCache(config=model.config)
+    for layer in range(model.config.num_hidden_layers):
+        cache.update(state[f"layers.{layer}.keys"], state[f"layers.{layer}.values"], layer)
+    reply, logits = [], state["logits"]
+    with torch.inference_mode():
+        for _ in range(8):
+            reply.append(int(logits.argmax()))
+            logits = model(torch.tensor([reply[-1:]]), past_key_values=cache, use_cache=True).logits[0, -1]
+    assert reply == cold.greedy
+
+
+def chat(client: httpx.Client, model: Path, system: str) -> dict[str, Any]:
+    body = {
+        "model": model.name,
+        "messages": [{"role": "system", "content": system * 30}, {"role": "user", "content": "Tell me about rivers."}],
+        "temperature": 0,
+        "max_tokens": 12,
+        "logprobs": True,
+        "prefix_cache": {"scope": "full"},
+    }
+    reply = client.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+@pytest.mark.slow
+def test_a_running_daemon_restores_what_is_imported_beside_it(invoke: Invoke, chat_model: Path, tmp_path: Path) -> None:
+    def answered(daemon: DaemonProcess, system: str) -> dict[str, Any]:
+        with daemon.client() as client:
+            reply = chat(client, chat_model, system)
+        daemon.wait_saved()
+        return reply
+
+    path = tmp_path / "e.safetensors"
+    with running_daemon(chat_model, tmp_path / "a") as daemon:
+        cold = answered(daemon, "You are patient. ")
+        exported = invoke("export", entry_id(tmp_path / "a"), "-o", path, "--kv-cache-dir", tmp_path / "a")
+        assert exported.exit_code == 0, exported.stderr
+    with running_daemon(chat_model, tmp_path / "b") as daemon:
+        refused = invoke("import", path, "--kv-cache-dir", tmp_path / "b")
+        one_line(refused, 2, "this store has seen no model yet")
+        answered(daemon, "I am somebody else. ")
+        imported = invoke("import", path, "--kv-cache-dir", tmp_path / "b")
+        assert imported.exit_code == 0, imported.stderr
+        warm = answered(daemon, "You are patient. ")
+    assert cold["prefix_cache"]["restored"] == 0
+    assert warm["prefix_cache"]["source"] == "disk"
+    assert warm["prefix_cache"]["restored"] == cold["usage"]["prompt_tokens"]
+    assert warm["choices"] == cold["choices"]

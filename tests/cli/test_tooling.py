@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diskprefix.cli import COMMANDS
+from diskprefix.errors import SettingsError
+from diskprefix.settings import parse_duration
+from tests.cli.conftest import Run
+from tests.cli.terminal import Terminal
+from tests.store.building import BLOCK, open_store, prompt, publication
+
+TOOLS = sorted(set(COMMANDS) - {"serve"})
+
+
+@pytest.mark.parametrize("command", TOOLS)
+def test_a_tool_starts_without_torch_and_server(command: str) -> None:
+    code = (
+        "import sys; from diskprefix.cli import cli; "
+        f"cli.main([{command!r}, '--help'], standalone_mode=False); "
+        "print(*sorted({'torch', 'transformers', 'uvicorn', 'fastapi', 'rich'} & set(sys.modules)), file=sys.stderr)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stderr.split() == []
+
+
+@pytest.mark.parametrize("command", TOOLS)
+def test_the_help_of_a_tool_teaches(run: Run, command: str) -> None:
+    shown = run(command, "--help").stdout
+    assert shown.count(f"  diskprefix {command}") >= 2, "examples"
+    assert "--kv-cache-dir" in shown
+    assert "--json" in shown
+    assert "DISKPREFIX_KV_CACHE_DIR" in shown
+    assert "$XDG_CACHE_HOME/diskprefix/kv" in shown
+
+
+@pytest.mark.parametrize("command", TOOLS)
+def test_the_help_lists_exit_codes(run: Run, command: str) -> None:
+    assert "Exit codes: 0 " in run(command, "--help").stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A store with one saved prompt."""
+    store = open_store(tmp_path / "kv")
+    store.publish(publication(store, prompt(1, 2 * BLOCK)))
+    store.close()
+    return tmp_path / "kv"
+
+
+WRITERS = [["inspect"], ["inspect", "--json"], ["verify"], ["verify", "--json"], ["purge", "--all", "--dry-run"]]
+
+
+@pytest.mark.parametrize("args", WRITERS)
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_4(folder: Path, args: list[str]) -> None:
+    command = [sys.executable, "-m", "diskprefix", *args, "--kv-cache-dir", str(folder)]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    message = "error: cannot write the output: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (4, message)
+
+
+@pytest.mark.parametrize("args", WRITERS)
+def test_a_pipe_that_nobody_reads_ends_it_quietly_with_the_code_of_a_shell(folder: Path, args: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "diskprefix", *args, "--kv-cache-dir", str(folder)]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("entry", ["", "3", "3fa"])
+@pytest.mark.parametrize("args", [["inspect"], ["export"], ["purge", "--yes"]])
+def test_the_beginning_of_an_id_has_at_least_four_digits(run: Run, folder: Path, args: list[str], entry: str) -> None:
+    before = (folder / "data.mdb").read_bytes()
+    ended = run(*args, entry, "--kv-cache-dir", folder)
+    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert "at least 4 digits" in ended.stderr
+    assert (folder / "data.mdb").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *(["inspect"], ["verify"], ["verify", "--fix"], ["purge", "--all", "--yes"], ["export", "3fa9"], ["compact"]),
+        ["compact", "--to", "copy"],
+    ],
+)
+def test_a_damaged_file_is_one_line_that_says_what_helps(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    data = bytearray((folder / "data.mdb").read_bytes())
+    data[2 * 4096 :] = b"\xff" * (len(data) - 2 * 4096)
+    (folder / "data.mdb").write_bytes(data)
+    ended = run(*args, "--kv-cache-dir", folder)
+    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (4, "", 1)
+    assert f"{folder / 'data.mdb'} is damaged: " in ended.stderr
+    assert "`verify --fix` cannot mend this: `diskprefix serve` moves the file aside" in ended.stderr
+    assert (folder / "data.mdb").read_bytes() == data
+
+
+def test_the_folder_of_the_environment_may_begin_with_a_tilde(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_store(tmp_path / "kv").close()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DISKPREFIX_KV_CACHE_DIR", "~/kv")
+    ended = run("verify")
+    assert (ended.exit_code, ended.stdout.endswith(f"in {tmp_path / 'kv'}\n")) == (0, True)
+
+
+@pytest.mark.parametrize("args", [["verify"], ["compact"], ["purge", "--all", "--yes"]])
+def test_at_a_terminal_the_bar_goes_to_stderr_and_is_gone_in_the_end(tmp_path: Path, args: list[str]) -> None:
+    store = open_store(tmp_path)
+    store.publish(publication(store, prompt(1, 4 * BLOCK), payload_bytes=400_000))
+    store.close()
+    terminal = Terminal(*args, "--json", "--kv-cache-dir", str(tmp_path))
+    assert terminal.wait() == 0
+    verb = {"verify": "verifying", "compact": "compacting", "purge": "purging"}[args[0]]
+    assert verb in terminal.shown
+    # What stays on the screen is the JSON; the bar was erased before it.
+    assert terminal.shown.rindex("{") > terminal.shown.rindex("\x1b[2K")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("15m", 900), ("12h", 43_200), ("7d", 604_800), ("2w", 1_209_600), ("45", 45), (" 1.5 H ", 5400)],
+)
+def test_a_duration_is_read(text: str, seconds: float) -> None:
+    assert parse_duration(text, param="--older-than") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "d", "-1d", "1 year", "1d2h", "soon", "1y", "inf", "nan"])
+def test_what_is_no_duration_is_refused_by_name(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"--older-than: .* is not a duration; write for example 90s"):
+        parse_duration(text, param="--older-than")

@@ -1,0 +1,84 @@
+"""What a process says of its own deeds, line by line, before and after each: what is in it survives SIGKILL.
+
+A line is one `write` to a file. The kernel has it then, whatever becomes of the process, so nothing need be synced: it
+is processes that are killed here, not machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class Ledger:
+    """The writing side."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def begin(self, deed: str, number: int = -1) -> None:
+        """`number`: of the prompt that the deed is about."""
+        self._write({"begin": deed, "number": number})
+
+    def end(self, deed: str, number: int = -1, gone: Iterable[int] = ()) -> None:
+        """The deed is done, and the entries of the prompts `gone` went with it."""
+        self._write({"end": deed, "number": number, "gone": sorted(gone)})
+
+    def _write(self, line: dict[str, object]) -> None:
+        os.write(self._fd, (json.dumps(line | {"at": time.monotonic()}) + "\n").encode())
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a ledger says.
+
+    `doing`: the deed that had begun and not ended, with its prompt.
+    """
+
+    saved: frozenset[int]
+    """Prompts whose saving was acknowledged, and that no later deed is known to have removed."""
+    tried: frozenset[int]
+    """All prompts whose saving ever began."""
+    doing: tuple[str, int] | None
+    durations: dict[str, list[float]]
+    """Seconds that each kind of deed took."""
+
+
+def num_begun(path: Path, deed: str, start: int) -> int:
+    """How many such lines there are from the byte `start` on."""
+    return _text(path)[start:].count(f'"begin": "{deed}"')
+
+
+def num_ended(path: Path, deed: str, start: int) -> int:
+    """How many such lines there are from the byte `start` on."""
+    return _text(path)[start:].count(f'"end": "{deed}"')
+
+
+def read(path: Path, saves: Iterable[str] = ("publish", "import")) -> Account:
+    """`saves`: the deeds that save the prompt that they are about."""
+    saved: set[int] = set()
+    tried: set[int] = set()
+    doing: tuple[str, int] | None = None
+    durations: dict[str, list[float]] = {}
+    began_at = 0.0
+    for text in _text(path).splitlines():
+        line = json.loads(text)
+        if "begin" in line:
+            doing, began_at = (line["begin"], line["number"]), line["at"]
+            if line["begin"] in saves:
+                tried.add(line["number"])
+            continue
+        durations.setdefault(line["end"], []).append(line["at"] - began_at)
+        doing = None
+        if line["end"] in saves:
+            saved.add(line["number"])
+        saved.difference_update(line["gone"])
+    return Account(frozenset(saved), frozenset(tried), doing, durations)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""

@@ -1,0 +1,138 @@
+"""A model's place in a store without the model: names, publications and restores of made-up prompts.
+
+For what drives a store hard: the crash matrix, the soak, the store benchmark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from diskprefix.kv.layers import KVArena
+from diskprefix.kv.layout import Group, Layout, TensorSpec
+from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prefix_cache.restore import READER_THREADS, Restoration, Restored
+from diskprefix.store.changes import NewNode
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import EntryRecord, Kind, RootRecord
+from diskprefix.store.store import Publication, Store
+from diskprefix.store.writer import Writer
+from diskprefix.tokens import TokenIds, root_hash
+
+
+def dense_layout(*, layers: int, heads: int, head_dim: int, dtype: torch.dtype, vocab_size: int) -> Layout:
+    """The layout of a model with keys and values of one form in every layer."""
+    specs = (TensorSpec(i, part, heads, head_dim, dtype) for i in range(layers) for part in ("keys", "values"))
+    return Layout(layers, (Group(tuple(specs)),), vocab_size, dtype)
+
+
+class ModelPlace:
+    """What a daemon does with its prompts, done with made-up ones.
+
+    `identity`: whose numbers they are said to be; its hash is the root.
+    """
+
+    def __init__(self, store: Store, layout: Layout, *, identity: str, block_size: int = 256) -> None:
+        self.store = store
+        self.layout = layout
+        self.root = root_hash(identity)
+        self._block_size = block_size
+        self._payload_layout = PayloadLayout.parse(layout.describe())
+        self._record = RootRecord(
+            model="made up", block_size=block_size, layout=layout.describe(), created_at=0.0, identity=identity
+        )
+
+    def nodes(self, token_ids: TokenIds) -> PromptNodes:
+        return PromptNodes(self.store.secret, self.root, token_ids, self._block_size, self._payload_layout)
+
+    def path(self, token_ids: TokenIds) -> list[Node]:
+        """The nodes of a whole prompt: its blocks and its tail."""
+        nodes, path = self.nodes(token_ids), []
+        parent = self.root
+        for index in range(len(token_ids) // self._block_size):
+            path.append(nodes.block(parent, index))
+            parent = path[-1].name
+        return [*path, nodes.tail(parent, len(path))]
+
+    def payload_bytes(self, node: Node) -> int:
+        return self._payload_layout.payload_bytes(node.num_tokens, with_logits=node.kind == Kind.TAIL)
+
+    def publication(
+        self, token_ids: TokenIds, payload: Callable[[Node], memoryview], *, stored: int = 0, history_limit: int = 30
+    ) -> Publication:
+        """The whole prompt, of which the first `stored` nodes are stored already; `payload` gives that of a node."""
+        nodes, path = self.nodes(token_ids), self.path(token_ids)
+        return Publication(
+            store_id=self.store.store_id,
+            root=self.root,
+            root_record=self._record,
+            nodes=tuple(self._new_node(nodes, node, payload(node)) for node in path[stored:]),
+            tip=path[-1].name,
+            entry=EntryRecord(root=self.root, num_tokens=len(token_ids), scope="full", preview="", created_at=0.0),
+            prompt=token_ids,
+            history_limit=history_limit,
+        )
+
+    def _new_node(self, nodes: PromptNodes, node: Node, payload: memoryview) -> NewNode:
+        return NewNode(
+            name=node.name,
+            parent=node.parent,
+            position=node.position,
+            token_ids=nodes.tokens(node),
+            kind=node.kind,
+            payload=payload,
+            pieces=tuple(cut.piece for cut in nodes.cuts(node)),
+            prefill_s=node.num_tokens / 500,
+        )
+
+
+class Restorer:
+    """Restores prompts as the daemon does, into an arena of its own."""
+
+    def __init__(self, place: ModelPlace, writer: Writer, *, capacity: int) -> None:
+        """`capacity`: of the arena, in tokens."""
+        self.arena = KVArena(place.layout, torch.device("cpu"))
+        self.arena.reserve(capacity)
+        self._place = place
+        self._writer = writer
+        self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
+
+    def restore(self, token_ids: TokenIds) -> Restored:
+        """Raises `CacheError`."""
+        restored, pinned = self.restore_pinned(token_ids)
+        if pinned is not None:
+            self._place.store.unpin(pinned)
+        return restored
+
+    def restore_pinned(self, token_ids: TokenIds) -> tuple[Restored, bytes | None]:
+        """`restore`, and the node that the caller is to unpin when it has continued what was restored."""
+        nodes = self._place.nodes(token_ids)
+        restoration = Restoration(nodes, self._place.store, self._writer, self._readers)
+        return restoration.run(self.arena), restoration.pinned
+
+    def seconds(self, token_ids: TokenIds) -> float:
+        """How long restoring all of a stored prompt takes: finding it, verifying, decoding, copying."""
+        started = time.perf_counter()
+        restored = self.restore(token_ids)
+        elapsed = time.perf_counter() - started
+        assert restored.num_tokens == len(token_ids), f"{restored.num_tokens} of {len(token_ids)} tokens were restored"
+        return elapsed
+
+    def close(self) -> None:
+        self._readers.shutdown()
+
+
+@contextlib.contextmanager
+def open_restorer(place: ModelPlace, *, capacity: int) -> Iterator[Restorer]:
+    """A restorer with a writer of its own; the store is left open."""
+    writer = Writer(place.store, buffer_bytes=2**30)
+    restorer = Restorer(place, writer, capacity=capacity)
+    try:
+        yield restorer
+    finally:
+        restorer.close()
+        writer.close(60.0)

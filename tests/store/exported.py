@@ -1,0 +1,83 @@
+"""Entries that can be exported: their roots are the hashes of identities, as a daemon's are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from diskprefix.store.entry_file import EntryReader
+from diskprefix.store.exchange import Imported, export_entry, import_entry
+from diskprefix.store.schema import EntryRecord, RootRecord
+from diskprefix.store.store import Publication, Store
+from diskprefix.tokens import TokenIds, root_hash
+from tests.store.building import BLOCK, publication
+
+LAYOUT = json.dumps(
+    {
+        "version": 1,
+        "groups": [
+            {"heads": 2, "head_dim": 4, "dtype": "bfloat16", "tensors": ["0.keys", "0.values", "1.values"]},
+            {"heads": 1, "head_dim": 3, "dtype": "float32", "tensors": ["1.keys"]},
+        ],
+        "logits": [25, "float32"],
+    },
+    separators=(",", ":"),
+)
+"""A model of two layers whose second has keys of another form: 60 bytes a token."""
+TENANT = "0123456789abcdef" * 2
+
+
+def large_layout(block_bytes: int) -> str:
+    """A model whose blocks take that many bytes, a multiple of `8 * BLOCK`."""
+    group = {"heads": 2, "head_dim": block_bytes // (8 * BLOCK), "dtype": "float16", "tensors": ["0.keys", "0.values"]}
+    return json.dumps({"version": 1, "groups": [group], "logits": [25, "float32"]}, separators=(",", ":"))
+
+
+def identity_of(layout: str = LAYOUT, *, weights: str = "w1", tenant: str = "", torch_version: str = "2.13") -> str:
+    fingerprint = {"weights_digest": weights, "torch_version": torch_version, "dtype": "bfloat16"}
+    values = {"fingerprint": fingerprint, "block_size": BLOCK, "layout_version": 1, "layout": layout, "salt": tenant}
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))
+
+
+def entry_of(
+    store: Store,
+    token_ids: TokenIds,
+    *,
+    layout: str = LAYOUT,
+    identity: str = "",
+    tenant: str = "",
+    model: str = "tiny",
+    with_tail: bool = True,
+) -> Publication:
+    """What saving this prompt publishes; without its tail, it ends with its last full block."""
+    identity = identity or identity_of(layout, tenant=tenant)
+    root = root_hash(identity)
+    pub = publication(store, token_ids, root=root, layout=layout)
+    nodes = pub.nodes if with_tail else pub.nodes[:-1]
+    return replace(
+        pub,
+        nodes=nodes,
+        tip=nodes[-1].name,
+        entry=EntryRecord(
+            root=root,
+            num_tokens=nodes[-1].position + len(nodes[-1].token_ids),
+            scope="auto:30",
+            preview='Wie schön … 🦀 "quoted"',
+            created_at=1234.5,
+        ),
+        root_record=RootRecord(
+            model=model, block_size=BLOCK, layout=layout, created_at=0.0, identity=identity, tenant=tenant
+        ),
+    )
+
+
+def export(store: Store, pub: Publication, path: Path, *, force: bool = False) -> Path:
+    assert pub.tip is not None
+    export_entry(store, pub.tip, path, force=force, advance=lambda _num_bytes: None)
+    return path
+
+
+def import_file(store: Store, path: Path) -> Imported:
+    with EntryReader.open(path) as reader:
+        return import_entry(store, reader, advance=lambda _num_bytes: None)

@@ -1,0 +1,306 @@
+"""Damage to the bytes of an LMDB data file: at random, and where it hurts. What is done follows from a seed."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+PAGE = 4096
+BRANCH, LEAF = 1, 2
+IN_OVERFLOW, IS_TREE = 1, 2
+NO_PAGE = 2**64 - 1
+META_FIELDS = {
+    "kind": (10, 2),
+    "magic": (16, 4),
+    "version": (20, 4),
+    "map size": (32, 8),
+    "page size": (40, 4),
+    "free flags": (44, 2),
+    "free depth": (46, 2),
+    "free overflow pages": (64, 8),
+    "free entries": (72, 8),
+    "free root": (80, 8),
+    "main flags": (92, 2),
+    "main depth": (94, 2),
+    "main leaf pages": (104, 8),
+    "main entries": (120, 8),
+    "main root": (128, 8),
+    "last page": (136, 8),
+    "txnid": (144, 8),
+}
+"""Offset in the page and bytes of each field of a meta page."""
+
+
+@dataclass
+class DataFile:
+    """A data file as bytes, and an older state of it, for pages whose last write was lost.
+
+    Where things are is said of a sound file: ask before the first byte is changed.
+    """
+
+    data: bytearray
+    older: bytes = b""
+    rng: random.Random = field(default_factory=random.Random)
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.data) // PAGE
+
+    @property
+    def meta(self) -> int:
+        """Offset of the newer meta, behind the header of its page."""
+        return max((0, PAGE), key=lambda page: self.number(page + 144, 8)) + 16
+
+    @property
+    def free(self) -> int:
+        """Offset of the record of the free list's tree."""
+        return self.meta + 24
+
+    @property
+    def main(self) -> int:
+        """Offset of the record of the tree of databases."""
+        return self.meta + 72
+
+    def root(self, tree: int) -> int:
+        """The root page in the record of a tree."""
+        return self.number(tree + 40, 8)
+
+    @cached_property
+    def structure(self) -> list[int]:
+        """The pages that LMDB reads: both meta pages, branch and leaf pages, the first pages of overflow runs."""
+        pages = [0, 1]
+        for tree in (self.free, self.main):
+            self._walk(self.root(tree), pages)
+        return pages
+
+    @cached_property
+    def databases(self) -> dict[bytes, list[tuple[int, int]]]:
+        """Offset and bytes of every record, by name of database."""
+        return {
+            self.key(node): [self.record_at(n) for n in self.leaf_nodes(self.root(self.data_of(node)))]
+            for node in self.leaf_nodes(self.root(self.main))
+        }
+
+    def number(self, place: int, size: int) -> int:
+        return int.from_bytes(self.data[place : place + size], "little")
+
+    def kind(self, page: int) -> int:
+        return self.number(page * PAGE + 10, 2)
+
+    def nodes(self, page: int) -> list[int]:
+        """Offsets of the nodes of a branch or leaf page."""
+        lower = min(self.number(page * PAGE + 12, 2), PAGE)
+        pointers = struct.unpack_from(f"<{max(0, lower - 16) // 2}H", self.data, page * PAGE + 16)
+        return [page * PAGE + pointer for pointer in pointers if pointer <= PAGE - 8]
+
+    def leaf_nodes(self, page: int) -> list[int]:
+        """Offsets of all nodes in the leaves under a page, in key order."""
+        if page == NO_PAGE:
+            return []
+        nodes = self.nodes(page)
+        if self.kind(page) == LEAF:
+            return nodes
+        return [below for node in nodes for below in self.leaf_nodes(self.number(node, 6))]
+
+    def key(self, node: int) -> bytes:
+        return bytes(self.data[node + 8 : self.data_of(node)])
+
+    def flags(self, node: int) -> int:
+        return self.number(node + 4, 2)
+
+    def data_of(self, node: int) -> int:
+        """Offset of a leaf node's data, or of the number of its overflow page."""
+        return node + 8 + self.number(node + 6, 2)
+
+    def record_at(self, node: int) -> tuple[int, int]:
+        """Offset and bytes of a leaf node's data, wherever they are."""
+        at = self.data_of(node)
+        in_overflow = self.flags(node) == IN_OVERFLOW
+        return (self.number(at, 8) * PAGE + 16 if in_overflow else at), self.number(node, 4)
+
+    def any_page(self) -> int:
+        """Any page, one of the structure rather than of payloads in most cases."""
+        return self.rng.choice(self.structure) if self.rng.random() < 0.8 else self.rng.randrange(self.num_pages)
+
+    def any_place(self) -> int:
+        """An offset that LMDB interprets: in a header, an offset array, a node's header, its key or its page number."""
+        page = self.rng.choice(self.structure)
+        nodes = self.nodes(page) if self.kind(page) in (BRANCH, LEAF) else []
+        choices = [page * PAGE + self.rng.randrange(16)]
+        if page < 2:
+            choices.append(page * PAGE + 16 + self.rng.randrange(136))
+        if nodes:
+            node = self.rng.choice(nodes)
+            key_bytes = min(self.number(node + 6, 2), PAGE)
+            choices.append(page * PAGE + 16 + self.rng.randrange(2 * len(nodes)))
+            choices.append(node + self.rng.randrange(8))
+            choices.append(node + 8 + self.rng.randrange(key_bytes + 8))
+        return min(self.rng.choice(choices), len(self.data) - 8)
+
+    def any_record(self, *databases: bytes) -> tuple[int, int]:
+        """Offset and bytes of a record, of one of these databases if any are given."""
+        names = [name for name in databases or self.databases if self.databases[name]]
+        return self.rng.choice(self.databases[self.rng.choice(names)])
+
+    def put(self, place: int, value: bytes | bytearray) -> None:
+        """Overwrite; what would lie behind the end of the file is left out."""
+        value = value[: max(0, len(self.data) - place)]
+        self.data[place : place + len(value)] = value
+
+    def swap(self, a: int, b: int, size: int) -> None:
+        self.data[a : a + size], self.data[b : b + size] = self.data[b : b + size], self.data[a : a + size]
+
+    def _walk(self, page: int, pages: list[int]) -> None:
+        if page == NO_PAGE:
+            return
+        pages.append(page)
+        for node in self.nodes(page) if self.kind(page) in (BRANCH, LEAF) else ():
+            if self.kind(page) == BRANCH:
+                self._walk(self.number(node, 6), pages)
+            elif self.flags(node) == IN_OVERFLOW:
+                pages.append(self.number(self.data_of(node), 8))
+            elif self.flags(node) == IS_TREE:
+                self._walk(self.root(self.data_of(node)), pages)
+
+
+def flip_bits(file: DataFile) -> None:
+    for _ in range(file.rng.choice((1, 1, 2, 8))):
+        file.data[file.rng.randrange(len(file.data))] ^= 1 << file.rng.randrange(8)
+
+
+def flip_structure_bits(file: DataFile) -> None:
+    for _ in range(file.rng.choice((1, 1, 1, 2))):
+        file.data[file.any_place()] ^= 1 << file.rng.randrange(8)
+
+
+def write_extremes(file: DataFile) -> None:
+    """Huge, zero, nearly right or random numbers where LMDB reads numbers."""
+    rng = file.rng
+    place, size = file.any_place() & ~1, rng.choice((2, 4, 8))
+    old, top = file.number(place, size), (1 << 8 * size) - 1
+    half, page = top >> 1, rng.randrange(file.num_pages)
+    value = rng.choice((0, 1, top, half, half + 1, old + 1, old - 1, old + 2, page))
+    file.put(place, (value & top).to_bytes(size, "little"))
+
+
+def zero_pages(file: DataFile) -> None:
+    start = file.any_page()
+    for page in range(start, min(start + file.rng.choice((1, 1, 4)), file.num_pages)):
+        file.put(page * PAGE, bytes(PAGE))
+
+
+def fill_page_with_garbage(file: DataFile) -> None:
+    """In some cases behind a header that is whole."""
+    page, keep = file.any_page(), file.rng.choice((0, 0, 12, 16))
+    file.put(page * PAGE + keep, file.rng.randbytes(PAGE - keep))
+
+
+def swap_pages(file: DataFile) -> None:
+    file.swap(file.any_page() * PAGE, file.any_page() * PAGE, PAGE)
+
+
+def copy_page(file: DataFile) -> None:
+    """One page's bytes over another's, as a misdirected write does; in half of the cases with the right page number."""
+    a, b = file.any_page() * PAGE, file.any_page() * PAGE
+    keep = file.rng.choice((0, 8))
+    file.data[b + keep : b + PAGE] = file.data[a + keep : a + PAGE]
+
+
+def truncate(file: DataFile) -> None:
+    size = file.rng.randrange(len(file.data))
+    del file.data[size - (size % PAGE if file.rng.random() < 0.5 else 0) :]
+
+
+def overwrite_range(file: DataFile) -> None:
+    size = file.rng.choice((16, 512, 3 * PAGE, 64 << 10))
+    file.put(file.rng.randrange(len(file.data)), file.rng.randbytes(size))
+
+
+def damage_meta(file: DataFile) -> None:
+    rng = file.rng
+    offset, size = META_FIELDS[rng.choice(list(META_FIELDS))]
+    for page in rng.choice(((0,), (1,), (0, 1))):
+        old = file.number(page * PAGE + offset, size)
+        flipped, anything = old ^ 1 << rng.randrange(8 * size), rng.getrandbits(8 * size)
+        value = rng.choice((0, 1, old + 1, old + 2, old - 2, flipped, anything))
+        file.put(page * PAGE + offset, (value & (1 << 8 * size) - 1).to_bytes(size, "little"))
+
+
+def lose_writes(file: DataFile) -> None:
+    """Some pages are as they were some transactions ago."""
+    places = range(0, min(len(file.data), len(file.older)) // PAGE * PAGE, PAGE)
+    changed = [at for at in places if file.data[at : at + PAGE] != file.older[at : at + PAGE]]
+    for at in file.rng.sample(changed, min(len(changed), file.rng.choice((1, 1, 2, len(changed) // 2)))):
+        file.put(at, file.older[at : at + PAGE])
+
+
+def swap_payloads(file: DataFile) -> None:
+    """Two stored payloads of the same size change places."""
+    _swap_two_alike(file, [b"payloads"])
+
+
+def swap_records(file: DataFile) -> None:
+    """Two records of one database and one size change places."""
+    _swap_two_alike(file, list(file.databases))
+
+
+def _swap_two_alike(file: DataFile, databases: list[bytes]) -> None:
+    alike: dict[tuple[bytes, int], list[int]] = {}
+    for name in databases:
+        for at, size in file.databases[name]:
+            alike.setdefault((name, size), []).append(at)
+    size, places = file.rng.choice([(size, places) for (_, size), places in alike.items() if len(places) > 1])
+    a, b = file.rng.sample(places, 2)
+    file.swap(a, b, size)
+
+
+def write_record_numbers(file: DataFile) -> None:
+    """Huge, zero or nearly right numbers where a record's fields are: lengths, counts, positions, times."""
+    rng = file.rng
+    at, record_bytes = file.any_record(*((b"nodes", b"usage", b"payloads") if rng.random() < 0.7 else ()))
+    size = rng.choice([size for size in (1, 2, 4, 8) if size <= record_bytes])
+    place = at + rng.randrange(0, min(record_bytes, 96) - size + 1, size)
+    old, top = file.number(place, size), (1 << 8 * size) - 1
+    value = rng.choice((0, 1, top, top >> 1, (top >> 1) + 1, old + 1, old - 1, old * 2, old << 16))
+    file.put(place, (value & top).to_bytes(size, "little"))
+
+
+def flip_record_bits(file: DataFile) -> None:
+    at, size = file.any_record()
+    for _ in range(file.rng.choice((1, 1, 2, 8))):
+        file.data[at + file.rng.randrange(size)] ^= 1 << file.rng.randrange(8)
+
+
+Damage = Callable[[DataFile], None]
+FILE_DAMAGE: dict[str, Damage] = {
+    "bit flips": flip_bits,
+    "bit flips in the structure": flip_structure_bits,
+    "extreme numbers in the structure": write_extremes,
+    "zeroed pages": zero_pages,
+    "garbage in a page": fill_page_with_garbage,
+    "swapped pages": swap_pages,
+    "misdirected writes": copy_page,
+    "truncation": truncate,
+    "overwritten ranges": overwrite_range,
+    "damaged meta pages": damage_meta,
+    "lost writes": lose_writes,
+}
+RECORD_DAMAGE: dict[str, Damage] = {
+    "swapped payloads": swap_payloads,
+    "swapped records": swap_records,
+    "huge lengths in records": write_record_numbers,
+    "bit flips in records": flip_record_bits,
+}
+"""Damage that leaves LMDB's structure alone: only what is in the records can tell."""
+
+
+def damaged(data: bytes, older: bytes, kind: str, seed: int) -> bytes:
+    """A damaged copy of `data`; `older` is an earlier state of the same file."""
+    file = DataFile(bytearray(data), older, random.Random(f"{kind} {seed}"))
+    # Known before a byte changes: it is remembered, and the damage looks at it.
+    assert file.structure
+    (FILE_DAMAGE | RECORD_DAMAGE)[kind](file)
+    return bytes(file.data)

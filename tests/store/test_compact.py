@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from diskprefix.errors import StoreCorrupt, StoreUnavailable
+from diskprefix.store import compact as compacting
+from diskprefix.store.compact import Compacted, compact_folder, compacted_bytes, copy_store
+from diskprefix.store.folder import FolderLock
+from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import verify_index
+from diskprefix.store.verify_payloads import verify_payloads
+from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
+from tests.store.damage import damaged
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Publication]]:
+    """A store of which most was deleted, and what is left in it."""
+    folder = tmp_path_factory.mktemp("template")
+    store = open_store(folder, clock=Clock())
+    layout = layout_of(600_000)
+    pubs = [publication(store, prompt(seed, 3 * BLOCK + seed), layout=layout) for seed in range(12)]
+    for pub in pubs:
+        store.publish(pub)
+    for pub in pubs[2:10]:
+        for node in reversed(pub.nodes):
+            store.quarantine(node.name, node.parent)
+    store.close()
+    return folder, [*pubs[:2], *pubs[10:]]
+
+
+@pytest.fixture
+def pubs(template: tuple[Path, list[Publication]]) -> list[Publication]:
+    return template[1]
+
+
+@pytest.fixture
+def folder(template: tuple[Path, list[Publication]], tmp_path: Path) -> Path:
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    shutil.copy(template[0] / "data.mdb", folder / "data.mdb")
+    (folder / "data.mdb").chmod(0o600)
+    return folder
+
+
+def compact(folder: Path) -> Compacted:
+    lock = FolderLock(folder, patience_s=0)
+    try:
+        return compact_folder(folder, lock)
+    finally:
+        lock.close()
+
+
+def records(folder: Path) -> dict[str, dict[bytes, bytes]]:
+    with damaged(folder) as all_:
+        names = ("meta", "roots", "nodes", "usage", "payloads", "entries", "history")
+        return {name: {key: all_.get(name, key) for key in all_.keys(name)} for name in names}
+
+
+def is_clean(store: Store) -> bool:
+    index = verify_index(store)
+    return not index.problems and not verify_payloads(store, index.stored_bytes, lambda _: None).problems
+
+
+def test_a_compacted_store_holds_the_same_in_fewer_bytes(folder: Path, pubs: list[Publication]) -> None:
+    before = records(folder)
+    expected = compacted_bytes(folder)
+    done: list[int] = []
+    lock = FolderLock(folder, patience_s=0)
+    result = compact_folder(folder, lock, done.append)
+    lock.close()
+    assert records(folder) == before
+    assert result.after_bytes == (folder / "data.mdb").stat().st_size
+    assert abs(result.after_bytes - expected) < 2**20
+    assert result.after_bytes < 0.5 * result.before_bytes
+    assert expected * 0.9 < sum(done) < expected
+    store = open_store(folder)
+    assert all(is_whole(store, pub) for pub in pubs)
+    assert is_clean(store)
+    more = publication(store, prompt(77, 2 * BLOCK))
+    store.publish(more)
+    assert is_whole(store, more)
+    store.close()
+
+
+def test_the_blocks_of_a_prompt_lie_behind_each_other(folder: Path, pubs: list[Publication]) -> None:
+    compact(folder)
+    data = (folder / "data.mdb").read_bytes()
+    for pub in pubs:
+        # The tail is so small that it lies among the records.
+        places = [data.index(bytes(node.payload[:64])) for node in pub.nodes[:-1]]
+        assert places == sorted(places)
+        assert places[-1] - places[0] < sum(len(node.payload) for node in pub.nodes) + 64 * 4096
+
+
+def test_what_no_block_owns_is_copied_too(folder: Path) -> None:
+    with damaged(folder) as all_:
+        all_.put("payloads", b"short", b"x")
+        all_.put("payloads", all_.keys("nodes")[0] + b"long", b"y")
+        all_.put("payloads", bytes(18), b"z")
+        all_.put("nodes", b"odd", b"")
+        all_.delete("nodes", all_.keys("nodes")[-1])
+    before = records(folder)
+    compact(folder)
+    assert records(folder) == before
+
+
+def test_only_its_owner_may_read_the_new_file_and_nothing_else_is_left(folder: Path) -> None:
+    (folder / "lock.mdb").write_bytes(b"of the old file")
+    (folder / "replacement").mkdir()
+    (folder / "replacement" / "data.mdb").write_bytes(b"left behind by a kill")
+    compact(folder)
+    assert {path.name for path in folder.iterdir()} == {"data.mdb", "diskprefix.lock"}
+    assert stat.S_IMODE((folder / "data.mdb").stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can compact the store of somebody else")
+def test_a_store_stays_its_owners_when_root_compacts_it(folder: Path, tmp_path: Path) -> None:
+    os.chown(folder, 4711, 4712)
+    copy_store(folder, tmp_path / "copy")
+    compact(folder)
+    found = (folder / "data.mdb").stat()
+    assert (found.st_uid, found.st_gid) == (4711, 4712)
+    assert (tmp_path / "copy" / "data.mdb").stat().st_uid == 0
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from diskprefix.store.store import Store
+store = Store.open(Path(sys.argv[1]), read_only=sys.argv[2] == "read")
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("mode", ["read", "write"])
+def test_a_store_that_is_open_elsewhere_is_refused_and_copied(
+    folder: Path, tmp_path: Path, pubs: list[Publication], mode: str
+) -> None:
+    before = (folder / "data.mdb").stat()
+    command = [sys.executable, "-c", HOLD, str(folder), mode]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(StoreUnavailable, match="compact --to"):
+            compact(folder)
+        assert (folder / "data.mdb").stat().st_ino == before.st_ino
+        result = copy_store(folder, tmp_path / "a" / "copy")
+        holder.communicate("")
+    assert result.after_bytes < result.before_bytes
+    copy = tmp_path / "a" / "copy"
+    assert [path.name for path in copy.iterdir()] == ["data.mdb"]
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o700
+    assert stat.S_IMODE((copy / "data.mdb").stat().st_mode) == 0o600
+    assert records(copy) == records(folder)
+    store = open_store(copy)
+    assert all(is_whole(store, pub) for pub in pubs)
+    store.close()
+    assert compact(folder).after_bytes < before.st_size
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.store.building import BLOCK, Clock, open_store, prompt, publication
+clock = Clock()
+store = open_store(Path(sys.argv[1]), budget_bytes=64 << 20, clock=clock)
+for seed in range(1_000_000):
+    clock.now += 20
+    store.publish(publication(store, prompt(seed % 90, (2 + seed % 5) * BLOCK), payload_bytes=100_000))
+    if seed == 20:
+        print("writing", flush=True)
+"""
+
+
+def test_a_copy_beside_a_writer_is_a_store_of_one_moment(tmp_path: Path) -> None:
+    source = tmp_path / "kv"
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(source)], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writing\n"
+        try:
+            for n in range(8):
+                copy_store(source, tmp_path / str(n))
+                store = Store.open(tmp_path / str(n), read_only=True)
+                assert is_clean(store)
+                assert store.counts()["entries"] > 10
+                store.close()
+            assert writer.poll() is None
+        finally:
+            writer.kill()
+
+
+def test_a_copy_is_written_over_no_store(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    open_store(other).close()
+    before = (other / "data.mdb").read_bytes()
+    for target in (other, folder):
+        with pytest.raises(StoreUnavailable, match="holds a store already"):
+            copy_store(folder, target)
+    assert (other / "data.mdb").read_bytes() == before
+
+
+class FullDisk:
+    """What `os.statvfs` answers on a disk with one page free."""
+
+    f_bavail, f_frsize = 1, 4096
+
+
+def test_a_disk_without_room_is_found_before_anything_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (folder / "data.mdb").read_bytes()
+    monkeypatch.setattr(os, "statvfs", lambda _path: FullDisk)
+    with pytest.raises(StoreUnavailable, match=r"takes .* MiB and the disk has 4.0 KiB: .* MiB are missing"):
+        compact(folder)
+    with pytest.raises(StoreUnavailable, match="are missing"):
+        copy_store(folder, tmp_path / "copy")
+    assert (folder / "data.mdb").read_bytes() == before
+    assert {path.name for path in folder.iterdir()} == {"data.mdb", "diskprefix.lock"}
+    assert not list((tmp_path / "copy").iterdir())
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_the_old_file(folder: Path, pubs: list[Publication]) -> None:
+    code = f"""
+import resource, sys
+from pathlib import Path
+from diskprefix.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, ({1 << 20}, {1 << 20}))
+main(["compact", "--kv-cache-dir", {str(folder)!r}])
+"""
+    before = (folder / "data.mdb").read_bytes()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (4, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "the disk is full or fails" in result.stderr
+    assert (folder / "data.mdb").read_bytes() == before
+    assert not (folder / "replacement").exists()
+    store = open_store(folder)
+    assert all(is_whole(store, pub) for pub in pubs)
+    store.close()
+
+
+def test_a_damaged_file_is_not_copied(folder: Path, tmp_path: Path) -> None:
+    data = bytearray((folder / "data.mdb").read_bytes())
+    data[2 * 4096 :] = bytes(len(data) - 2 * 4096)
+    (folder / "data.mdb").write_bytes(data)
+    with pytest.raises(StoreCorrupt):
+        compact(folder)
+    with pytest.raises(StoreCorrupt):
+        copy_store(folder, tmp_path / "copy")
+    assert (folder / "data.mdb").read_bytes() == data
+
+
+def test_the_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    env = lmdb.open(str(tmp_path), max_dbs=1)
+    with env.begin(write=True) as txn:
+        txn.put(b"key", b"value", db=env.open_db(b"theirs", txn=txn))
+    env.close()
+    before = (tmp_path / "data.mdb").read_bytes()
+    with pytest.raises(StoreUnavailable, match="holds no diskprefix store"):
+        compact(tmp_path)
+    assert (tmp_path / "data.mdb").read_bytes() == before
+
+
+COMPACT = """
+import sys
+from pathlib import Path
+from diskprefix.store.compact import compact_folder
+from diskprefix.store.folder import FolderLock
+from diskprefix.store import compact
+compact._BATCH_BYTES = 100_000
+print("ready", flush=True)
+compact_folder(Path(sys.argv[1]), FolderLock(Path(sys.argv[1]), 0))
+print("done", flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(
+    folder: Path, pubs: list[Publication], template: tuple[Path, list[Publication]]
+) -> None:
+    rng = random.Random(0)
+    before = records(folder)
+    killed_before_the_end = 0
+    for _ in range(12):
+        shutil.copy(template[0] / "data.mdb", folder / "data.mdb")
+        with subprocess.Popen(
+            [sys.executable, "-c", COMPACT, str(folder)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10 ** rng.uniform(-3, -1))
+            process.kill()
+            killed_before_the_end += "done" not in process.stdout.read()
+        store = open_store(folder)
+        assert all(is_whole(store, pub) for pub in pubs)
+        assert is_clean(store)
+        store.close()
+        # Whoever comes next clears up.
+        assert not (folder / "replacement").exists()
+        assert records(folder) == before
+    assert killed_before_the_end
+
+
+KILLED_AT = """
+import os, signal, sys
+from pathlib import Path
+from diskprefix.store.compact import compact_folder
+from diskprefix.store.folder import FolderLock
+
+left = int(sys.argv[2])
+def count(event, _):
+    global left
+    if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.fsync", "shutil.rmtree"):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+lock = FolderLock(Path(sys.argv[1]), 0)
+sys.addaudithook(count)
+compact_folder(Path(sys.argv[1]), lock)
+left = 1000
+print("done", flush=True)
+"""
+
+
+def test_a_kill_at_every_step_on_the_file_system_leaves_a_store(
+    folder: Path, pubs: list[Publication], template: tuple[Path, list[Publication]]
+) -> None:
+    sizes = set()
+    for step in range(100):
+        shutil.copy(template[0] / "data.mdb", folder / "data.mdb")
+        command = [sys.executable, "-c", KILLED_AT, str(folder), str(step)]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        sizes.add((folder / "data.mdb").stat().st_size)
+        store = open_store(folder)
+        assert all(is_whole(store, pub) for pub in pubs), step
+        store.close()
+        assert not (folder / "replacement").exists()
+        if ended.stdout == "done\n":
+            break
+    assert step > 5
+    # The old one, and the new one.
+    assert len(sizes) == 2
+
+
+def test_an_interruption_clears_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compacting, "_BATCH_BYTES", 1)
+    before = (folder / "data.mdb").read_bytes()
+
+    def stop(_num_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    lock = FolderLock(folder, patience_s=0)
+    with pytest.raises(KeyboardInterrupt):
+        compact_folder(folder, lock, stop)
+    lock.close()
+    assert (folder / "data.mdb").read_bytes() == before
+    assert not (folder / "replacement").exists()

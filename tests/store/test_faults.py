@@ -1,0 +1,262 @@
+"""What disks and clocks do: the answers stay the same, it is said once, and saving goes on when it can."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from diskprefix.errors import CacheError
+from diskprefix.store import writer
+from diskprefix.store.store import Store
+from diskprefix.store.writer import Writer
+from tests.store.building import BLOCK, ROOT, Clock, is_whole, open_store, prompt, publication
+from tests.tiny import Answer, Runner, random_prompt, tiny_llama, tiny_settings
+
+
+def run(*command: str | Path) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    try:
+        run("mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "diskprefix-test", place)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting a file system needs root")
+    yield place
+    run("umount", "--lazy", place)
+
+
+def remount(disk: Path, options: str) -> None:
+    run("mount", "-o", f"remount,{options}", disk)
+
+
+def same(a: Answer, b: Answer) -> bool:
+    return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
+
+
+def answers_alike(runner: Runner, seed: int, num_tokens: int = 4 * BLOCK) -> bool:
+    """Whether a prompt gets the same answer with the cache, twice, as without it."""
+    token_ids = random_prompt(seed, num_tokens)
+    cold = runner.run(token_ids, "off", reply=4)
+    return all(same(cold, runner.run(token_ids, "full", reply=4)) for _ in range(2))
+
+
+def lines_about(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.message for record in caplog.records)
+
+
+def test_a_full_disk_stops_saving_until_there_is_room_again(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="diskprefix")
+    runner = Runner(tiny_llama(), tiny_settings(disk / "kv", kv_cache_budget=1 << 30))
+    seed = 0
+    while runner.cache.writer.error is None:
+        seed += 1
+        assert answers_alike(runner, seed, 2000)
+        runner.flush()
+        assert seed < 300, "24 MiB should have been filled"
+    assert answers_alike(runner, seed + 1, 2000)
+    runner.flush()
+    assert runner.cache.stats()["state"] == "degraded"
+    assert lines_about(caplog, "serving without saving") == 1
+    saved = runner.cache.stats()["entries"]
+    remount(disk, "size=200m")
+    token_ids = random_prompt(seed + 2, 2000)
+    cold = runner.run(token_ids, "full", reply=4)
+    runner.flush()
+    assert runner.cache.stats()["state"] == "ok"
+    assert runner.cache.stats()["entries"] > saved
+    runner.reopen()
+    warm = runner.run(token_ids, "full", reply=4)
+    assert same(cold, warm)
+    assert warm.report.restored == 2000
+    runner.close()
+
+
+def test_a_floor_of_free_disk_is_kept_by_evicting(disk: Path) -> None:
+    clock = Clock()
+    floor = 8 << 20
+    store = Store.open(disk / "kv", budget_bytes=1 << 30, min_free_bytes=floor, clock=clock)
+    for seed in range(40):
+        clock.now += 11
+        pub = publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000)
+        store.publish(pub)
+        assert is_whole(store, pub)
+        assert shutil.disk_usage(disk).free >= floor
+    assert store.counts()["used_bytes"] > 8 << 20
+    store.close()
+
+
+def test_a_read_only_file_system_is_read_and_saving_resumes_when_it_is_writable(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="diskprefix")
+    token_ids = random_prompt(1, 4 * BLOCK + 3)
+    runner = Runner(tiny_llama(), tiny_settings(disk / "kv"))
+    cold = runner.run(token_ids, "full", reply=4)
+    runner.close()
+    remount(disk, "ro")
+    runner.open()
+    warm = runner.run(token_ids, "full", reply=4)
+    assert same(cold, warm)
+    assert warm.report.restored == len(token_ids)
+    other = runner.run(random_prompt(2, 4 * BLOCK), "full")
+    assert (other.report.saved, runner.cache.stats()["state"]) == ("dropped", "degraded")
+    runner.cache.store.maintain()
+    assert lines_about(caplog, "serving without saving") == 1
+    remount(disk, "rw")
+    runner.wait_for_recovery()
+    runner.run(random_prompt(2, 4 * BLOCK), "full")
+    runner.reopen()
+    assert runner.run(random_prompt(2, 4 * BLOCK), "full").report.restored == 4 * BLOCK
+    assert lines_about(caplog, "saving again") == 1
+    runner.close()
+
+
+def test_a_read_only_file_system_without_a_store_is_no_reason_not_to_serve(disk: Path) -> None:
+    remount(disk, "ro")
+    runner = Runner(tiny_llama(), tiny_settings(disk / "kv"))
+    assert answers_alike(runner, 1)
+    assert runner.cache.stats()["state"] == "degraded"
+    remount(disk, "rw")
+    runner.wait_for_recovery()
+    runner.run(random_prompt(1, 4 * BLOCK), "full")
+    runner.reopen()
+    assert runner.run(random_prompt(1, 4 * BLOCK), "full").report.restored == 4 * BLOCK
+    runner.close()
+
+
+@pytest.mark.parametrize("place", ["folder", "file"])
+def test_what_is_removed_under_a_daemon_is_made_again(tmp_path: Path, place: str) -> None:
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv"))
+    token_ids = random_prompt(1, 4 * BLOCK)
+    cold = runner.run(token_ids, "full", reply=4)
+    runner.flush()
+    before = runner.cache.store.store_id
+    if place == "folder":
+        shutil.rmtree(tmp_path / "kv")
+    else:
+        (tmp_path / "kv" / "data.mdb").unlink()
+    runner.wait_for(lambda: runner.cache.store.store_id != before)
+    runner.wait_for_recovery()
+    again = runner.run(token_ids, "full", reply=4)
+    assert same(cold, again)
+    assert again.report.restored == 0
+    runner.reopen()
+    warm = runner.run(token_ids, "full", reply=4)
+    assert same(cold, warm)
+    assert warm.report.restored == len(token_ids)
+    runner.close()
+
+
+def test_a_clock_that_jumps_back_loses_nothing_and_stops_nothing(tmp_path: Path) -> None:
+    clock = Clock()
+    clock.now = 2e9
+    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+    pubs = []
+    for seed in range(30):
+        clock.now = 2e9 + 11 * seed if seed < 8 else 1e9 + 11 * seed
+        pub = publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000)
+        store.publish(pub)
+        assert is_whole(store, pub)
+        assert pub.tip is not None
+        store.touch({pub.tip: (clock.now, 1)})
+        pubs.append(pub)
+    with store.snapshot() as snapshot:
+        recent = [found.tolist() for found in snapshot.recent_prompts(ROOT, 4)]
+    assert recent == [prompt(seed, 3 * BLOCK).tolist() for seed in range(26, 30)]
+    assert store.expire(1e6) == 0
+    store.close()
+
+
+def fill_up(disk: Path, pages_left: int) -> None:
+    """Take all of the disk but so many pages."""
+    with (disk / "filler").open("wb", buffering=0) as filler:
+        while shutil.disk_usage(disk).free > pages_left * 4096:
+            filler.write(bytes(4096))
+
+
+def serve_in_another_process(folder: Path, budget_bytes: int) -> str:
+    """How a daemon's store starts there: its problem, or that there is none. A crash of it is not ours."""
+    code = (
+        "import sys; from pathlib import Path; from diskprefix.store.store import Store\n"
+        "store = Store.open_for_serving(Path(sys.argv[1]), budget_bytes=int(sys.argv[2]), on_corruption='refuse', "
+        "min_free_bytes=0)\nprint(store.problem)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder, str(budget_bytes)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("pages_left", [0, 1, 2, 4, 9, 20])
+@pytest.mark.parametrize("place", ["new", "without lock.mdb", "with a lower budget"])
+def test_a_daemon_starts_on_a_full_disk_whatever_it_would_have_to_write(
+    disk: Path, pages_left: int, place: str
+) -> None:
+    clock, folder = Clock(), disk / "kv"
+    if place != "new":
+        store = open_store(folder, budget_bytes=22 << 20, clock=clock)
+        for seed in range(6):
+            store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
+        store.close()
+    if place == "without lock.mdb":
+        (folder / "lock.mdb").unlink()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    fill_up(disk, pages_left)
+    serve_in_another_process(folder, 16 << 20)
+    store = Store.open_for_serving(folder, budget_bytes=16 << 20, on_corruption="refuse", min_free_bytes=0)
+    (disk / "filler").unlink()
+    if store.problem is not None:
+        store._retry_at = 0.0
+        assert store.maintain()
+    pub = publication(store, prompt(100, 3 * BLOCK), payload_bytes=1000)
+    store.publish(pub)
+    assert is_whole(store, pub)
+    store.close()
+
+
+def test_counting_in_a_folder_that_was_removed_is_an_error_of_the_cache(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "kv")
+    shutil.rmtree(tmp_path / "kv")
+    with pytest.raises(CacheError):
+        store.counts()
+    store.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"x", bytes(8), (1 << 62).to_bytes(8, "little")])
+def test_a_damaged_budget_is_not_believed(tmp_path: Path, said: bytes) -> None:
+    store = open_store(tmp_path)
+    with store.changes() as changes:
+        changes.put_meta("budget", said)
+    store.close()
+    store = Store.open(tmp_path)
+    assert store.budget_bytes == store.file_bytes()
+    store.close()
+
+
+def test_stopping_does_not_wait_for_another_process_that_holds_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_LAST_WRITE_S", 0.1)
+    store = open_store(tmp_path)
+    held = Writer(store, buffer_bytes=1 << 30)
+    pub = publication(store, prompt(1, 2 * BLOCK))
+    with store.changes():
+        held.reserve(pub.payload_bytes)
+        held.submit(pub, reserved_bytes=pub.payload_bytes)
+        assert not held.close(0.1)
+        assert held.is_alive
+    assert held.close(30)
+    assert is_whole(store, pub)
+    store.close()

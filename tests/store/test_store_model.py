@@ -1,0 +1,512 @@
+"""The real store against a plain model of it: every step is done to both, then all that is in the file is compared.
+
+Two processes have the folder open, as two daemons would. The model says exactly what must be there, save for one thing:
+which nodes the store evicts. Of those it demands what eviction promises: no more than needed, and never one that is
+pinned, was just written, or that a remaining node continues.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from unittest import mock
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from diskprefix.errors import PrefixGone, StoreFull
+from diskprefix.store.changes import NewNode
+from diskprefix.store.codec import Codec
+from diskprefix.store.environment import Environment
+from diskprefix.store.eviction import JUST_WRITTEN_S
+from diskprefix.store.purge import Selection, purge
+from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import verify_index
+from diskprefix.tenant import SHARED
+from diskprefix.tokens import TokenIds
+from tests.store.building import BLOCK, Clock, open_store, publication, read_payload
+
+R = TypeVar("R")
+
+BUDGET, SMALLER_BUDGET = 5 << 20, 4 << 20
+BLOCK_BYTES = 540_000
+"""Of a block's payload: two pieces. Six blocks fill the budget."""
+HISTORY_LIMIT = 3
+SALTS = {b"a" * 16: "a", b"b" * 16: "b"}
+"""Two tenants' roots."""
+
+
+class Prompt(NamedTuple):
+    """A prompt under one root: a choice for each full block, so that prompts share, branch and extend; and a rest."""
+
+    root: bytes
+    blocks: tuple[int, ...]
+    num_rest: int
+
+    @property
+    def token_ids(self) -> TokenIds:
+        blocks = [np.full(BLOCK, choice, dtype=np.int32) for choice in self.blocks]
+        return np.concatenate([*blocks, np.full(self.num_rest, 7, dtype=np.int32)])
+
+
+prompts = st.builds(
+    Prompt,
+    st.sampled_from(sorted(SALTS)),
+    st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple),
+    st.integers(0, 2),
+)
+processes = st.sampled_from(["here", "there"])
+delays_s = st.sampled_from([JUST_WRITTEN_S, 600.0, 0.0])
+
+
+@lru_cache(maxsize=256)
+def payload(root: bytes, prefix: bytes, num_bytes: int) -> bytes:
+    """Bytes that no other node has, and that compress a little."""
+    return np.random.default_rng([*root, *prefix]).integers(0, 64, num_bytes, dtype=np.uint8).tobytes()
+
+
+def publication_of(store: Store, prompt: Prompt, first: int = 0) -> Publication:
+    """What a request publishes that found the first `first` nodes of its prompt in the store."""
+    token_ids = prompt.token_ids
+    whole = publication(store, token_ids, payload_bytes=BLOCK_BYTES, root=prompt.root)
+    nodes = [
+        replace(
+            node,
+            payload=memoryview(
+                payload(prompt.root, token_ids[: node.position + len(node.token_ids)].tobytes(), len(node.payload))
+            ),
+        )
+        for node in whole.nodes
+    ]
+    if prompt.num_rest == 0:
+        # As a boundary of the policy ends it: with a full block, which others may continue.
+        nodes.pop()
+    root_record = msgspec.structs.replace(whole.root_record, tenant=str(SHARED.with_salt(SALTS[prompt.root])))
+    return replace(
+        whole,
+        nodes=tuple(nodes[first:]),
+        tip=nodes[-1].name,
+        root_record=root_record,
+        history_limit=HISTORY_LIMIT,
+    )
+
+
+@dataclass(eq=False)
+class ModelNode:
+    new: NewNode
+    root: bytes
+    created_at: float
+    last_used: float
+    restores: int = 0
+
+
+class Model:
+    """What must be in the store, in plain dictionaries."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[bytes, ModelNode] = {}
+        self.entries: dict[bytes, int] = {}
+        """Number of tokens of each saved prompt, by the name of its last node."""
+        self.history: dict[bytes, list[tuple[int, list[int]]]] = {root: [] for root in SALTS}
+        """The recent prompts of each root with their numbers, oldest first."""
+
+    def path(self, name: bytes) -> Iterator[bytes]:
+        """Names of stored nodes from this one up to the first; nothing if it is not stored."""
+        while name in self.nodes:
+            yield name
+            name = self.nodes[name].new.parent
+
+    def children(self, name: bytes) -> set[bytes]:
+        return {child for child, node in self.nodes.items() if node.new.parent == name}
+
+    def subtree(self, name: bytes) -> set[bytes]:
+        return {node for node in self.nodes if name in self.path(node)}
+
+    def with_ancestors(self, names: Iterable[bytes]) -> set[bytes]:
+        return {node for name in names for node in self.path(name)}
+
+    def stored_prefix(self, nodes: tuple[NewNode, ...]) -> int:
+        """How many of a prompt's nodes are stored, from the first on."""
+        return next((i for i, node in enumerate(nodes) if node.name not in self.nodes), len(nodes))
+
+    def just_written(self, now: float) -> set[bytes]:
+        return {name for name, node in self.nodes.items() if abs(now - node.created_at) < JUST_WRITTEN_S}
+
+    def publish(self, publication: Publication, now: float) -> None:
+        assert publication.tip is not None
+        assert publication.entry is not None
+        assert publication.prompt is not None
+        for new in publication.nodes:
+            self.nodes.setdefault(new.name, ModelNode(new, publication.root, now, now))
+        self.touch(publication.tip, now, 0)
+        self.entries.setdefault(publication.tip, publication.entry.num_tokens)
+        history = self.history[publication.root]
+        number = max(int(now * 1e6), history[-1][0] + 1 if history else 0)
+        self.history[publication.root] = [*history, (number, publication.prompt.tolist())][-HISTORY_LIMIT:]
+
+    def touch(self, name: bytes, when: float, hits: int) -> None:
+        for node in map(self.nodes.__getitem__, self.path(name)):
+            node.last_used = max(node.last_used, when)
+            node.restores += hits
+
+    def remove(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            del self.nodes[name]
+            self.entries.pop(name, None)
+
+    def expired(self, ttl_s: float, now: float, pinned: set[bytes]) -> set[bytes]:
+        kept = {name for name, node in self.nodes.items() if now - node.last_used < ttl_s or node.last_used > now}
+        return self.nodes.keys() - self.with_ancestors(kept | pinned)
+
+    def forget_before(self, when: float) -> None:
+        for root, history in self.history.items():
+            self.history[root] = [(number, prompt) for number, prompt in history if number >= when * 1e6]
+
+
+class Written(NamedTuple):
+    """What came of a publication. `scattered`: LMDB found no free pages for it at first, though there was room."""
+
+    fitted: bool
+    evicted: int
+    scattered: bool
+
+
+def write(store: Store, prompt: Prompt, first: int, codec: Codec) -> Written:
+    store.codec = codec
+    # What a publication does when LMDB is full begins with this.
+    real = Environment.wait_for_readers
+    with mock.patch.object(Environment, "wait_for_readers", autospec=True, side_effect=real) as waited:
+        try:
+            evicted = store.publish(publication_of(store, prompt, first))
+        except StoreFull:
+            return Written(fitted=False, evicted=0, scattered=waited.called)
+    return Written(fitted=True, evicted=evicted, scattered=waited.called)
+
+
+def forget(store: Store, selection: Selection, now: float) -> int:
+    return purge(store, selection, now, lambda _: None).blocks
+
+
+_opened: dict[Path, tuple[Store, Clock]] = {}
+"""In the other process: its store of each folder, open until `close_there`."""
+
+
+def do_there(path: Path, now: float, action: Callable[..., R], *args: Any) -> R:
+    if path not in _opened:
+        clock = Clock()
+        _opened[path] = open_store(path, budget_bytes=BUDGET, clock=clock), clock
+    store, clock = _opened[path]
+    clock.now = now
+    return action(store, *args)
+
+
+def close_there(path: Path) -> None:
+    if path in _opened:
+        _opened.pop(path)[0].close()
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self, path: Path, other: ProcessPoolExecutor) -> None:
+        super().__init__()
+        self.path, self.other = path, other
+        self.clock = Clock()
+        self.clock.now = 1e9
+        # Names depend on the secret, and ties are broken by name: a drawn one would make each run another.
+        with mock.patch("secrets.randbits", return_value=7):
+            self.store = open_store(path, budget_bytes=BUDGET, clock=self.clock)
+        self.identity = self.store.store_id, self.store.secret
+        self.model = Model()
+        self.prompts: list[Prompt] = []
+        self.pins: list[bytes] = []
+        self.most_file_bytes = BUDGET
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.other.submit(close_there, self.path).result()
+
+    def do(self, process: str, action: Callable[..., R], *args: Any) -> R:
+        if process == "here":
+            return action(self.store, *args)
+        return self.other.submit(do_there, self.path, self.clock.now, action, *args).result()
+
+    def pinned(self, process: str) -> set[bytes]:
+        """A pin holds against the process that set it alone."""
+        return set(self.pins) if process == "here" else set()
+
+    def stored(self) -> set[bytes]:
+        with self.store.snapshot() as snapshot:
+            return set(snapshot.keys("nodes"))
+
+    def sizes(self) -> dict[bytes, int]:
+        with self.store.snapshot() as snapshot:
+            table = snapshot.usages()
+        return dict(zip(table.names, table.records["stored_bytes"].tolist(), strict=True))
+
+    def usable(self, process: str) -> int:
+        """What the pages that hold data may take, as the store of that process reckons: some less than its budget."""
+        usable = self.do(process, Store._usable_bytes)
+        assert 0 < usable < (self.store.budget_bytes if process == "here" else BUDGET)
+        return usable
+
+    @initialize(some=st.lists(prompts, min_size=1, max_size=3), process=processes)
+    def begin_with_some_prompts(self, some: list[Prompt], process: str) -> None:
+        for prompt in some:
+            self.publish(process, prompt, Codec.PLANES, matched=True)
+
+    @rule(process=processes, prompt=prompts, codec=st.sampled_from(Codec), matched=st.booleans(), after_s=delays_s)
+    def save(self, process: str, prompt: Prompt, codec: Codec, matched: bool, after_s: float) -> None:
+        self.clock.now += after_s
+        self.publish(process, prompt, codec, matched)
+
+    @precondition(lambda self: self.prompts)
+    @rule(process=processes, data=st.data(), more=st.lists(st.integers(0, 2), max_size=2), after_s=delays_s)
+    def save_the_next_turn(self, process: str, data: st.DataObject, more: list[int], after_s: float) -> None:
+        last = data.draw(st.sampled_from(self.prompts[-3:]))
+        self.clock.now += after_s
+        self.publish(process, Prompt(last.root, (*last.blocks, *more)[:5], 1), Codec.PLANES, matched=True)
+
+    def publish(self, process: str, prompt: Prompt, codec: Codec, matched: bool) -> None:
+        self.prompts.append(prompt)
+        whole = publication_of(self.store, prompt)
+        new = publication_of(self.store, prompt, self.model.stored_prefix(whole.nodes) if matched else 0)
+        sizes, used = self.sizes(), self.store.counts()["used_bytes"]
+        need = sum(node.most_bytes for node in new.nodes)
+        continued = {node.parent for node in whole.nodes} | {whole.nodes[-1].name}
+        protected = self.pinned(process) | self.model.just_written(self.clock.now) | continued
+        protected = self.model.with_ancestors(protected)
+        free = self.model.nodes.keys() - protected
+        excess = used + need - self.usable(process)
+        written = self.do(process, write, prompt, len(whole.nodes) - len(new.nodes), codec)
+        gone = self.model.nodes.keys() - self.stored()
+        assert gone <= free
+        if not written.scattered:
+            self.check_eviction(gone, free, sizes, excess, written)
+        self.model.remove(gone)
+        if not written.fitted:
+            return
+        assert len(gone) == written.evicted
+        # The estimate of what a node takes leaves out a page or two of the B-trees.
+        assert not need or self.store.counts()["used_bytes"] <= self.usable(process) + (64 << 10)
+        self.model.publish(new, self.clock.now)
+
+    def check_eviction(
+        self, gone: set[bytes], free: set[bytes], sizes: Mapping[bytes, int], excess: int, written: Written
+    ) -> None:
+        """No more than needed went, and all or nothing: `excess` bytes, or a little ahead."""
+        if not written.fitted:
+            assert not gone
+            assert sum(sizes[name] for name in free) < excess
+        elif gone:
+            assert excess > 0
+            assert sum(sizes[name] for name in gone) < max(excess, BUDGET // 64) + max(sizes[name] for name in gone)
+
+    @rule(process=processes, prompt=prompts)
+    def save_what_continues_a_prefix_that_is_gone(self, process: str, prompt: Prompt) -> None:
+        nodes = publication_of(self.store, prompt).nodes
+        first = self.model.stored_prefix(nodes) + 1
+        if first < len(nodes):
+            # The refusal may come after room was made: what had to go for it is gone.
+            protected = self.pinned(process) | self.model.just_written(self.clock.now)
+            with suppress(PrefixGone):
+                assert not self.do(process, write, prompt, first, Codec.RAW).fitted
+            gone = self.model.nodes.keys() - self.stored()
+            assert not gone & self.model.with_ancestors(protected)
+            self.model.remove(gone)
+
+    @rule(prompt=prompts)
+    def match(self, prompt: Prompt) -> None:
+        nodes = publication_of(self.store, prompt).nodes
+        with self.store.snapshot() as snapshot:
+            found = [
+                snapshot.has(node.name, node.parent, node.position, node.kind, node.token_ids.tobytes())
+                for node in nodes
+            ]
+        assert (*found, False).index(False) == self.model.stored_prefix(nodes)
+
+    @rule(process=processes, prompt=prompts, hits=st.integers(0, 3), late_s=st.sampled_from([0.0, 0.5, 100.0]))
+    def touch(self, process: str, prompt: Prompt, hits: int, late_s: float) -> None:
+        nodes = publication_of(self.store, prompt).nodes
+        # The deepest that is stored; or, as after an eviction by the other process, one that is not.
+        name = nodes[max(0, self.model.stored_prefix(nodes) - 1)].name
+        self.do(process, Store.touch, {name: (self.clock.now - late_s, hits)})
+        self.model.touch(name, self.clock.now - late_s, hits)
+
+    @precondition(lambda self: self.model.nodes)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.nodes)))
+        self.store.pin(name)
+        self.pins.append(name)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.pins))
+        self.store.unpin(name)
+        self.pins.remove(name)
+
+    @rule(prompt=prompts, num_free=st.integers(0, 1))
+    def save_while_most_is_in_use(self, prompt: Prompt, num_free: int) -> None:
+        self.clock.now += JUST_WRITTEN_S
+        with self.in_use(self.leaves()[num_free:]):
+            self.publish("here", prompt, Codec.ZSTD, matched=True)
+
+    def leaves(self) -> list[bytes]:
+        return sorted(name for name in self.model.nodes if not self.model.children(name))
+
+    @contextmanager
+    def in_use(self, names: list[bytes]) -> Iterator[None]:
+        for name in names:
+            self.store.pin(name)
+        self.pins += names
+        yield
+        for name in names:
+            self.store.unpin(name)
+            self.pins.remove(name)
+
+    @rule(seconds=st.sampled_from([1.0, 600.0, 86_400.0]))
+    def set_the_clock_back(self, seconds: float) -> None:
+        self.clock.now -= seconds
+
+    @rule(
+        process=processes,
+        ttl_s=st.sampled_from([3600.0, 300.0]),
+        after_s=st.sampled_from([0.0, 200.0, 300.0, 3500.0, 86_400.0]),
+        num_in_use=st.integers(0, 1),
+    )
+    def expire(self, process: str, ttl_s: float, after_s: float, num_in_use: int) -> None:
+        self.clock.now += after_s
+        with self.in_use(self.leaves()[:num_in_use]):
+            names = self.model.expired(ttl_s, self.clock.now, self.pinned(process))
+            assert self.do(process, Store.expire, ttl_s) == len(names)
+        self.model.remove(names)
+        self.model.forget_before(self.clock.now - ttl_s)
+
+    @precondition(lambda self: self.model.entries)
+    @rule(process=processes, data=st.data(), what=st.sampled_from(["damage", "prompt", "tenant"]))
+    def remove(self, process: str, data: st.DataObject, what: str) -> None:
+        tip = data.draw(st.sampled_from(sorted(self.model.entries)))
+        if what == "damage":
+            self.quarantine(process, data.draw(st.sampled_from(list(self.model.path(tip)))))
+        elif what == "prompt":
+            # The one that continues most of the others: those must stay.
+            self.forget_prompt(process, max(sorted(self.model.entries), key=self.num_entries_within))
+        else:
+            self.forget_tenant(process, self.model.nodes[tip].root)
+
+    def num_entries_within(self, tip: bytes) -> int:
+        return len(self.model.entries.keys() & set(self.model.path(tip)))
+
+    def quarantine(self, process: str, name: bytes) -> None:
+        doomed = self.model.subtree(name)
+        assert self.do(process, Store.quarantine, name, self.model.nodes[name].new.parent) == len(doomed)
+        self.model.remove(doomed)
+
+    def forget_tenant(self, process: str, root: bytes) -> None:
+        doomed = {name for name, node in self.model.nodes.items() if node.root == root}
+        assert self.do(process, forget, Selection(salt=SALTS[root]), self.clock.now) == len(doomed)
+        self.model.remove(doomed)
+        self.model.history[root] = []
+
+    def forget_prompt(self, process: str, tip: bytes) -> None:
+        path = list(self.model.path(tip))[::-1]
+        token_ids = np.concatenate([self.model.nodes[name].new.token_ids for name in path]).tolist()
+        others = (self.model.entries.keys() | self.model.nodes.keys() - set(path)) - {tip}
+        doomed = set(path) - self.model.with_ancestors(others)
+        assert self.do(process, forget, Selection(entries=frozenset([tip])), self.clock.now) == len(doomed)
+        root = self.model.nodes[tip].root
+        self.model.remove(doomed)
+        self.model.entries.pop(tip, None)
+        self.model.history[root] = [
+            (number, prompt) for number, prompt in self.model.history[root] if prompt[: len(token_ids)] != token_ids
+        ]
+
+    @rule(budget_bytes=st.sampled_from([BUDGET, SMALLER_BUDGET]), alone=st.booleans())
+    def reopen(self, budget_bytes: int, alone: bool) -> None:
+        with self.store.snapshot() as snapshot:
+            before = {name: snapshot.usage(name) for name in self.model.nodes}
+        self.store.close()
+        if alone:
+            self.other.submit(close_there, self.path).result()
+        self.store = open_store(self.path, budget_bytes=budget_bytes, clock=self.clock)
+        assert (self.store.store_id, self.store.secret) == self.identity
+        with self.store.snapshot() as snapshot:
+            assert {name: snapshot.usage(name) for name in self.model.nodes} == before
+        # Pins are those of a running process.
+        self.pins.clear()
+        if budget_bytes < BUDGET:
+            # A file that is larger than the budget keeps its size, and may need pages to delete with.
+            self.most_file_bytes = BUDGET + (16 << 20)
+
+    @rule(alone=st.booleans())
+    def fit_budget(self, alone: bool) -> None:
+        if alone:
+            self.other.submit(close_there, self.path).result()
+        protected = self.model.with_ancestors(set(self.pins) | self.model.just_written(self.clock.now))
+        free = self.model.nodes.keys() - protected
+        evicted = self.store.fit_budget()
+        gone = self.model.nodes.keys() - self.stored()
+        assert len(gone) == evicted
+        assert gone <= free
+        self.model.remove(gone)
+        if gone != free:
+            assert self.store.counts()["used_bytes"] <= self.usable("here")
+            assert not alone or self.store.file_bytes() <= self.store.budget_bytes
+
+    @invariant()
+    def what_must_be_there_is_there_bit_for_bit_and_nothing_else(self) -> None:
+        with self.store.snapshot() as snapshot:
+            assert set(snapshot.keys("nodes")) == self.model.nodes.keys()
+            for name, node in self.model.nodes.items():
+                new = node.new
+                assert snapshot.has(name, new.parent, new.position, new.kind, new.token_ids.tobytes())
+                assert read_payload(snapshot, new) == new.payload.obj
+            assert {name: entry.num_tokens for name, entry in snapshot.entries()} == self.model.entries
+            for root, history in self.model.history.items():
+                found = [prompt.tolist() for prompt in snapshot.recent_prompts(root, 99)]
+                assert found == [prompt for _, prompt in history]
+
+    @invariant()
+    def uses_and_continuations_are_counted(self) -> None:
+        with self.store.snapshot() as snapshot:
+            for name, node in self.model.nodes.items():
+                usage = snapshot.usage(name)
+                assert usage is not None
+                assert usage.children == len(self.model.children(name))
+                assert (usage.created_at, usage.last_used) == (node.created_at, node.last_used)
+                assert usage.restores == node.restores
+                assert 0 <= usage.hits <= node.restores
+
+    @invariant()
+    def the_budget_holds_and_the_store_verifies(self) -> None:
+        assert self.store.counts()["used_bytes"] <= BUDGET
+        assert self.store.file_bytes() <= self.most_file_bytes
+        assert verify_index(self.store).problems == ()
+
+
+@pytest.mark.slow
+def test_the_store_does_what_a_plain_model_of_it_does(tmp_path: Path) -> None:
+    folders = (tmp_path / str(i) for i in range(10**6))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
+        run_state_machine_as_test(
+            lambda: StoreMachine(next(folders), other),  # type: ignore[arg-type]
+            # Drawing is timed too, and a busy machine is no failure.
+            settings=settings(max_examples=40, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]),
+        )

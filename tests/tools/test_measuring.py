@@ -1,0 +1,51 @@
+"""The tools that measure the store, with as little as they can be run with. What they measure here means nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def run(tool: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(TOOLS / tool), *arguments, "--json"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert answer.stdout, answer.stderr
+    report: dict[str, Any] = json.loads(answer.stdout)
+    return report
+
+
+@pytest.mark.slow
+def test_churn_keeps_the_file_within_its_budget_and_every_restore_right(tmp_path: Path) -> None:
+    report = run("soak.py", "--budget", "64MiB", "--churn", "3", "--folder", str(tmp_path))
+    assert report["written_bytes"] >= 3 * report["budget_bytes"]
+    assert report["file_bytes"] <= 1.15 * report["budget_bytes"]
+    assert report["evicted"] > 0
+    assert report["counts"]["hits"] > 0
+    assert report["counts"]["compared"] > 0
+    assert report["counts"]["wrong"] == 0
+    assert report["verify"]["clean"]
+
+
+@pytest.mark.slow
+def test_the_store_benchmark_measures_all_that_it_has_goals_for(tmp_path: Path) -> None:
+    turns = ("user", "assistant") * 4
+    conversation = [{"role": role, "content": "Which shelf holds the maps? " * 60} for role in turns]
+    workload = tmp_path / "workload.json"
+    workload.write_text(json.dumps([{"traj": conversation}]))
+    small = ("--tokens", "1024", "--blocks", "500", "--runs", "1", "--workload", str(workload))
+    report = run("bench.py", "store", *small, "--folder", str(tmp_path))
+    assert report["codecs"].keys() == report["restore"]["codecs"].keys() == {"raw", "zstd", "planes"}
+    ratios = {name: codec["ratio"] for name, codec in report["codecs"].items()}
+    assert 0.999 < ratios["raw"] <= 1.0 < ratios["zstd"] < ratios["planes"]
+    assert report["match"]["blocks"] >= 500
+    assert [found["requests"] for found in report["sharing"]] == [4, 4]
+    assert all(found["snapshot_bytes"] > found["stored_bytes"] > 0 for found in report["sharing"])
+    goals = {goal["what"]: goal["holds"] for goal in report["goals"]}
+    assert goals["planes: times smaller than raw"] is None, "made-up KV proves nothing"

@@ -1,0 +1,348 @@
+"""`tools/corruption-matrix`: what becomes of a daemon whose `data.mdb` was damaged, thousands of times.
+
+Each case copies a store, damages the copy, and lets a daemon's store and writer live on it twice, each time in a
+process of its own with a time limit: open, restore every prompt, read the history and the list of entries, save what is
+missing and something new, evict, close. A case fails if a byte is wrong, if a process dies, hangs or errs, if it does
+not start, if what was saved again is not there, or if the second start has to throw the store away once more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import click
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.store.changes import NewNode
+from diskprefix.store.codec import populate
+from diskprefix.store.folder import DATA
+from diskprefix.store.listing import list_entries
+from diskprefix.store.opening import DAMAGED
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store import Publication, Store
+from diskprefix.store.writer import Writer
+from diskprefix.tokens import TokenIds
+from tests.store.building import BLOCK, ROOT, Clock, layout_of, prompt, publication, read_payload
+from tests.store.file_damage import FILE_DAMAGE, RECORD_DAMAGE, damaged
+from tests.store.isolated import run_isolated
+
+UNDAMAGED = "no damage"
+KINDS = (UNDAMAGED, *FILE_DAMAGE, *RECORD_DAMAGE)
+CASE_TIMEOUT_S = 60.0
+FLUSH_TIMEOUT_S = 30.0
+BUDGET_BYTES = 8 << 20
+NO_LIMIT = 1 << 30
+HOUR_S = 3600.0
+OTHER_ROOT = b"o" * 16
+SMALL, LARGE = layout_of(60_000), layout_of(1_200_000)
+"""Blocks of one piece, and of several."""
+HISTORY_LIMIT = 100
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A prompt that was saved in the store that is damaged."""
+
+    token_ids: TokenIds
+    layout: str
+    root: bytes
+
+    def publication(self, store: Store) -> Publication:
+        return publication(store, self.token_ids, layout=self.layout, root=self.root)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """What one daemon saw. Nodes are counted: restored at its start, and of how many."""
+
+    store_id: str
+    restored: int
+    nodes: int
+    quarantined: int
+    evicted: int
+    dropped: int
+    error: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    kind: str
+    seed: int
+    verdict: str
+    detail: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict not in VERDICTS
+
+
+VERDICTS = ("nothing lost", "part lost", "fresh store")
+
+
+class Failure(Exception):
+    """What must not happen: a verdict, and the details."""
+
+    def __init__(self, verdict: str, detail: str) -> None:
+        super().__init__(verdict)
+        self.verdict = verdict
+        self.detail = detail
+
+
+def saved_prompts() -> list[Saved]:
+    """Prompts of 3 to 6 blocks that share beginnings, under two roots; two of them with large blocks."""
+    shared = [prompt(seed, 2 * BLOCK) for seed in (1, 2)]
+    prompts = [
+        Saved(_join(shared[i % 2], prompt(10 + i, BLOCK + 5 + 9 * i)), SMALL, ROOT if i < 6 else OTHER_ROOT)
+        for i in range(8)
+    ]
+    return [*prompts, *(Saved(prompt(30 + i, BLOCK + 7), LARGE, b"l" * 16) for i in range(2))]
+
+
+def _join(first: TokenIds, second: TokenIds) -> TokenIds:
+    joined: TokenIds = prompt(0, len(first) + len(second))
+    joined[: len(first)], joined[len(first) :] = first, second
+    return joined
+
+
+def build(folder: Path, prompts: list[Saved]) -> tuple[bytes, bytes]:
+    """The data file of a store that has been full and evicted before, and the same file some publications earlier."""
+    clock = Clock()
+    store = Store.open(folder, budget_bytes=BUDGET_BYTES, clock=clock)
+    for seed in range(100, 130):
+        # What was written just now is not evicted.
+        clock.now += HOUR_S
+        store.publish(publication(store, prompt(seed, 6 * BLOCK), layout=SMALL, root=b"c" * 16))
+    older = b""
+    for number, saved in enumerate(prompts):
+        clock.now += HOUR_S
+        store.use_codec(("raw", "zstd", "planes")[number % 3], 0)
+        store.publish(saved.publication(store))
+        if number == len(prompts) - 3:
+            older = (folder / DATA).read_bytes()
+    store.close()
+    return (folder / DATA).read_bytes(), older
+
+
+def live(folder: Path, prompts: list[Saved], seed: int) -> str:
+    """One daemon's life on a folder, as JSON: a `Life`, or a verdict with details."""
+    logging.getLogger("diskprefix").setLevel(logging.CRITICAL + 1)
+    try:
+        return json.dumps(asdict(_live(folder, prompts, seed)))
+    except Failure as failure:
+        return json.dumps({"verdict": failure.verdict, "detail": failure.detail})
+
+
+def _live(folder: Path, prompts: list[Saved], seed: int) -> Life:
+    with _daemon(folder) as (store, writer):
+        new = Saved(prompt(1000 + seed, 4 * BLOCK + seed % BLOCK), SMALL, ROOT)
+        fillers = [Saved(prompt(2000 + seed * 10 + i, 6 * BLOCK), SMALL, ROOT) for i in range(8)]
+        publications = [saved.publication(store) for saved in prompts]
+        restored = sum(_restore(store, writer, pub) for pub in publications)
+        _look_around(store, [*prompts, new, *fillers])
+        _save(store, writer, [*prompts, new])
+        evicted, store_id = writer.evicted, store.store_id
+        wrong = _unsaved(store, writer, [*prompts, new])
+        if wrong and not (writer.dropped or writer.error or evicted):
+            raise Failure("not saved again", f"{wrong} prompts are not there, and nothing was said")
+        _save(store, writer, fillers)
+        for saved in [*prompts, new, *fillers]:
+            _restore(store, writer, saved.publication(store))
+        if (writer.error or "").startswith("internal error"):
+            raise Failure("error", writer.error or "")
+        return Life(
+            store_id=store_id.hex(),
+            restored=restored,
+            nodes=sum(len(pub.nodes) for pub in publications),
+            quarantined=writer.quarantined,
+            evicted=writer.evicted,
+            dropped=writer.dropped,
+            error=writer.error,
+        )
+
+
+@contextmanager
+def _daemon(folder: Path) -> Iterator[tuple[Store, Writer]]:
+    try:
+        store = Store.open_for_serving(folder, budget_bytes=BUDGET_BYTES, on_corruption="quarantine", min_free_bytes=0)
+    except CacheError as error:
+        raise Failure("does not start", str(error)) from error
+    store.use_codec("planes", 0)
+    writer = Writer(store, buffer_bytes=NO_LIMIT)
+    try:
+        yield store, writer
+    finally:
+        writer.close(FLUSH_TIMEOUT_S)
+        store.close()
+
+
+def _restore(store: Store, writer: Writer, pub: Publication) -> int:
+    """As a request does: the longest chain of nodes that are stored and sound. Answers how many; they are compared."""
+    count = 0
+    try:
+        with store.snapshot() as snapshot:
+            for node in pub.nodes:
+                if not _is_stored(snapshot, writer, node):
+                    break
+                count += 1
+    except CacheError:
+        # A request that the store fails goes on without it.
+        return count
+    return count
+
+
+def _is_stored(snapshot: Snapshot, writer: Writer, node: NewNode) -> bool:
+    """Whether a node can be restored; one that is damaged is reported to the writer, which removes it."""
+    try:
+        if not snapshot.has(node.name, node.parent, node.position, node.kind, node.token_ids.tobytes()):
+            return False
+        for index in range(len(node.pieces)):
+            stored = snapshot.piece(node.name, index)
+            if stored is not None:
+                populate(stored)
+        raw = read_payload(snapshot, node)
+    except StoreCorrupt:
+        writer.quarantine(node.name, node.parent)
+        return False
+    if raw != bytes(node.payload):
+        raise Failure("wrong bytes", f"node {node.name.hex()} at {node.position} is not what was saved")
+    return True
+
+
+def _look_around(store: Store, prompts: list[Saved]) -> None:
+    """What a daemon and `inspect` read besides: the history, the counts, the entries."""
+    known = {(saved.root, saved.token_ids.tobytes()) for saved in prompts}
+    try:
+        with store.snapshot() as snapshot:
+            for root in {saved.root for saved in prompts}:
+                for remembered in snapshot.recent_prompts(root, HISTORY_LIMIT):
+                    if (root, remembered.tobytes()) not in known:
+                        raise Failure("wrong bytes", "a prompt in the history was never sent")
+            store.counts()
+            names = {saved.publication(store).tip: len(saved.token_ids) for saved in prompts}
+            for entry in list_entries(snapshot):
+                length = names.get(bytes.fromhex(entry.id))
+                if length is not None and entry.num_tokens != length:
+                    raise Failure("wrong bytes", f"entry {entry.id} has {entry.num_tokens} tokens, not {length}")
+    except CacheError:
+        return
+
+
+def _save(store: Store, writer: Writer, prompts: list[Saved]) -> None:
+    for saved in prompts:
+        pub = saved.publication(store)
+        writer.reserve(pub.payload_bytes)
+        writer.submit(pub, reserved_bytes=pub.payload_bytes)
+    if not writer.flush(FLUSH_TIMEOUT_S):
+        raise Failure("hang", "the writer does not finish")
+
+
+def _unsaved(store: Store, writer: Writer, prompts: list[Saved]) -> int:
+    publications = [saved.publication(store) for saved in prompts]
+    return sum(_restore(store, writer, pub) < len(pub.nodes) for pub in publications)
+
+
+def run_case(folder: Path, data: bytes, older: bytes, prompts: list[Saved], kind: str, seed: int) -> Case:
+    """Two lives on a damaged copy; `folder` is made anew."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    file = folder / DATA
+    file.write_bytes(data if kind == UNDAMAGED else damaged(data, older, kind, seed))
+    file.chmod(0o600)
+    try:
+        first = _outcome(run_isolated(partial(live, folder, prompts, seed), CASE_TIMEOUT_S), "first start")
+        set_aside = (folder / DAMAGED).exists()
+        second = _outcome(run_isolated(partial(live, folder, prompts, seed), CASE_TIMEOUT_S), "second start")
+    except Failure as failure:
+        return Case(kind=kind, seed=seed, verdict=failure.verdict, detail=failure.detail)
+    if second.store_id != first.store_id:
+        return Case(kind=kind, seed=seed, verdict="fresh store again", detail="the second start found damage again")
+    if set_aside:
+        return Case(kind=kind, seed=seed, verdict="fresh store")
+    lost = first.restored < first.nodes
+    if lost and kind == UNDAMAGED:
+        return Case(kind=kind, seed=seed, verdict="lost without damage", detail=f"{first.restored} of {first.nodes}")
+    return Case(kind=kind, seed=seed, verdict="part lost" if lost else "nothing lost")
+
+
+def _outcome(answer: str, when: str) -> Life:
+    try:
+        values = json.loads(answer)
+    except json.JSONDecodeError:
+        verdict = answer if answer.startswith(("signal", "hang")) else "error"
+        raise Failure(verdict, f"{when}: {answer}") from None
+    if "verdict" in values:
+        raise Failure(values["verdict"], f"{when}: {values['detail']}")
+    return Life(**values)
+
+
+def run_matrix(folder: Path, cases: int, seed: int, console: Console) -> list[Case]:
+    prompts = saved_prompts()
+    data, older = build(folder / "original", prompts)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    results: list[Case] = []
+    # A thread that refreshes the screen could hold a lock in the moment of a fork.
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
+        task = progress.add_task("damaged stores", total=cases)
+        for number in range(cases):
+            case = run_case(folder / "case", data, older, prompts, KINDS[number % len(KINDS)], seed + number)
+            results.append(case)
+            if case.failed:
+                progress.console.print(f"[red]{case.verdict}[/red] {case.kind}, seed {case.seed}: {case.detail}")
+            progress.update(task, advance=1, refresh=True)
+    return results
+
+
+def summary(results: list[Case]) -> Table:
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("damage")
+    for column in ("cases", *VERDICTS, "failed"):
+        table.add_column(column, justify="right")
+    for kind in (*KINDS, None):
+        some = [case for case in results if kind in (None, case.kind)]
+        counts = Counter("failed" if case.failed else case.verdict for case in some)
+        row = [str(counts[column]) for column in (*VERDICTS, "failed")]
+        table.add_row(kind or "all", str(len(some)), *row, style="bold" if kind is None else None)
+    return table
+
+
+@click.command()
+@click.option("--cases", type=click.IntRange(min=1), default=3000, show_default=True, help="Damaged stores to try.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the first case; each has the next one.")
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where the stores are made; best one in memory.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with every case to stdout instead of a table.")
+def main(cases: int, seed: int, folder: Path | None, as_json: bool) -> None:
+    """Damage a store in many ways, and start a daemon's store twice on each.
+
+    Exit code 1 if a byte was wrong, a process died, hung or erred, or a second start found damage again.
+    """
+    with tempfile.TemporaryDirectory(prefix="diskprefix-damage-", dir=folder) as workspace:
+        results = run_matrix(Path(workspace), cases, seed, Console(stderr=True))
+    failures = [case for case in results if case.failed]
+    if as_json:
+        report = {"cases": [asdict(case) for case in results], "failed": len(failures)}
+        click.echo(json.dumps(report, indent=2))
+    else:
+        Console().print(summary(results))
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

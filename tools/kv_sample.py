@@ -1,0 +1,92 @@
+"""KV state to measure a store with: of a real model, from a file, or made up so that it compresses alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from diskprefix.engine.loader import load_model
+from diskprefix.engine.prefill import prefill
+from diskprefix.kv.layers import KVArena
+from diskprefix.kv.layout import Layout, probe_layout
+from diskprefix.settings import Settings
+from diskprefix.tokens import as_token_ids
+from tests.model_place import dense_layout
+
+BLOCK_SIZE = 256
+REAL_TEXT = Path(__file__).parent / "prompts" / "agent_system.md"
+MODEL_TOKENS = 4096
+_CHANNEL_SPREAD = 0.5
+"""Channels of keys and values differ in size. With so much spread (standard deviation, in powers of two) normal numbers
+compress as those of SmolLM2 do, 1.49 to 1."""
+_DTYPES = {np.dtype(np.uint16): torch.bfloat16, np.dtype(np.float16): torch.float16, np.dtype("f4"): torch.float32}
+
+
+SMOLLM2 = dense_layout(layers=30, heads=3, head_dim=64, dtype=torch.bfloat16, vocab_size=49152)
+"""The embedded model's: 23 040 bytes a token."""
+
+
+@dataclass(frozen=True, eq=False)
+class KVSample:
+    """Raw payloads of full blocks, C-contiguous. `is_real`: a model computed them."""
+
+    origin: str
+    is_real: bool
+    layout: Layout
+    blocks: tuple[memoryview, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.blocks))
+
+
+def synthetic_sample(num_blocks: int, layout: Layout = SMOLLM2, *, seed: int = 0) -> KVSample:
+    """Normal numbers in bf16, each channel with a scale of its own."""
+    rng = np.random.default_rng(seed)
+    (group,) = layout.groups
+    shape = (len(group.specs), group.heads, BLOCK_SIZE, group.head_dim)
+    scales = np.exp2(rng.normal(0.0, _CHANNEL_SPREAD, (*shape[:2], 1, shape[3]))).astype(np.float32)
+    blocks = []
+    for _ in range(num_blocks):
+        values = rng.standard_normal(shape, dtype=np.float32) * scales
+        blocks.append((values.view(np.uint32) >> 16).astype(np.uint16).reshape(-1).view(np.uint8).data)
+    return KVSample("made up", False, layout, tuple(blocks))
+
+
+def sample_from_file(path: Path) -> KVSample:
+    """An array of shape [blocks, tensors, heads, tokens, head_dim]: bf16 as uint16, float16 or float32.
+
+    Raises `ValueError` for another shape or type.
+    """
+    values: npt.NDArray[np.generic] = np.load(path, mmap_mode="r")
+    if values.ndim != 5 or values.dtype not in _DTYPES or values.shape[1] % 2 or values.shape[3] != BLOCK_SIZE:
+        raise ValueError(
+            f"{path} holds {values.dtype} {list(values.shape)}; wanted are blocks of keys and values, uint16 (bf16), "
+            f"float16 or float32 [blocks, tensors, heads, {BLOCK_SIZE}, head_dim]"
+        )
+    _, tensors, heads, _, head_dim = values.shape
+    dtype = _DTYPES[values.dtype]
+    layout = dense_layout(layers=tensors // 2, heads=heads, head_dim=head_dim, dtype=dtype, vocab_size=49152)
+    blocks = tuple(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data for block in values)
+    return KVSample(path.name, True, layout, blocks)
+
+
+def sample_from_model(report: Callable[[str], None]) -> KVSample:
+    """What the embedded model computes for the text of the demo's system prompt. Raises `ModelError`."""
+    loaded = load_model(Settings(device="cpu", block_size=BLOCK_SIZE), report)
+    layout = probe_layout(loaded.model)
+    text = REAL_TEXT.read_text(encoding="utf-8")
+    token_ids = as_token_ids(loaded.tokenizer(text)["input_ids"][:MODEL_TOKENS])
+    token_ids = token_ids[: len(token_ids) - len(token_ids) % BLOCK_SIZE]
+    arena = KVArena(layout, torch.device("cpu"))
+    arena.reserve(len(token_ids))
+    report(f"computing the state of {len(token_ids)} tokens")
+    with torch.inference_mode():
+        prefill(loaded.model, arena, token_ids, start=0, block_size=BLOCK_SIZE, is_cancelled=lambda: False)
+    blocks = tuple(arena.read_block(start, BLOCK_SIZE, None) for start in range(0, len(token_ids), BLOCK_SIZE))
+    return KVSample(loaded.name, True, layout, blocks)

@@ -1,0 +1,62 @@
+"""Files in and out of the operating system's page cache (Linux)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+_READ_BYTES = 4 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def drop(path: Path) -> None:
+    """Drop a file's pages; those that a process has mapped stay."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def resident_share(path: Path) -> float:
+    """How much of a file lies in the page cache, 0 to 1."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        num_pages = -(-len(view) // mmap.PAGESIZE)
+        residency = np.zeros(num_pages, np.uint8)
+        pages = np.frombuffer(view, np.uint8)
+        address, length = ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(len(view))
+        failed = _libc.mincore(address, length, ctypes.c_void_p(residency.ctypes.data))
+        del pages
+    if failed:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return float((residency & 1).mean())
+
+
+def warm(path: Path) -> None:
+    """Read a file once, so that the page cache holds it."""
+    with path.open("rb", buffering=0) as file:
+        while file.read(_READ_BYTES):
+            pass
+
+
+def direct_read_s(path: Path, num_bytes: int) -> float:
+    """Seconds that reading the file's first `num_bytes` takes past the page cache, one 4 MiB request after the other.
+
+    Raises `OSError` where the file system has no direct reads.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        with mmap.mmap(-1, _READ_BYTES) as buffer:
+            started = time.perf_counter()
+            position = 0
+            while position < num_bytes and (read := os.preadv(fd, [buffer], position)):
+                position += read
+            return time.perf_counter() - started
+    finally:
+        os.close(fd)

@@ -1,0 +1,489 @@
+"""The soak: ten times its budget through one store, and whether file, latency and memory stay as they are.
+
+Conversations with agents grow turn by turn, branch off shared beginnings, end, and come back; between them come prompts
+that nobody repeats. Each is restored as far as it is stored, what was restored is compared now and then, and what was
+not is published: by the store's own writer thread, with its evictions. Time is made up: an hour passes while ten times
+the budget is written, so that just-written, half-life and expiry mean what they mean in a daemon.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from kv_sample import SMOLLM2, synthetic_sample
+from live_server import step
+from restart_bench import TABLE_STYLE, machine
+from rich.console import Console
+from rich.table import Table
+
+from diskprefix.errors import CacheError, StoreFull
+from diskprefix.kv.layout import Layout
+from diskprefix.prefix_cache.nodes import Node
+from diskprefix.prefix_cache.restore import Restored
+from diskprefix.settings import CODECS, format_size, parse_size
+from diskprefix.store.store import Publication, Store
+from diskprefix.store.writer import Writer
+from diskprefix.tokens import TokenIds
+from tests.model_place import ModelPlace, Restorer, dense_layout
+
+BUDGET_S = 360.0
+"""Simulated seconds in which as much as the budget is written: ten times the budget in an hour."""
+TTL_S = 1.25 * BUDGET_S
+"""About as long as the budget lets an unused prompt live anyway."""
+EXPIRY_EVERY_S = 60.0
+BUFFERS_IN_BUDGET = 8
+"""The write buffer is this part of the budget: what waits in it pins what it continues."""
+MAX_TOKENS = 4096
+PROMPTS_IN_BUDGET = 16
+"""So many of the longest prompts fit the budget at least, uncompressed."""
+CONVERSATIONS = 24
+ANCHORS = 6
+PINS = 4
+PARTS = 10
+STUCK = 100
+"""After so many failures in a row there is nothing to measure any more."""
+POOL_BLOCKS = 12
+OTHER = dense_layout(layers=16, heads=2, head_dim=40, dtype=torch.float32, vocab_size=32000)
+"""A second model in the same store, so that pieces of many sizes compete for the same pages."""
+
+FILE_GOAL = 1.15
+LATENCY_GOAL = 1.3
+MEMORY_GOAL = 1.05
+MEMORY_SLACK_BYTES = 32 << 20
+LIVE_GOAL = 0.8
+LOST_GOAL = 0.005
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Write:
+    """One publication that was tried. `seconds` has eviction, encoding and commit in it."""
+
+    seconds: float
+    raw_bytes: int
+    stored_bytes: int
+    evicted: int
+    file_bytes: int
+    used_bytes: int
+    memory_bytes: int
+    failed: str | None
+
+
+class WatchedStore(Store):
+    """A store that notes how every publication went."""
+
+    writes: list[Write]
+
+    def publish(self, publication: Publication) -> int:
+        evicted, failed = 0, None
+        started = time.perf_counter()
+        try:
+            evicted = super().publish(publication)
+        except CacheError as error:
+            failed = f"{type(error).__name__}: {_without_figures(error)}"
+            raise
+        finally:
+            seconds = time.perf_counter() - started
+            self.writes.append(
+                Write(
+                    seconds=seconds,
+                    raw_bytes=0 if failed else publication.payload_bytes,
+                    stored_bytes=0 if failed else self._stored_bytes(publication),
+                    evicted=evicted,
+                    file_bytes=self.file_bytes(),
+                    used_bytes=self.counts()["used_bytes"],
+                    memory_bytes=anonymous_memory_bytes(),
+                    failed=failed,
+                )
+            )
+        return evicted
+
+    def _stored_bytes(self, publication: Publication) -> int:
+        with self.snapshot() as snapshot:
+            usages = [snapshot.usage(node.name) for node in publication.nodes]
+        return sum(usage.stored_bytes for usage in usages if usage is not None)
+
+
+def _without_figures(error: CacheError) -> str:
+    """The message without sizes and paths: the same for all that failed for the same reason."""
+    return re.sub(r"/\S+|[0-9a-f]{32}|[0-9.]+ [KMG]?i?B", "…", error.message)
+
+
+def anonymous_memory_bytes() -> int:
+    """What this process holds without the pages of files (the store's map is one)."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no RssAnon; the soak needs Linux")
+
+
+class Payloads:
+    """A payload for every node, a function of its name: a window into made-up KV."""
+
+    def __init__(self) -> None:
+        sample = synthetic_sample(POOL_BLOCKS)
+        self._pool = np.concatenate([np.frombuffer(block, np.uint8) for block in sample.blocks])
+
+    def of(self, place: ModelPlace, node: Node) -> memoryview:
+        size = place.payload_bytes(node)
+        step_bytes = 128
+        starts = (len(self._pool) - size) // step_bytes
+        start = int.from_bytes(node.name[:8], "little") % starts * step_bytes
+        return self._pool[start : start + size].data
+
+
+@dataclass
+class Counts:
+    prompts: int = 0
+    hits: int = 0
+    prompt_tokens: int = 0
+    restored_tokens: int = 0
+    compared: int = 0
+    wrong: int = 0
+    expired: int = 0
+    waits: int = 0
+
+
+class Conversations:
+    """Prompts to come: turns of conversations under a few shared beginnings, and prompts that come once."""
+
+    def __init__(self, rng: np.random.Generator, max_tokens: int) -> None:
+        self._rng = rng
+        self._max_tokens = max_tokens
+        self._anchors = [self._tokens(max_tokens // 2) for _ in range(ANCHORS)]
+        self._open: list[TokenIds] = [self._opening() for _ in range(CONVERSATIONS)]
+
+    def next_prompt(self) -> TokenIds:
+        if self._rng.random() < 0.15:
+            return self._tokens(self._max_tokens * 3 // 4)
+        which = int(self._rng.integers(len(self._open)))
+        prompt = self._open[which]
+        if self._rng.random() < 0.85:
+            prompt = np.concatenate([prompt, self._tokens(self._max_tokens // 6)])
+        if len(prompt) > self._max_tokens or self._rng.random() < 0.04:
+            prompt = self._opening()
+        self._open[which] = prompt
+        return prompt
+
+    def _opening(self) -> TokenIds:
+        anchor = self._anchors[int(self._rng.integers(len(self._anchors)))]
+        return np.concatenate([anchor, self._tokens(self._max_tokens // 6)])
+
+    def _tokens(self, most: int) -> TokenIds:
+        return self._rng.integers(0, 30_000, int(self._rng.integers(most // 16, most))).astype(np.int32)
+
+
+@dataclass(eq=False)
+class Model:
+    """One model that uses the store: its place, its restorer, its prompts."""
+
+    place: ModelPlace
+    restorer: Restorer
+    conversations: Conversations
+
+
+@dataclass(eq=False)
+class Soak:
+    """Drives one store."""
+
+    store: WatchedStore
+    clock: Clock
+    churn: float
+    min_seconds: float
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self._rng = np.random.default_rng(11)
+        self._payloads = Payloads()
+        self.writer = Writer(self.store, buffer_bytes=self.store.budget_bytes // BUFFERS_IN_BUDGET)
+        self._models = [self._model("soak-bf16", SMOLLM2), self._model("soak-fp32", OTHER)]
+        self._pins: deque[bytes] = deque()
+        self._next_expiry = self.clock.now + EXPIRY_EVERY_S
+        self._started = time.monotonic()
+
+    def run(self) -> None:
+        """Until the store was written ten times over, and for at least `min_seconds`. Raises `StoreFull`."""
+        while self.progress() < 1.0 or time.monotonic() - self._started < self.min_seconds:
+            if self._is_stuck():
+                raise StoreFull(f"the store took none of {STUCK} prompts: {_failures(self.store.writes[-STUCK:])}")
+            self._request(self._models[int(self._rng.random() < 0.3)])
+            if self.clock.now >= self._next_expiry:
+                self._next_expiry = self.clock.now + EXPIRY_EVERY_S
+                self.counts.expired += self.store.expire(TTL_S)
+        self.writer.flush(600.0)
+
+    def progress(self) -> float:
+        """Stored bytes written, as a part of what is to be written."""
+        return sum(write.stored_bytes for write in list(self.store.writes)) / (self.churn * self.store.budget_bytes)
+
+    def _is_stuck(self) -> bool:
+        latest = self.store.writes[-STUCK:]
+        return len(latest) == STUCK and all(write.failed is not None for write in latest)
+
+    def close(self) -> None:
+        for model in self._models:
+            model.restorer.close()
+        self.writer.close(600.0)
+        self.store.close()
+
+    def _model(self, identity: str, layout: Layout) -> Model:
+        max_tokens = min(MAX_TOKENS, self.store.budget_bytes // PROMPTS_IN_BUDGET // layout.bytes_per_token)
+        place = ModelPlace(self.store, layout, identity=identity)
+        return Model(
+            place,
+            Restorer(place, self.writer, capacity=max_tokens),
+            Conversations(self._rng.spawn(1)[0], max_tokens),
+        )
+
+    def _request(self, model: Model) -> None:
+        """What a daemon does with a prompt: restore, compute the rest, publish."""
+        prompt = model.conversations.next_prompt()
+        restored, pinned = model.restorer.restore_pinned(prompt)
+        if pinned is not None:
+            self._keep_pinned(pinned)
+            self.writer.touch(pinned, self.clock.now)
+        self._note(model, prompt, restored)
+        stored = len(restored.blocks) + (restored.logits is not None)
+        publication = model.place.publication(prompt, partial(self._payloads.of, model.place), stored=stored)
+        if publication.payload_bytes > self.writer.room_bytes:
+            self.counts.waits += 1
+            self.writer.flush(600.0)
+        self.writer.reserve(publication.payload_bytes)
+        self.writer.submit(publication, reserved_bytes=publication.payload_bytes)
+        self.clock.now += BUDGET_S * publication.payload_bytes / self.store.budget_bytes
+
+    def _note(self, model: Model, prompt: TokenIds, restored: Restored) -> None:
+        counts = self.counts
+        counts.prompts += 1
+        counts.prompt_tokens += len(prompt)
+        counts.hits += restored.num_tokens > 0
+        counts.restored_tokens += restored.num_tokens
+        if restored.num_tokens and counts.hits % 8 == 0:
+            counts.compared += 1
+            counts.wrong += not self._is_right(model, prompt, restored)
+
+    def _is_right(self, model: Model, prompt: TokenIds, restored: Restored) -> bool:
+        """Whether what lies in the arena now is what was published."""
+        path = model.place.path(prompt)[: len(restored.blocks) + (restored.logits is not None)]
+        return all(
+            model.restorer.arena.read_block(node.position, node.num_tokens, None)
+            == self._payloads.of(model.place, node)[: model.place.layout.bytes_per_token * node.num_tokens]
+            for node in path
+        )
+
+    def _keep_pinned(self, name: bytes) -> None:
+        """Hold a restored prefix for some requests more, as requests do that take long."""
+        self._pins.append(name)
+        if len(self._pins) > PINS:
+            self.store.unpin(self._pins.popleft())
+
+
+def measure(folder: Path, *, budget_bytes: int, churn: float, codec: str, min_seconds: float) -> dict[str, Any]:
+    """Run the soak; what it measured as plain JSON values. Raises `CacheError`."""
+    torch.set_num_threads(1)
+    clock = Clock()
+    store = WatchedStore.open(folder, budget_bytes=budget_bytes, clock=clock)
+    assert isinstance(store, WatchedStore)
+    store.writes = []
+    store.use_codec(codec, 1 << 30)
+    used_codec = store.codec.name.lower()
+    soak = Soak(store, clock, churn, min_seconds)
+    started = time.perf_counter()
+    try:
+        soak.run()
+        seconds = time.perf_counter() - started
+        dropped = soak.writer.dropped
+    finally:
+        soak.close()
+    parts = _parts(store.writes, budget_bytes)
+    report = {
+        "benchmark": "soak",
+        "machine": machine(),
+        "budget_bytes": budget_bytes,
+        "codec": used_codec,
+        "seconds": round(seconds, 1),
+        "simulated_s": round(clock.now - Clock().now, 1),
+        "written_raw_bytes": sum(write.raw_bytes for write in store.writes),
+        "written_bytes": sum(write.stored_bytes for write in store.writes),
+        "file_bytes": max(write.file_bytes for write in store.writes),
+        "evicted": sum(write.evicted for write in store.writes),
+        "publications": len(store.writes),
+        "failures": dict(_failures(store.writes)),
+        "dropped": dropped,
+        "counts": asdict(soak.counts),
+        "parts": parts,
+        "verify": _verify(folder),
+    }
+    return report | {"verdicts": _verdicts(report)}
+
+
+def _failures(writes: Sequence[Write]) -> dict[str, int]:
+    kinds = [write.failed for write in writes if write.failed is not None]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def _parts(writes: Sequence[Write], budget_bytes: int) -> list[dict[str, float]]:
+    """The run in `PARTS` parts of as many bytes written."""
+    written = np.cumsum([write.stored_bytes for write in writes])
+    edges = np.searchsorted(written, written[-1] * np.arange(1, PARTS) / PARTS).tolist()
+    parts = (writes[start:end] for start, end in pairwise([0, *edges, len(writes)]))
+    return [_part(part, budget_bytes) for part in parts if any(write.raw_bytes for write in part)]
+
+
+def _part(writes: Sequence[Write], budget_bytes: int) -> dict[str, float]:
+    seconds, megabytes = sum(write.seconds for write in writes), sum(write.raw_bytes for write in writes) / 1e6
+    return {
+        "publications": len(writes),
+        "ms_per_mb": round(seconds * 1e3 / megabytes, 3),
+        "p50_ms": round(statistics.median(write.seconds for write in writes) * 1e3, 1),
+        "p99_ms": round(float(np.percentile([write.seconds for write in writes], 99)) * 1e3, 1),
+        "evicted": sum(write.evicted for write in writes),
+        "file_share": round(max(write.file_bytes for write in writes) / budget_bytes, 4),
+        "live_share": round(statistics.median(write.used_bytes for write in writes) / budget_bytes, 4),
+        "memory_mb": round(max(write.memory_bytes for write in writes) / 1e6, 1),
+        "failed": sum(write.failed is not None for write in writes),
+    }
+
+
+def _verify(folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "diskprefix", "verify", "--json", "--kv-cache-dir", str(folder)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        found: dict[str, Any] = json.loads(answer.stdout)
+    except json.JSONDecodeError:
+        return {"clean": False, "error": answer.stderr.strip()[-500:]}
+    return {key: found[key] for key in ("clean", "blocks", "entries", "payload_bytes")}
+
+
+def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = report["parts"]
+    # The first part of the run only fills the store.
+    early = statistics.median(part["ms_per_mb"] for part in parts[2:5])
+    late = statistics.median(part["ms_per_mb"] for part in parts[-3:])
+    file_share = report["file_bytes"] / report["budget_bytes"]
+    live_share = statistics.median(part["live_share"] for part in parts[2:])
+    memory = parts[-1]["memory_mb"]
+    memory_goal = parts[2]["memory_mb"] * MEMORY_GOAL + MEMORY_SLACK_BYTES / 1e6
+    counts, lost = report["counts"], report["dropped"] / report["publications"]
+    rows = [
+        ("largest file / budget", f"{file_share:.3f}", f"≤ {FILE_GOAL}", file_share <= FILE_GOAL),
+        ("live data / budget, once full", f"{live_share:.3f}", f"≥ {LIVE_GOAL}", live_share >= LIVE_GOAL),
+        ("ms per MB, end / beginning", f"{late / early:.2f}", f"≤ {LATENCY_GOAL}", late <= early * LATENCY_GOAL),
+        ("memory in the end, MB", f"{memory:.0f}", f"≤ {memory_goal:.0f}", memory <= memory_goal),
+        ("publications lost", f"{lost:.2%}", f"≤ {LOST_GOAL:.1%}", lost <= LOST_GOAL),
+        ("restores that differ", f"{counts['wrong']} of {counts['compared']}", "0", counts["wrong"] == 0),
+        ("verify", "clean" if report["verify"]["clean"] else "not clean", "clean", report["verify"]["clean"]),
+    ]
+    return [{"what": what, "figure": figure, "goal": goal, "holds": holds} for what, figure, goal, holds in rows]
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    counts = report["counts"]
+    console.print(
+        f"{format_size(report['written_bytes'])} written ({format_size(report['written_raw_bytes'])} of KV, codec "
+        f"{report['codec']}) into a budget of {format_size(report['budget_bytes'])}, in {report['seconds']:.0f} s: "
+        f"{report['publications']} publications, {report['evicted']} blocks evicted, {counts['expired']} expired; "
+        f"{counts['hits']} hits of {counts['prompts']} prompts, {counts['restored_tokens']} of "
+        f"{counts['prompt_tokens']} tokens restored; waited for the writer {counts['waits']} times",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for failure, number in report["failures"].items():
+        console.print(f"{number} × {failure}", highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    console.print(_parts_table(report))
+    console.print()
+    table = Table(title="Verdicts", **TABLE_STYLE)
+    table.add_column("", no_wrap=True)
+    for name in ("measured", "goal"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for row in report["verdicts"]:
+        table.add_row(row["what"], row["figure"], row["goal"], "✓" if row["holds"] else "✗")
+    console.print(table)
+
+
+def _parts_table(report: dict[str, Any]) -> Table:
+    table = Table(title="By tenths of what was written", **TABLE_STYLE)
+    titles = {
+        "publications": "writes",
+        "ms_per_mb": "ms per\nMB",
+        "p50_ms": "median\nms",
+        "p99_ms": "p99\nms",
+        "evicted": "evicted",
+        "file_share": "file /\nbudget",
+        "live_share": "live /\nbudget",
+        "memory_mb": "memory\nMB",
+        "failed": "failed",
+    }
+    for title in titles.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    for part in report["parts"]:
+        table.add_row(*(f"{part[name]:g}" for name in titles))
+    return table
+
+
+@click.command()
+@click.option(
+    "--minutes", type=click.FloatRange(min=0), default=0.0, help="Go on for at least so long, however much is written."
+)
+@click.option("--budget", default="1GiB", show_default=True, metavar="SIZE", help="Budget of the store.")
+@click.option("--churn", type=float, default=10.0, show_default=True, help="How many times the budget to write.")
+@click.option("--codec", type=click.Choice(CODECS), default="planes", show_default=True, help="How state is stored.")
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where the store is made, to use another disk.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout instead of tables.")
+def main(minutes: float, budget: str, churn: float, codec: str, folder: Path | None, as_json: bool) -> None:
+    """Write ten times its budget through one store, and say whether it stayed in bounds.
+
+    Exits with 1 if a verdict does not hold.
+    """
+    console = Console(stderr=True)
+    budget_bytes = parse_size(budget, param="--budget")
+    # Each lost publication is a line of the log; they are counted here.
+    logging.getLogger("diskprefix").setLevel(logging.ERROR)
+    title = f"writing {churn:g} times {format_size(budget_bytes)}"
+    with tempfile.TemporaryDirectory(prefix="diskprefix-soak-", dir=folder) as workspace, step(console, title):
+        folder = Path(workspace) / "kv"
+        try:
+            report = measure(folder, budget_bytes=budget_bytes, churn=churn, codec=codec, min_seconds=minutes * 60)
+        except CacheError as error:
+            raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        show(report, Console())
+    sys.exit(0 if all(row["holds"] for row in report["verdicts"]) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,422 @@
+"""The store benchmark: restores against a memory copy and a direct read, lookups, codecs, and what sharing saves.
+
+What is compared is measured in turns in one run, so that a drift of the machine cancels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import agent_workload
+import numpy as np
+import page_cache
+import torch
+from agent_workload import Sharing, Tokenizer
+from kv_sample import BLOCK_SIZE, KVSample
+from live_server import step
+from restart_bench import TABLE_STYLE, machine
+from rich.console import Console
+from rich.table import Table
+
+from diskprefix.kv.layers import Bytes
+from diskprefix.policy.scope import parse_scope
+from diskprefix.prefix_cache.nodes import Node
+from diskprefix.store.codec import Codec, Piece, decode_piece, encode_piece
+from diskprefix.store.folder import DATA
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import Kind
+from diskprefix.store.store import Store
+from diskprefix.tokens import TokenIds
+from tests.model_place import ModelPlace, dense_layout, open_restorer
+
+THREADS = 2
+"""As many as a restore uses."""
+MATCH_TOKENS = 100_000
+MATCH_REPEATS = 300
+SCOPES = ("full", "auto:30")
+CODECS = tuple(Codec)
+
+COPY_GOAL = 0.70
+DISK_GOAL = 0.85
+MATCH_GOAL_MS = 2.0
+RATIO_GOAL = 1.45
+DECODE_GOAL_GB_S = 2.0
+SHARING_GOAL = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A figure and what it should be; `holds` is None where it was not measured on what the goal speaks of."""
+
+    what: str
+    figure: str
+    goal: str
+    holds: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure with. `tokens` are restored; lookups are made in a store of `blocks`."""
+
+    sample: KVSample
+    tokens: int
+    blocks: int
+    runs: int
+    workloads: tuple[Path, ...]
+    tokenizer: Tokenizer
+    folder: Path
+
+
+def measure(plan: Plan, console: Console) -> dict[str, Any]:
+    """Run the benchmark; what it measured as plain JSON values. Raises `CacheError`, `ValueError`."""
+    torch.set_num_threads(THREADS)
+    sample = plan.sample
+    with step(console, f"codecs, on {sample.num_bytes / 1e6:.0f} MB of KV ({sample.origin})"):
+        codecs = {codec.name.lower(): _measure_codec(sample, codec, plan.runs) for codec in CODECS}
+    restore = _measure_restore(plan, console)
+    with step(console, f"a store of {plan.blocks} blocks, and lookups of {MATCH_TOKENS} tokens in it"):
+        match = _measure_match(plan.folder, plan.blocks)
+    sharing = []
+    for path in plan.workloads:
+        name = path.parent.name if path.is_file() else path.name
+        with step(console, f"workload {name}"):
+            requests = agent_workload.prompts(path, plan.tokenizer)
+            for scope in SCOPES:
+                parsed = parse_scope(scope, param="scope")
+                sharing.append(agent_workload.measure(name, requests, parsed, sample.layout))
+    report = {
+        "benchmark": "store",
+        "machine": machine(),
+        "runs": plan.runs,
+        "kv": {"origin": sample.origin, "is_real": sample.is_real, "bytes": sample.num_bytes},
+        "tokenizer": plan.tokenizer.name,
+        "codecs": codecs,
+        "restore": restore,
+        "match": match,
+        "sharing": [asdict(found) | {"ratio": round(found.ratio, 2)} for found in sharing],
+    }
+    return report | {"goals": [asdict(goal) for goal in _goals(report, sharing)]}
+
+
+# Codecs
+
+
+def _measure_codec(sample: KVSample, codec: Codec, runs: int) -> dict[str, float]:
+    """Ratio, and GB/s of raw KV: encoding on one thread, as the writer does it, decoding on `THREADS`."""
+    pieces = _pieces_of(sample)
+    work = [(memoryview(encode_piece(raw, piece, codec, 0)), piece) for piece, raw in pieces]
+    outs = [np.ones((piece.num_rows, piece.row_bytes), np.uint8) for piece, _ in pieces]
+    encode_s = statistics.median(_encode_s(pieces, codec) for _ in range(runs))
+    decode_s = statistics.median(_decode_s(work, outs) for _ in range(runs))
+    return {
+        "ratio": round(sample.num_bytes / sum(len(stored) for stored, _ in work), 3),
+        "encode_gb_s": round(sample.num_bytes / encode_s / 1e9, 2),
+        "decode_gb_s": round(sample.num_bytes / decode_s / 1e9, 2),
+    }
+
+
+def _pieces_of(sample: KVSample) -> list[tuple[Piece, memoryview]]:
+    pieces = PayloadLayout.parse(sample.layout.describe()).pieces(BLOCK_SIZE, with_logits=False)
+    cut = []
+    for block in sample.blocks:
+        start = 0
+        for piece in pieces:
+            cut.append((piece, block[start : start + piece.num_bytes]))
+            start += piece.num_bytes
+    return cut
+
+
+def _encode_s(pieces: Sequence[tuple[Piece, memoryview]], codec: Codec) -> float:
+    started = time.perf_counter()
+    for piece, raw in pieces:
+        encode_piece(raw, piece, codec, 0)
+    return time.perf_counter() - started
+
+
+def _decode_s(work: Sequence[tuple[memoryview, Piece]], outs: Sequence[Bytes]) -> float:
+    """Decode everything on `THREADS` threads, into memory that was touched before; answers the seconds."""
+    started = threading.Barrier(THREADS + 1)
+
+    def decode(first: int) -> None:
+        started.wait()
+        for (stored, piece), out in zip(work[first::THREADS], outs[first::THREADS], strict=True):
+            decode_piece(stored, piece, 0, out)
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        running = [threads.submit(decode, first) for first in range(THREADS)]
+        started.wait()
+        before = time.perf_counter()
+        for thread in running:
+            thread.result()
+        return time.perf_counter() - before
+
+
+# Restores
+
+
+class _Restore:
+    """One prompt in one store for each codec; restored again and again."""
+
+    def __init__(self, plan: Plan) -> None:
+        blocks = plan.sample.blocks
+        logits = memoryview(np.random.default_rng(0).bytes(plan.sample.layout.logits_bytes))
+        self._layout = plan.sample.layout
+        self._payload: Callable[[Node], memoryview] = lambda node: (
+            logits if node.kind == Kind.TAIL else blocks[node.position // BLOCK_SIZE % len(blocks)]
+        )
+        self._folder = plan.folder / "restore"
+        num_blocks = -(-plan.tokens // BLOCK_SIZE)
+        self.prompt: TokenIds = np.random.default_rng(1).integers(0, 1000, num_blocks * BLOCK_SIZE).astype(np.int32)
+        self.num_bytes = self._layout.payload_bytes(len(self.prompt), with_logits=True)
+        self._source = torch.ones(self.num_bytes, dtype=torch.uint8)
+        self._target = torch.zeros(self.num_bytes, dtype=torch.uint8)
+
+    def file(self, codec: Codec) -> Path:
+        return self._folder / codec.name.lower() / DATA
+
+    def save(self, codec: Codec) -> None:
+        store = self._open(codec)
+        store.codec = codec
+        store.publish(self._place(store).publication(self.prompt, self._payload))
+        store.close()
+
+    def copy_s(self) -> float:
+        """A plain copy of as many bytes, on `THREADS` threads, between buffers that were touched before."""
+        started = time.perf_counter()
+        self._target.copy_(self._source)
+        return time.perf_counter() - started
+
+    def warm_s(self, codec: Codec) -> tuple[float, float]:
+        """Seconds of the first restore after the store was opened, and of the second; the page cache holds the file."""
+        page_cache.warm(self.file(codec))
+        store = self._open(codec)
+        with open_restorer(self._place(store), capacity=len(self.prompt)) as restorer:
+            seconds = restorer.seconds(self.prompt), restorer.seconds(self.prompt)
+        store.close()
+        return seconds
+
+    def cold_s(self, codec: Codec) -> tuple[float, float]:
+        """Seconds of a restore after the file's pages were dropped; and the share of the file that opening read."""
+        page_cache.drop(self.file(codec))
+        store = self._open(codec)
+        with open_restorer(self._place(store), capacity=len(self.prompt)) as restorer:
+            resident = page_cache.resident_share(self.file(codec))
+            seconds = restorer.seconds(self.prompt)
+        store.close()
+        return seconds, resident
+
+    def _open(self, codec: Codec) -> Store:
+        return Store.open(self.file(codec).parent, budget_bytes=2 * self.num_bytes + (64 << 20))
+
+    def _place(self, store: Store) -> ModelPlace:
+        return ModelPlace(store, self._layout, identity="bench")
+
+
+def _measure_restore(plan: Plan, console: Console) -> dict[str, Any]:
+    restore = _Restore(plan)
+    megabytes = restore.num_bytes / 1e6
+    with step(console, f"saving {len(restore.prompt)} tokens, {megabytes:.0f} MB, with every codec"):
+        for codec in CODECS:
+            restore.save(codec)
+    copies: list[float] = []
+    first: dict[Codec, list[float]] = {codec: [] for codec in CODECS}
+    again: dict[Codec, list[float]] = {codec: [] for codec in CODECS}
+    with step(console, f"restoring {megabytes:.0f} MB, page cache warm, {plan.runs} times"):
+        for _ in range(plan.runs):
+            for codec in CODECS:
+                copies.append(restore.copy_s())
+                once, twice = restore.warm_s(codec)
+                first[codec].append(once)
+                again[codec].append(twice)
+    cold: dict[Codec, list[float]] = {codec: [] for codec in CODECS}
+    direct: list[float] = []
+    resident = 0.0
+    with step(console, f"restoring {megabytes:.0f} MB, page cache dropped, {plan.runs} times"):
+        for _ in range(plan.runs):
+            for codec in CODECS:
+                direct += _direct_read(restore.file(Codec.RAW), restore.num_bytes)
+                seconds, share = restore.cold_s(codec)
+                cold[codec].append(seconds)
+                resident = max(resident, share)
+    copy_s, read_s = statistics.median(copies), statistics.median(direct) if direct else None
+
+    def report(codec: Codec) -> dict[str, float | None]:
+        first_s, again_s, cold_s = (statistics.median(samples[codec]) for samples in (first, again, cold))
+        return {
+            "file_bytes": restore.file(codec).stat().st_size,
+            "first_gb_s": round(restore.num_bytes / first_s / 1e9, 2),
+            "again_gb_s": round(restore.num_bytes / again_s / 1e9, 2),
+            "cold_gb_s": round(restore.num_bytes / cold_s / 1e9, 2),
+            "first_to_copy": round(copy_s / first_s, 3),
+            "again_to_copy": round(copy_s / again_s, 3),
+            "cold_to_direct_read": None if read_s is None else round(read_s / cold_s, 3),
+        }
+
+    return {
+        "tokens": len(restore.prompt),
+        "bytes": restore.num_bytes,
+        "copy_gb_s": round(restore.num_bytes / copy_s / 1e9, 2),
+        "direct_read_gb_s": None if read_s is None else round(restore.num_bytes / read_s / 1e9, 2),
+        "resident_share_before_cold": round(resident, 4),
+        "codecs": {codec.name.lower(): report(codec) for codec in CODECS},
+    }
+
+
+def _direct_read(file: Path, num_bytes: int) -> list[float]:
+    """The seconds of one direct read; none where the file system has no such thing (tmpfs)."""
+    try:
+        return [page_cache.direct_read_s(file, num_bytes)]
+    except OSError:
+        return []
+
+
+# The lookup
+
+
+def _measure_match(folder: Path, num_blocks: int) -> dict[str, Any]:
+    """Look up long prompts, stored whole, in a store of many blocks; the blocks hold next to nothing."""
+    layout = dense_layout(layers=1, heads=1, head_dim=1, dtype=torch.bfloat16, vocab_size=2)
+    blank = memoryview(bytes(layout.payload_bytes(BLOCK_SIZE, with_logits=True)))
+    store = Store.open(folder / "match", budget_bytes=2 << 30)
+    place = ModelPlace(store, layout, identity="bench")
+    rng = np.random.default_rng(2)
+    prompts: list[TokenIds] = []
+    blocks = 0
+    while blocks < num_blocks:
+        prompts.append(rng.integers(0, 50_000, MATCH_TOKENS).astype(np.int32))
+        publication = place.publication(prompts[-1], lambda node: blank[: place.payload_bytes(node)])
+        store.publish(publication)
+        blocks += len(publication.nodes)
+    with open_restorer(place, capacity=MATCH_TOKENS) as restorer:
+        times = [restorer.restore(prompts[i]).lookup_ms for i in rng.integers(0, len(prompts), MATCH_REPEATS)]
+    blocks = store.counts()["blocks"]
+    store.close()
+    return {
+        "prompt_tokens": MATCH_TOKENS,
+        "blocks": blocks,
+        "median_ms": round(statistics.median(times), 3),
+        "p99_ms": round(float(np.percentile(times, 99)), 3),
+    }
+
+
+# The report
+
+
+def _goals(report: dict[str, Any], sharing: Sequence[Sharing]) -> list[Goal]:
+    raw, planes, match = report["restore"]["codecs"]["raw"], report["codecs"]["planes"], report["match"]
+    real = report["kv"]["is_real"]
+    direct = raw["cold_to_direct_read"]
+    goals = [
+        _at_least("raw restore, page cache warm, of a memory copy", raw["again_to_copy"], COPY_GOAL, percent=True),
+        _at_least("the same, first after opening", raw["first_to_copy"], COPY_GOAL, percent=True),
+        _at_least("raw restore, pages dropped, of a direct read", direct, DISK_GOAL, percent=True)
+        if direct is not None
+        else Goal(what="raw restore, pages dropped", figure="no direct reads here", goal="", holds=None),
+        _at_most(f"match in {match['blocks']:,} blocks, median ms", match["median_ms"], MATCH_GOAL_MS),
+        _at_most("the same, 99th percentile", match["p99_ms"], MATCH_GOAL_MS),
+        _at_least("planes: times smaller than raw", planes["ratio"], RATIO_GOAL, counts=real),
+        _at_least(f"planes: decode on {THREADS} threads, GB/s of KV", planes["decode_gb_s"], DECODE_GOAL_GB_S),
+    ]
+    for found in sharing:
+        # Made-up KV says nothing of how real KV compresses, so what is missing then may come with that.
+        codec, ratio = ("planes", found.ratio * planes["ratio"]) if real else ("raw", found.ratio)
+        what = f"{found.name}, {found.scope}, {codec}: snapshots / stored"
+        goals.append(_at_least(what, ratio, SHARING_GOAL, counts=real or ratio >= SHARING_GOAL))
+    return goals
+
+
+def _at_least(what: str, value: float, goal: float, *, percent: bool = False, counts: bool = True) -> Goal:
+    show = "{:.0%}" if percent else "{:.2f}"
+    holds = value >= goal if counts else None
+    return Goal(what=what, figure=show.format(value), goal=f"≥ {show.format(goal)}", holds=holds)
+
+
+def _at_most(what: str, value: float, goal: float) -> Goal:
+    return Goal(what=what, figure=f"{value:.2f}", goal=f"< {goal:.2f}", holds=value < goal)
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    for table in (_codec_table(report), _restore_table(report), _sharing_table(report), _goal_table(report)):
+        if table.row_count:
+            console.print(table)
+            console.print()
+    restore, facts = report["restore"], report["machine"]
+    direct = restore["direct_read_gb_s"]
+    console.print(
+        f"KV: {report['kv']['origin']}; memory copy {restore['copy_gb_s']} GB/s on {THREADS} threads; "
+        f"direct read {'none' if direct is None else f'{direct} GB/s'}; at most "
+        f"{restore['resident_share_before_cold']:.1%} of a file was in the page cache before a cold restore; "
+        f"{facts['cpus']} cpus, Python {facts['python']}, {facts['platform']}; load {facts['load_average_1min']}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _codec_table(report: dict[str, Any]) -> Table:
+    table = Table(title="Codecs, GB/s of raw KV", **TABLE_STYLE)
+    table.add_column("codec", no_wrap=True)
+    for name in ("ratio", "encode\n1 thread", f"decode\n{THREADS} threads"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, codec in report["codecs"].items():
+        table.add_row(name, f"{codec['ratio']:.2f}", f"{codec['encode_gb_s']:.1f}", f"{codec['decode_gb_s']:.1f}")
+    return table
+
+
+def _restore_table(report: dict[str, Any]) -> Table:
+    title = f"Restoring {report['restore']['bytes'] / 1e6:.0f} MB of KV, GB/s, median of {report['runs']}"
+    table = Table(title=title, **TABLE_STYLE)
+    table.add_column("codec", no_wrap=True)
+    for name in ("page cache\nwarm", "of a\ncopy", "first after\nopening", "of a\ncopy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("pages\ndropped", "of a direct\nread"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, codec in report["restore"]["codecs"].items():
+        direct = codec["cold_to_direct_read"]
+        table.add_row(
+            name,
+            f"{codec['again_gb_s']:.1f}",
+            f"{codec['again_to_copy']:.0%}",
+            f"{codec['first_gb_s']:.1f}",
+            f"{codec['first_to_copy']:.0%}",
+            f"{codec['cold_gb_s']:.1f}",
+            "" if direct is None else f"{direct:.0%}",
+        )
+    return table
+
+
+def _sharing_table(report: dict[str, Any]) -> Table:
+    table = Table(title=f"Stored without compression; tokens: {report['tokenizer']}", **TABLE_STYLE)
+    table.add_column("workload", no_wrap=True)
+    table.add_column("scope", no_wrap=True)
+    for name in ("requests", "prompt\ntokens", "snapshots\nGB", "stored\nGB", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for found in report["sharing"]:
+        table.add_row(
+            found["name"],
+            found["scope"],
+            f"{found['requests']}",
+            f"{found['prompt_tokens']:,}",
+            f"{found['snapshot_bytes'] / 1e9:.1f}",
+            f"{found['stored_bytes'] / 1e9:.2f}",
+            f"{found['ratio']:.1f}×",
+        )
+    return table
+
+
+def _goal_table(report: dict[str, Any]) -> Table:
+    table = Table(title="Goals", **TABLE_STYLE)
+    table.add_column("", no_wrap=True)
+    table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("goal", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    marks = {True: "✓", False: "✗", None: "–"}
+    for goal in report["goals"]:
+        table.add_row(goal["what"], goal["figure"], goal["goal"], marks[goal["holds"]])
+    return table
