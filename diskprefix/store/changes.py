@@ -156,22 +156,24 @@ class Changes(Snapshot):
         self._delete_payload(name)
         return found
 
-    def delete_subtrees(self, doomed: Mapping[bytes, bytes]) -> int:
-        """Remove nodes, given with their parents, and all that continues them. Answers how many went.
+    def subtrees(self, tops: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """Nodes, given with their parents, and all that continues them, in the order in which they may be deleted.
 
         The parents are asked for because a node's own record may be what is damaged. Reads the whole index.
         """
+        if not tops:
+            return []
         continuations: dict[bytes, list[bytes]] = {}
         for name, value in self.nodes():
             continuations.setdefault(bytes(value[:HASH_BYTES]), []).append(name)
-        order = dict(doomed)
+        order = dict(tops)
         queue = list(order.items())
         for name, _ in queue:
             for child in continuations.get(name, ()):
                 if child not in order:
                     order[child] = name
                     queue.append((child, name))
-        return sum(self.delete_node(name, parent) for name, parent in reversed(queue))
+        return queue[::-1]
 
     def remember(self, root: bytes, prompt: TokenIds, limit: int) -> None:
         """Add a prompt to the history of a root, which holds at most `limit`, and `HISTORY_TOKENS` tokens in all."""

@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from diskprefix.errors import StoreCorrupt
+from diskprefix.store.pieces import LayoutText
 from diskprefix.store.schema import Kind
 from diskprefix.tenant import Tenant
 from diskprefix.tokens import root_hash
@@ -61,20 +62,6 @@ class Identity(msgspec.Struct, frozen=True):
     def model(self) -> tuple[object, ...]:
         """All but the tenant."""
         return self.fingerprint, self.block_size, self.layout_version, self.layout
-
-
-class _Group(msgspec.Struct, frozen=True):
-    heads: int
-    head_dim: int
-    dtype: str
-    tensors: tuple[str, ...]
-
-
-class _Layout(msgspec.Struct, frozen=True):
-    """The text that `kv.layout.Layout.describe` writes."""
-
-    groups: tuple[_Group, ...]
-    logits: tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -209,8 +196,8 @@ class Manifest:
         except ValueError as error:
             raise StoreCorrupt("its tenant is not the text of one") from error
 
-    def _parsed_layout(self) -> _Layout:
-        return decode_json(self.layout, _Layout, "layout")
+    def _parsed_layout(self) -> LayoutText:
+        return decode_json(self.layout, LayoutText, "layout")
 
 
 def decode_json(text: str | bytes, type_: type[Decoded], what: str) -> Decoded:

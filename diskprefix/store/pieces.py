@@ -26,18 +26,18 @@ _ELEMENTS = {
 }
 
 
-class _Group(msgspec.Struct, frozen=True):
+class LayoutGroup(msgspec.Struct, frozen=True):
     heads: int
     head_dim: int
     dtype: str
     tensors: tuple[str, ...]
 
 
-class _Description(msgspec.Struct, frozen=True):
+class LayoutText(msgspec.Struct, frozen=True):
     """The text that `kv.layout.Layout.describe` writes."""
 
     version: int
-    groups: tuple[_Group, ...]
+    groups: tuple[LayoutGroup, ...]
     logits: tuple[int, str]
 
 
@@ -73,7 +73,7 @@ class PayloadLayout:
     def parse(cls, text: str) -> PayloadLayout:
         """From the layout text of a root. Raises `StoreCorrupt`."""
         try:
-            found = msgspec.json.decode(text, type=_Description)
+            found = msgspec.json.decode(text, type=LayoutText)
             groups = tuple(_form(len(g.tensors) * g.heads, g.head_dim, g.dtype) for g in found.groups)
             return cls(groups, _form(1, *found.logits))
         except (msgspec.DecodeError, KeyError, ValueError) as error:

@@ -108,7 +108,7 @@ def _remove_nodes(store: Store, names: Iterable[bytes]) -> list[tuple[str, bytes
         with store.changes() as changes:
             check = NodeCheck(changes, store.secret)
             bad = {name: _parent(changes, name) for name in some if _is_bad(changes, check, name)}
-            doomed = _children_first(changes, bad)
+            doomed = changes.subtrees(bad)
             for name, parent in doomed[:_NODES_AT_ONCE]:
                 _drop_unreadable_usage(changes, parent)
                 removed += [(database, name) for database in ("nodes", "entries") if _has(changes, database, name)]
@@ -133,23 +133,6 @@ def _drop_unreadable_usage(changes: Changes, name: bytes) -> None:
 
 def _is_bad(changes: Changes, check: NodeCheck, name: bytes) -> bool:
     return check.place(name) is not None and bool(check.problems(name) or payload_problems(changes, name))
-
-
-def _children_first(changes: Changes, tops: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """Nodes, given with their parents, and all that continues them, in the order in which they may be deleted."""
-    if not tops:
-        return []
-    continuations: dict[bytes, list[bytes]] = {}
-    for name, value in changes.nodes():
-        continuations.setdefault(bytes(value[:HASH_BYTES]), []).append(name)
-    order = dict(tops)
-    queue = list(order.items())
-    for name, _ in queue:
-        for child in continuations.get(name, ()):
-            if child not in order:
-                order[child] = name
-                queue.append((child, name))
-    return queue[::-1]
 
 
 def _remove_records(store: Store, problems: Sequence[Problem]) -> list[tuple[str, bytes]]:

@@ -253,7 +253,7 @@ class Store:
         slow and, so one hopes, rare.
         """
         with self.changes() as changes:
-            return changes.delete_subtrees({name: parent})
+            return sum(changes.delete_node(*node) for node in changes.subtrees({name: parent}))
 
     def expire(self, ttl_s: float) -> int:
         """Remove what was not used for `ttl_s` seconds: nodes and remembered prompts. Answers how many nodes went."""

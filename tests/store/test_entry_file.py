@@ -158,8 +158,8 @@ def identified(**changes: object) -> Change:
         (relaid(LAYOUT.replace('"heads":2', '"heads":-2')), "tensor of bfloat16 of shape"),
         (relaid(LAYOUT.replace('"heads":2', f'"heads":{2**62}')), "layers.* is BF16 of shape"),
         (relaid(LAYOUT.replace('"1.keys"', '"0.keys"')), "a tensor twice"),
-        (relaid('{"groups":[],"logits":[25,"float32"]}'), "holds no state"),
-        (relaid('{"groups":[],"logits":[0,"float32"]}'), "holds no state|of shape"),
+        (relaid('{"version":1,"groups":[],"logits":[25,"float32"]}'), "holds no state"),
+        (relaid('{"version":1,"groups":[],"logits":[0,"float32"]}'), "holds no state|of shape"),
     ],
 )
 def test_what_does_not_agree_is_one_clear_error(sound: bytes, path: Path, change: Change, problem: str) -> None:
