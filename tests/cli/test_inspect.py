@@ -17,7 +17,7 @@ from diskprefix.cli import main
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tenant import Tenant, matches
-from tests.store.building import BLOCK, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, open_store, prompt, publication
 
 BLOCK_BYTES = 19_968
 """Raw bytes of a block in these tests, one piece each."""
@@ -148,13 +148,15 @@ def test_nothing_that_was_saved_steers_the_terminal(invoke: Invoke, tmp_path: Pa
 
 
 def test_it_reads_a_store_that_is_being_written(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+    clock = Clock()
+    store = open_store(tmp_path, clock=clock)
     stop = threading.Event()
 
     def write() -> None:
         for seed in range(10_000):
             if stop.is_set():
                 return
+            clock.now += 11
             store.publish(publication(store, prompt(seed, 2 * BLOCK)))
 
     writer = threading.Thread(target=write)
