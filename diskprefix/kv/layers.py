@@ -9,6 +9,7 @@ faster to fill (the first touch of fresh memory costs a page fault).
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -221,7 +222,11 @@ class KVArena:
 
     def _zeros(self, group: Group, capacity: int) -> torch.Tensor:
         shape = (len(group.specs), 1, group.heads, capacity, group.head_dim)
-        return torch.zeros(shape, dtype=group.dtype, device=self.device)
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=group.dtype, device=self.device)
+        # numpy asks the kernel for huge pages, torch does not: without them a restore loses a quarter of its speed.
+        memory = np.zeros(math.prod(shape) * group.dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(memory).view(group.dtype).view(shape)
 
     def _release(self) -> None:
         self._tensors, self._rows, self._capacity = [], [], 0

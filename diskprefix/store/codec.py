@@ -317,12 +317,27 @@ def populate(view: memoryview) -> None:
     """
     if not len(view):
         return
-    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
-    start = address - address % mmap.PAGESIZE
-    num_bytes = address + len(view) - start
+    start = _first_page(view)
+    num_bytes = _address(view) + len(view) - start
     failed = _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _MADV_POPULATE_READ)
     if failed and (number := ctypes.get_errno()) in _UNREADABLE:
         raise StoreCorrupt(f"the pages of a payload cannot be read: {os.strerror(number)}")
+
+
+def is_in_memory(view: memoryview) -> bool:
+    """Whether the first page of `view` is in the page cache. Quick: populating what is there costs more."""
+    found = ctypes.c_ubyte()
+    page = ctypes.c_void_p(_first_page(view))
+    return not _libc.mincore(page, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(found)) and bool(found.value & 1)
+
+
+def _first_page(view: memoryview) -> int:
+    return _address(view) // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def encode_tokens(token_ids: TokenIds) -> bytes:
