@@ -46,12 +46,19 @@ def main() -> None:
     help="Length of a prompt; may be given several times.",
 )
 @click.option(
+    "--codec",
+    type=click.Choice(["raw", "zstd", "planes"]),
+    default="raw",
+    show_default=True,
+    help="How the state is stored.",
+)
+@click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Where the cache folder is made, to measure another disk. About 0.4 GB for each run.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every sample to stdout instead of tables.")
-def restart(runs: int, tokens: tuple[int, ...], folder: Path | None, as_json: bool) -> None:
+def restart(runs: int, tokens: tuple[int, ...], codec: str, folder: Path | None, as_json: bool) -> None:
     """What a restart costs: cold, exact repeat, nearest prefix.
 
     Every restored figure is the first request of a server that was killed with SIGKILL and started again. The operating
@@ -61,7 +68,7 @@ def restart(runs: int, tokens: tuple[int, ...], folder: Path | None, as_json: bo
     with tempfile.TemporaryDirectory(prefix="diskprefix-bench-", dir=folder) as workspace:
         log_path = Path(workspace) / "server.log"
         try:
-            report = restart_bench.measure(Path(workspace) / "kv", log_path, sorted(set(tokens)), runs, progress)
+            report = restart_bench.measure(Path(workspace) / "kv", log_path, sorted(set(tokens)), runs, codec, progress)
         except LiveServerError as error:
             progress.print(f"[red]{error}[/red]; the end of the server's log:", highlight=False)
             progress.print(log_tail(log_path), highlight=False, markup=False)

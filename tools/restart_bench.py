@@ -147,10 +147,12 @@ def _sample(case: str, tokens: int, run: int, answer: Answer) -> Sample:
     )
 
 
-def measure(kv_cache_dir: Path, log_path: Path, sizes: Sequence[int], runs: int, console: Console) -> dict[str, Any]:
+def measure(
+    kv_cache_dir: Path, log_path: Path, sizes: Sequence[int], runs: int, codec: str, console: Console
+) -> dict[str, Any]:
     """Run the benchmark; what it measured as plain JSON values. Raises `LiveServerError`."""
     torch.set_num_threads(COPY_THREADS)
-    flags = ("--disk-prefix-cache", "full", "--kv-cache-budget", "64GiB")
+    flags = ("--disk-prefix-cache", "full", "--kv-cache-budget", "64GiB", "--kv-cache-codec", codec)
     with LiveServer(kv_cache_dir=kv_cache_dir, log_path=log_path, flags=flags) as server:
         bench = RestartBench(server, console, runs)
         with step(console, "server starting (the first time ever, it fetches and converts its model)") as note:
@@ -162,6 +164,7 @@ def measure(kv_cache_dir: Path, log_path: Path, sizes: Sequence[int], runs: int,
     return {
         "benchmark": "restart",
         "runs": runs,
+        "codec": codec,
         "machine": machine(),
         "prompts": [_prompt_report(bench, tokens) for tokens in sizes],
         "save_cost_percent": _save_cost_percent(bench.samples),
