@@ -225,8 +225,8 @@ class KVArena:
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=group.dtype, device=self.device)
         # numpy asks the kernel for huge pages, torch does not: without them a restore loses a quarter of its speed.
-        memory = np.zeros(math.prod(shape) * group.dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(memory).view(group.dtype).view(shape)
+        memory = np.empty(math.prod(shape) * group.dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(memory).view(group.dtype).view(shape).zero_()
 
     def _release(self) -> None:
         self._tensors, self._rows, self._capacity = [], [], 0

@@ -30,6 +30,7 @@ from diskprefix.store.writer import Writer
 log = logging.getLogger("diskprefix")
 
 READER_THREADS = 2
+_MAPPED_NODES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +152,7 @@ class Restoration:
         self, matches: list[_Match], snapshot: Snapshot, arena: KVArena
     ) -> tuple[list[_Match], torch.Tensor | None]:
         """Verify the pieces and copy them into the arena, on several threads; what follows a bad one is not taken."""
-        loader = _Loader(self._nodes, matches, snapshot, arena)
+        loader = _Loader(self._nodes, matches, snapshot, self._store.mapped, arena)
         loader.run(self._readers)
         bad = loader.first_bad
         if bad is None:
@@ -168,7 +169,10 @@ class Restoration:
 class _Loader:
     """Verifies, decodes and copies pieces on the reading threads, which take them one after the other."""
 
-    def __init__(self, nodes: PromptNodes, matches: list[_Match], snapshot: Snapshot, arena: KVArena) -> None:
+    def __init__(
+        self, nodes: PromptNodes, matches: list[_Match], snapshot: Snapshot, mapped: set[bytes], arena: KVArena
+    ) -> None:
+        self._mapped = mapped
         self.logits: torch.Tensor | None = None
         self._nodes = nodes
         self._matches = matches
@@ -200,12 +204,24 @@ class _Loader:
                     raw = queued.payload[start : start + cut.piece.num_bytes]
                     yield _Load(match, number, cut, raw, is_queued=True, is_cold=False)
                 continue
-            # The ends speak for the whole: to look at each piece would cost a fifth of a restore.
-            ends = [self._snapshot.piece(node.name, number) for number in (0, len(cuts) - 1)]
-            is_cold = not all(end is not None and is_in_memory(end) for end in ends)
+            is_cold = not self._is_mapped(node, len(cuts))
             for number, cut in enumerate(cuts):
                 stored = self._snapshot.piece(node.name, number)
                 yield _Load(match, number, cut, stored, is_queued=False, is_cold=is_cold)
+
+    def _is_mapped(self, node: Node, num_pieces: int) -> bool:
+        """Whether this process has read the node's pages before, and they are still in memory.
+
+        The ends speak for the whole: to populate what is mapped already, or to look at each piece, would cost a fifth
+        of a restore.
+        """
+        if node.name not in self._mapped:
+            if len(self._mapped) >= _MAPPED_NODES:
+                self._mapped.clear()
+            self._mapped.add(node.name)
+            return False
+        ends = [self._snapshot.piece(node.name, number) for number in (0, num_pieces - 1)]
+        return all(end is not None and is_in_memory(end) for end in ends)
 
     def _take(self) -> None:
         # What was taken is always loaded: so whatever lies before a bad piece is in the arena in the end.

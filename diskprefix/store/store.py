@@ -109,6 +109,8 @@ class Store:
         self.codec_reason = ""
         self.names = Names(b"", 0)
         """Replaced as a whole when the store is."""
+        self.mapped: set[bytes] = set()
+        """Nodes whose pages this process has read since the file was opened; for those who read payloads."""
         self._problem: str | None = None
         self._retry_at = 0.0
         self._access = access
@@ -393,7 +395,7 @@ class Store:
             env.close()
             lock.close()
             raise
-        self.names, self._env, self._lock = names, env, lock
+        self.names, self._env, self._lock, self.mapped = names, env, lock, set()
 
     def _agree_on_budget(self, env: Environment) -> None:
         """A daemon says what its budget is; a tool, which has none, keeps to what the last daemon said."""

@@ -153,7 +153,7 @@ def test_memory_that_runs_out_all_the_same_is_the_requests_error(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(np, "zeros", refuse)
+        patch.setattr(np, "empty", refuse)
         with pytest.raises(ContextTooLong, match="more than there is"):
             arena.reserve(2000)
     arena.reserve(2000)
