@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 Source: TypeAlias = Literal["none", "memory", "disk"]
-MissReason: TypeAlias = Literal["first_request", "diverged", "too_short", "off", "unsupported", "error"]
+MissReason: TypeAlias = Literal[
+    "first_request", "diverged", "too_short", "no_checkpoint", "one_pass", "off", "media", "unsupported", "error"
+]
+Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "one_pass", "damaged"]
 Saved: TypeAlias = Literal["none", "queued", "stored", "dropped"]
 
 
@@ -18,13 +21,25 @@ class CacheReport:
     were not prefilled. `saved`: `none` nothing to save, `queued` handed to the writer, `stored` already there,
     `dropped` refused (buffer or budget full). `miss_reason` is None when something was restored; `first_request`
     means that nothing of the prompt was stored; `diverged` that it leaves every recent prompt within the first block,
-    at token `diverged_at`.
+    at token `diverged_at`; `media` that it holds images or sounds, whose state is neither saved nor restored.
+
+    `matched` is how many tokens were found in the store. Where more were found than restored, `refused` says why:
+    `no_logits` at least one token must be computed for the next-token logits, `no_checkpoint` state that cannot be cut
+    is there at checkpoints only, `one_pass` such state of a model that computes a prompt in one pass, `damaged` what was
+    found did not verify. The last two and `no_checkpoint` are miss reasons too. `retained` names the tokens whose state
+    was needed, as [first, end), by kind of state. `checkpoints` are where states are saved. `exact`: what was restored
+    is what a prefill computes, bit for bit; false only where a reply is reused.
     """
 
     scope: str
     selected: int = 0
     aligned: int = 0
+    checkpoints: tuple[int, ...] = ()
     restored: int = 0
+    matched: int = 0
+    refused: Refused | None = None
+    retained: dict[str, tuple[int, int]] = field(default_factory=dict)
+    exact: bool = True
     source: Source = "none"
     restore_ms: float = 0.0
     saved: Saved = "none"

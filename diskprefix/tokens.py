@@ -28,14 +28,13 @@ def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> 
     return np.ascontiguousarray(ids, dtype=np.int32)
 
 
-def block_hash(secret: int, parent: bytes, token_ids: TokenIds | bytes) -> bytes:
-    """Name of the block that holds `token_ids` and continues `parent` (16 bytes in, 16 bytes out).
+def block_hash(secret: int, parent: bytes, token_ids: TokenIds | bytes, mark: bytes = b"") -> bytes:
+    """Name of what holds `token_ids` and continues `parent` (16 bytes in, 16 bytes out).
 
-    The ids may be given as the bytes that they are: int32, little-endian.
-
-    Full blocks and the shorter tail of a prompt share the function: their token counts keep the names apart.
+    The ids may be given as the bytes that they are: int32, little-endian. What holds the same tokens in another way is
+    told apart by `mark`, up to 3 bytes: so no ids and mark look like others.
     """
-    return xxhash.xxh3_128_digest(parent + bytes(token_ids), seed=secret)
+    return xxhash.xxh3_128_digest(parent + bytes(token_ids) + mark, seed=secret)
 
 
 def root_hash(identity: str) -> bytes:

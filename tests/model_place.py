@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from diskprefix.kv.layers import KVArena
-from diskprefix.kv.layout import Group, Layout, TensorSpec
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import Group, LayerSpec, Layout, TensorSpec
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prefix_cache.restore import READER_THREADS, Restoration, Restored
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import EntryRecord, Kind, RootRecord
+from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds, root_hash
@@ -27,7 +27,7 @@ from diskprefix.tokens import TokenIds, root_hash
 def dense_layout(*, layers: int, heads: int, head_dim: int, dtype: torch.dtype, vocab_size: int) -> Layout:
     """The layout of a model with keys and values of one form in every layer."""
     specs = (TensorSpec(i, part, heads, head_dim, dtype) for i in range(layers) for part in ("keys", "values"))
-    return Layout(layers, (Group(tuple(specs)),), vocab_size, dtype)
+    return Layout((LayerSpec(),) * layers, (Group(tuple(specs)),), vocab_size, dtype)
 
 
 class ModelPlace:
@@ -59,7 +59,7 @@ class ModelPlace:
         return [*path, nodes.tail(parent, len(path))]
 
     def payload_bytes(self, node: Node) -> int:
-        return self._payload_layout.payload_bytes(node.num_tokens, with_logits=node.kind == Kind.TAIL)
+        return self._payload_layout.payload_bytes(node.num_tokens, node.kind)
 
     def publication(
         self, token_ids: TokenIds, payload: Callable[[Node], memoryview], *, stored: int = 0, history_limit: int = 30
@@ -111,7 +111,7 @@ class Restorer:
     def restore_pinned(self, token_ids: TokenIds) -> tuple[Restored, bytes | None]:
         """`restore`, and the node that the caller is to unpin when it has continued what was restored."""
         nodes = self._place.nodes(token_ids)
-        restoration = Restoration(nodes, self._place.store, self._writer, self._readers)
+        restoration = Restoration(nodes, self._place.layout, self._place.store, self._writer, self._readers)
         return restoration.run(self.arena), restoration.pinned
 
     def seconds(self, token_ids: TokenIds) -> float:

@@ -217,7 +217,7 @@ def test_tokens_are_compared_so_equal_names_never_mix_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every block gets the same name: a store that trusted names would restore another prompt's state."""
-    monkeypatch.setattr(nodes, "block_hash", lambda *_: b"n" * 16)
+    monkeypatch.setattr(nodes, "node_name", lambda *_, **__: b"n" * 16)
     runner = Runner(tiny_llama(), tiny_settings(tmp_path))
     runner.run(random_prompt(17, BLOCK + 5), BLOCK)
     runner.flush()
@@ -351,7 +351,7 @@ def test_a_capture_that_fails_costs_the_saving_alone(
         raise MemoryError("no memory for the copy")
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner.arena, "read_block", fail)
+        patched.setattr(runner.arena, "read_tokens", fail)
         first = runner.run(prompt, "full", reply=4)
         second = runner.run(prompt, "full", reply=4)
         runner.flush()
@@ -367,13 +367,13 @@ def test_a_capture_that_fails_costs_the_saving_alone(
 def test_saving_reads_the_prompt_while_the_reply_is_decoded(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The capture is held until the reply is complete: it must save the prompt's state, not what came after."""
     decoded = threading.Event()
-    read = runner.arena.read_block
+    read = runner.arena.read_tokens
 
-    def late(position: int, num_tokens: int, logits: torch.Tensor | None) -> memoryview:
+    def late(position: int, num_tokens: int) -> memoryview:
         assert decoded.wait(30)
-        return read(position, num_tokens, logits)
+        return read(position, num_tokens)
 
-    monkeypatch.setattr(runner.arena, "read_block", late)
+    monkeypatch.setattr(runner.arena, "read_tokens", late)
     prompt = random_prompt(26, 4 * BLOCK + 3)
     cold = runner.run(prompt, "full", reply=40)
     decoded.set()

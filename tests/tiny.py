@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.prefill import prefill
-from diskprefix.kv.layers import KVArena
-from diskprefix.kv.layout import probe_layout
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.probe import probe_layout
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache import PrefixCache
@@ -134,6 +134,7 @@ class Runner:
                     start=restored.num_tokens,
                     block_size=self.settings.block_size,
                     is_cancelled=lambda: False,
+                    after_step=cached.after_step,
                 )
             cached.publish(self.arena, logits, 0.0)
             greedy = self._decode(logits, reply)
@@ -144,5 +145,5 @@ class Runner:
         for _ in range(count):
             tokens.append(int(logits.argmax()))
             ids = torch.tensor([tokens[-1:]], device=self.model.device)
-            logits = self.model(input_ids=ids, past_key_values=self.arena.cache, use_cache=True).logits[0, -1]
+            logits = self.arena.forward(self.model, ids)
         return tokens

@@ -100,7 +100,7 @@ def measure(name: str, requests: Sequence[Prompt], scope: Scope, layout: Layout)
         selection = _select(scope, prompt, history)
         for node in _kept(PromptNodes(0, bytes(16), prompt.token_ids, BLOCK_SIZE, payloads), selection):
             if node.name not in stored:
-                pieces = payloads.pieces(node.num_tokens, with_logits=node.kind == Kind.TAIL)
+                pieces = payloads.pieces(node.num_tokens, node.kind)
                 stored[node.name] = node_bytes(node.num_tokens, [piece.most_bytes for piece in pieces])
         if len(prompt.token_ids) >= _DEFAULTS.kv_cache_min_tokens:
             history.add(prompt.token_ids)
@@ -110,7 +110,7 @@ def measure(name: str, requests: Sequence[Prompt], scope: Scope, layout: Layout)
         scope=str(scope),
         requests=len(requests),
         prompt_tokens=sum(lengths),
-        snapshot_bytes=sum(payloads.payload_bytes(length, with_logits=True) for length in lengths),
+        snapshot_bytes=sum(payloads.payload_bytes(length, Kind.TAIL) for length in lengths),
         stored_bytes=sum(stored.values()),
     )
 

@@ -12,8 +12,9 @@ import torch
 
 from diskprefix.engine.loader import load_model
 from diskprefix.engine.prefill import prefill
-from diskprefix.kv.layers import KVArena
-from diskprefix.kv.layout import Layout, probe_layout
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import Layout
+from diskprefix.kv.probe import probe_layout
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids
 from tests.model_place import dense_layout
@@ -87,6 +88,14 @@ def sample_from_model(report: Callable[[str], None]) -> KVSample:
     arena.reserve(len(token_ids))
     report(f"computing the state of {len(token_ids)} tokens")
     with torch.inference_mode():
-        prefill(loaded.model, arena, token_ids, start=0, block_size=BLOCK_SIZE, is_cancelled=lambda: False)
-    blocks = tuple(arena.read_block(start, BLOCK_SIZE, None) for start in range(0, len(token_ids), BLOCK_SIZE))
+        prefill(
+            loaded.model,
+            arena,
+            token_ids,
+            start=0,
+            block_size=BLOCK_SIZE,
+            is_cancelled=lambda: False,
+            after_step=lambda _: None,
+        )
+    blocks = tuple(arena.read_tokens(start, BLOCK_SIZE) for start in range(0, len(token_ids), BLOCK_SIZE))
     return KVSample(loaded.name, True, layout, blocks)

@@ -290,9 +290,9 @@ class Soak:
 
     def _is_right(self, model: Model, prompt: TokenIds, restored: Restored) -> bool:
         """Whether what lies in the arena now is what was published."""
-        path = model.place.path(prompt)[: len(restored.blocks) + (restored.logits is not None)]
+        path = [node for node in model.place.path(prompt) if node.end <= restored.num_tokens]
         return all(
-            model.restorer.arena.read_block(node.position, node.num_tokens, None)
+            model.restorer.arena.read_tokens(node.position, node.num_tokens)
             == self._payloads.of(model.place, node)[: model.place.layout.bytes_per_token * node.num_tokens]
             for node in path
         )

@@ -25,7 +25,7 @@ from restart_bench import TABLE_STYLE, machine
 from rich.console import Console
 from rich.table import Table
 
-from diskprefix.kv.layers import Bytes
+from diskprefix.kv.arena import Bytes
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.nodes import Node
 from diskprefix.store.codec import Codec, Piece, decode_piece, encode_piece
@@ -123,7 +123,7 @@ def _measure_codec(sample: KVSample, codec: Codec, runs: int) -> dict[str, float
 
 
 def _pieces_of(sample: KVSample) -> list[tuple[Piece, memoryview]]:
-    pieces = PayloadLayout.parse(sample.layout.describe()).pieces(BLOCK_SIZE, with_logits=False)
+    pieces = PayloadLayout.parse(sample.layout.describe()).pieces(BLOCK_SIZE, Kind.BLOCK)
     cut = []
     for block in sample.blocks:
         start = 0
@@ -174,7 +174,7 @@ class _Restore:
         self._folder = plan.folder / "restore"
         num_blocks = -(-plan.tokens // BLOCK_SIZE)
         self.prompt: TokenIds = np.random.default_rng(1).integers(0, 1000, num_blocks * BLOCK_SIZE).astype(np.int32)
-        self.num_bytes = self._layout.payload_bytes(len(self.prompt), with_logits=True)
+        self.num_bytes = PayloadLayout.parse(self._layout.describe()).payload_bytes(len(self.prompt), Kind.TAIL)
         self._source = torch.ones(self.num_bytes, dtype=torch.uint8)
         self._target = torch.zeros(self.num_bytes, dtype=torch.uint8)
 
@@ -283,7 +283,7 @@ def _direct_read(file: Path, num_bytes: int) -> list[float]:
 def _measure_match(folder: Path, num_blocks: int) -> dict[str, Any]:
     """Look up long prompts, stored whole, in a store of many blocks; the blocks hold next to nothing."""
     layout = dense_layout(layers=1, heads=1, head_dim=1, dtype=torch.bfloat16, vocab_size=2)
-    blank = memoryview(bytes(layout.payload_bytes(BLOCK_SIZE, with_logits=True)))
+    blank = memoryview(bytes(PayloadLayout.parse(layout.describe()).payload_bytes(BLOCK_SIZE, Kind.TAIL)))
     store = Store.open(folder / "match", budget_bytes=2 << 30)
     place = ModelPlace(store, layout, identity="bench")
     rng = np.random.default_rng(2)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.gguf import first_line
 from diskprefix.engine.loader import load_model
+from diskprefix.engine.media import MediaProcessor
 from diskprefix.engine.memory import available_bytes
 from diskprefix.engine.prefill import Cancelled, State, forward, prefill
 from diskprefix.engine.request import (
@@ -30,14 +33,16 @@ from diskprefix.engine.request import (
 from diskprefix.engine.sampling import Sampler
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
 from diskprefix.kv.fingerprint import Fingerprint
-from diskprefix.kv.layers import KVArena
-from diskprefix.kv.layout import LAYOUT_VERSION, Layout, is_out_of_memory, probe_layout
-from diskprefix.kv.uncached import TransformersState
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import LAYOUT_VERSION, Layout, is_out_of_memory
+from diskprefix.kv.probe import probe_layout
+from diskprefix.kv.uncached import TransformersState, forget_media
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache import CachedRequest, PrefixCache
 from diskprefix.settings import Settings
 from diskprefix.store.store import Store
 from diskprefix.tenant import SHARED
+from diskprefix.tokens import as_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,6 +66,8 @@ class Engine:
     def __init__(self, model: PreTrainedModel, tokenizer: Any, model_name: str, layout: Layout, cache: PrefixCache):
         self.model = model
         self.tokenizer = tokenizer
+        self.media: MediaProcessor | None = None
+        """What prepares images and sounds for a multimodal model."""
         self.model_name = model_name
         self.cache = cache
         self.max_positions = _max_positions(model)
@@ -105,6 +112,7 @@ class Engine:
                     "model, another --dtype or another --device"
                 ) from error
             raise
+        engine.media = loaded.media
         engine.identity = fingerprint.as_dict() | {"root": cache.realm(SHARED).root.hex()}
         engine.startup_timings = dict(loaded.timings) | {"warm_up": time.perf_counter() - started}
         return engine
@@ -123,9 +131,11 @@ class Engine:
         """
         self._check_length(request)
         run = _Run(request, arrived_at, started=time.perf_counter())
-        cached = self.cache.begin(request.prompt, request.scope, request.tenant)
+        cached = self.cache.begin(
+            request.prompt, request.scope, request.tenant, reuse_generated=request.reuse_generated
+        )
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._state_for(request):
                 logits = self._prefill(run, cached, is_cancelled)
                 for choice in range(request.sampling.n):
                     self._decode(run, choice, logits, emit, is_cancelled, cached if choice == 0 else None)
@@ -142,7 +152,7 @@ class Engine:
         arena = KVArena(layout, device, lambda: int(available_bytes(device) * _SHARE_FOR_KV))
         affordable = min(_TOUCHED_AT_START_BYTES, int(available_bytes(device) * _SHARE_AT_START))
         try:
-            arena.reserve(min(self.max_positions, affordable // layout.bytes_per_token))
+            arena.reserve(min(self.max_positions, affordable // max(layout.bytes_per_token, 1)))
         except ContextTooLong as error:
             # Only a head start: a request takes what it needs.
             log.info("[engine] no KV memory taken ahead: %s", error)
@@ -163,6 +173,21 @@ class Engine:
                 f"transformers cannot run {type(self.model).__name__} step by step: {first_line(error)}"
             ) from error
         return state
+
+    @contextmanager
+    def _state_for(self, request: GenerateRequest) -> Iterator[None]:
+        """For a prompt with media, transformers' own state in the place of the engine's, which stays as it is."""
+        if not request.prompt.media:
+            yield
+            return
+        log.info("[disk-cache] %s: bypassed, the prompt holds media (%s)", request.id, ", ".join(request.prompt.media))
+        own = self._state
+        try:
+            self._state = TransformersState(self.model, request.prompt.media)
+            yield
+        finally:
+            self._state = own
+            forget_media(self.model)
 
     def _check_length(self, request: GenerateRequest) -> None:
         num_tokens = len(request.prompt.token_ids)
@@ -192,6 +217,7 @@ class Engine:
                 start=start,
                 block_size=self.cache.settings.block_size,
                 is_cancelled=is_cancelled,
+                after_step=cached.after_step,
             )
         run.prefill_s = time.perf_counter() - started
         if run.request.sampling.n > 1:
@@ -205,16 +231,19 @@ class Engine:
         logits: torch.Tensor,
         emit: Callable[[Event], None],
         is_cancelled: Callable[[], bool],
-        to_publish: CachedRequest | None,
+        cached: CachedRequest | None,
     ) -> None:
-        """Decode one choice from the prompt's next-token logits. The prompt's state is published after the first token:
-        by then it is complete, and saving no longer delays what the client waits for."""
-        sampling = run.request.sampling
-        sampler = Sampler(sampling, run.request.prompt.token_ids, self.model.device, choice)
+        """Decode one choice from the prompt's next-token logits. The prompt's state is published after the first token,
+        through `cached`: by then it is complete, and saving no longer delays what the client waits for."""
+        sampling, prompt = run.request.sampling, run.request.prompt.token_ids
+        reply: list[int] = []
+        sampler = Sampler(sampling, prompt, self.model.device, choice)
         text = TextStream(self.tokenizer, sampling.stop)
         limit = self._reply_limit(run.request)
         prompt_logits = logits
         if choice > 0:
+            # What is captured of the first choice is overwritten now.
+            self.cache.settle()
             self._state.rewind()
         for step in range(1, limit + 1):
             if is_cancelled():
@@ -222,14 +251,18 @@ class Engine:
             token = sampler.sample(logits)
             run.count_token()
             reason = self._emit_token(choice, token, sampler.logprobs(logits, token), text, step == limit, emit)
-            if to_publish is not None and isinstance(self._state, KVArena):
-                to_publish.publish(self._state, prompt_logits, run.prefill_s)
-                to_publish = None
+            if cached is not None and step == 1 and isinstance(self._state, KVArena):
+                cached.publish(self._state, prompt_logits, run.prefill_s)
             if reason is not None:
+                if cached is not None and isinstance(self._state, KVArena):
+                    cached.publish_reply(self._state, np.concatenate([prompt, as_token_ids(reply)]))
                 emit(FinishEvent(choice, reason))
                 return
-            self._state.reserve(len(run.request.prompt.token_ids) + step)
+            self._state.reserve(len(prompt) + step)
             logits = forward(self.model, self._state, torch.tensor([[token]], device=self.model.device))
+            reply.append(token)
+            if cached is not None and isinstance(self._state, KVArena):
+                cached.after_decode(self._state)
 
     def _emit_token(
         self,

@@ -3,8 +3,8 @@
 A run that was restored to a grid point goes on in the very same steps as the run that started cold, so it makes the
 same kernel calls on the same bytes. Any other step sizes would change the last bits of the logits.
 
-State that is not ours is not cut: several transformers models (the Mamba family) go on wrongly from a state when more
-than one token is added to it, so there the whole prompt is one step, as in transformers' own `generate`.
+State that is not ours is not cut, and neither is that of models (the first Mamba) which go on wrongly from a state when
+more than one token is added to it: there the whole prompt is one step, as in transformers' own `generate`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from diskprefix.kv.layers import KVArena
+from diskprefix.kv.arena import KVArena
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.tokens import TokenIds
 
@@ -32,9 +32,7 @@ def forward(model: PreTrainedModel, state: State, token_ids: torch.Tensor) -> to
     """Run [1, n] tokens on top of `state` and answer the next-token logits, shape [vocab], in the model's dtype."""
     if isinstance(state, TransformersState):
         return state.forward(token_ids)
-    output = model(input_ids=token_ids, past_key_values=state.cache, use_cache=True, logits_to_keep=1)
-    logits: torch.Tensor = output.logits[0, -1]
-    return logits
+    return state.forward(model, token_ids)
 
 
 def prefill(
@@ -45,18 +43,22 @@ def prefill(
     start: int,
     block_size: int,
     is_cancelled: Callable[[], bool],
+    after_step: Callable[[KVArena], None],
 ) -> torch.Tensor:
     """Prefill from grid point `start` to the end of the prompt; answer the next-token logits, shape [vocab].
 
-    State that is not ours starts at 0.
+    State that is not ours starts at 0. `after_step` is called with state that is ours, after each step of the grid.
     Raises `Cancelled` between steps once `is_cancelled()`.
     """
     assert start % block_size == 0, "state enters at grid points only"
     assert start < len(token_ids), "at least one token must be computed"
     ids = torch.from_numpy(token_ids).to(model.device, torch.long).unsqueeze(0)
-    step = block_size if isinstance(state, KVArena) else len(token_ids)
+    in_steps = isinstance(state, KVArena) and not state.layout.is_one_pass
+    step = block_size if in_steps else len(token_ids)
     for begin in range(start, len(token_ids), step):
         if is_cancelled():
             raise Cancelled
         logits = forward(model, state, ids[:, begin : begin + step])
+        if isinstance(state, KVArena):
+            after_step(state)
     return logits

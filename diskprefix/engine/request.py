@@ -44,6 +44,7 @@ class GenerateRequest:
     sampling: SamplingParams
     scope: Scope
     tenant: Tenant = SHARED
+    reuse_generated: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""The state of a model that is not cached: transformers' own, driven as transformers' own `generate` drives it."""
+"""State that is not cached: transformers' own, driven as transformers' own `generate` drives it."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,15 +15,19 @@ if TYPE_CHECKING:
 
 
 class TransformersState:
-    """Stands where a `KVArena` stands in the engine, for models whose state we cannot cut into blocks.
+    """Stands where a `KVArena` stands in the engine: for models whose state we cannot cut into blocks, and for prompts
+    that hold `media`, what a multimodal model's processor made of images and sounds.
 
     The names under which models take and give back their state differ (`past_key_values`, `cache_params`, `state`,
     none at all), and some recompute where others continue. Each model class tells `generate` how to go on through two
-    hooks; the same hooks are called here, so a reply is what `generate` would have given.
+    hooks; the same hooks are called here, so a reply is what `generate` would have given. With media, call
+    `forget_media` when the request is over.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, media: Mapping[str, Any] | None = None) -> None:
         self._model = model
+        self._media = {name: _placed(value, model) for name, value in (media or {}).items()}
+        self._accepted = inspect.signature(type(model).forward).parameters
         self._ids: torch.Tensor | None = None
         self._carried: dict[str, Any] = {}
         self._marked: tuple[torch.Tensor | None, dict[str, Any]] | None = None
@@ -33,10 +38,9 @@ class TransformersState:
         assert num_tokens == 0
         self._ids, self._marked = None, None
         self._carried = {"use_cache": True}
-        accepted = inspect.signature(type(self._model).forward).parameters
-        if "logits_to_keep" in accepted:
+        if "logits_to_keep" in self._accepted:
             self._carried["logits_to_keep"] = 1
-        if "past_key_values" in accepted and self._model._supports_default_dynamic_cache():
+        if "past_key_values" in self._accepted and self._model._supports_default_dynamic_cache():
             self._carried["past_key_values"] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
 
     def reserve(self, num_tokens: int) -> None:
@@ -46,6 +50,8 @@ class TransformersState:
         """Run [1, n] more tokens and answer the next-token logits, shape [vocab], in the model's dtype."""
         is_first = self._ids is None
         self._ids = token_ids if self._ids is None else torch.cat([self._ids, token_ids], dim=-1)
+        if is_first and self._media:
+            self._carry_media(self._ids)
         inputs = self._model.prepare_inputs_for_generation(
             self._ids,
             next_sequence_length=None if is_first else token_ids.shape[1],
@@ -57,6 +63,15 @@ class TransformersState:
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
+    def _carry_media(self, token_ids: torch.Tensor) -> None:
+        """What `generate` prepares before the first step: images move the positions of all that follows them."""
+        self._carried |= self._media
+        if "position_ids" in self._accepted:
+            self._carried["position_ids"] = self._model._prepare_position_ids_for_generation(token_ids, self._carried)
+        mask = self._carried.get("attention_mask")
+        if mask is not None and bool((mask == 1).all()):
+            del self._carried["attention_mask"]
+
     def mark(self) -> None:
         """Remember this point for `rewind`. The copy is deep: recurrent state is updated in place."""
         self._marked = self._ids, copy.deepcopy(self._carried)
@@ -65,3 +80,21 @@ class TransformersState:
         assert self._marked is not None
         self._ids, carried = self._marked
         self._carried = copy.deepcopy(carried)
+
+
+def forget_media(model: PreTrainedModel) -> None:
+    """Remove what the last run with images left in the model itself.
+
+    Models whose positions have three axes keep there by how much the images shifted them, and would shift the positions
+    of the next run too, from its second step on.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_deltas", None) is not None:
+            module.rope_deltas = None
+
+
+def _placed(value: Any, model: PreTrainedModel) -> Any:
+    """On the model's device; numbers that are no integers in its dtype."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(model.device, model.dtype if value.is_floating_point() else None)

@@ -22,13 +22,16 @@ Reason: TypeAlias = Literal[
     "no_match",
     "no_boundary",
     "below_min_tokens",
+    "one_pass",
 ]
+StateKind: TypeAlias = Literal["cuttable", "checkpoints", "one_pass"]
 """Why a selection is what it is. Stable words: they stand in log lines.
 
 `off`, `full`, `tokens`: the scope says so. `best_match`: the longest prefix shared with a recent prompt, down to a safe
 boundary. `system_guess`: no recent prompts, so the end of the system message. Nothing is kept with the others:
 `no_history` no recent prompts and no system message to guess from, `no_match` not even the first token was seen before,
-`no_boundary` the shared prefix holds no safe boundary, `below_min_tokens` what would be kept is not worth keeping.
+`no_boundary` the shared prefix holds no safe boundary, `below_min_tokens` what would be kept is not worth keeping,
+`one_pass` the model's state is restorable at the end of a whole prompt only.
 """
 
 
@@ -89,13 +92,14 @@ def select(
     min_tokens: int,
     cold_max: int,
     interval: int,
-    cuttable: bool = True,
+    state: StateKind = "cuttable",
 ) -> Selection:
     """What of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same answer.
 
     `auto` looks at its window of `recent` only; the other scopes look at all of it, to say where the prompt leaves what
-    was seen. Nothing is kept if it would be less than `min_tokens`. `cold_max` and `interval` place the checkpoints of
-    `full`; `cuttable` says that the state of every layer can be cut anywhere, so that none are needed.
+    was seen. Nothing is kept if it would be less than `min_tokens`. `state`: whether the state of every layer can be cut
+    anywhere, or is restorable where a checkpoint was taken, or where a prompt ended that was computed in one pass.
+    `cold_max` and `interval` place the checkpoints.
     """
     num_tokens = len(prompt.token_ids)
     if scope.kind == "off":
@@ -108,9 +112,13 @@ def select(
     aligned, keep_tail = floor_to_grid(selected, block_size), 0 < selected == num_tokens
     if selected and (selected if keep_tail else aligned) < max(min_tokens, 1):
         aligned, keep_tail, reason = 0, False, "below_min_tokens"
+    if state == "one_pass" and aligned and not keep_tail:
+        aligned, reason = 0, "one_pass"
     checkpoints: tuple[int, ...] = ()
-    if not cuttable and (aligned or keep_tail):
-        positions = _full_checkpoints(prompt, block_size, cold_max, interval) if scope.kind == "full" else {aligned}
+    if state == "checkpoints" and (aligned or keep_tail):
+        positions = {aligned} | _continued(aligned, block_size, interval)
+        if scope.kind == "full":
+            positions |= _structural(prompt, block_size, cold_max)
         checkpoints = tuple(sorted(p for p in positions if p >= max(min_tokens, 1)))
     return Selection(
         scope=scope,
@@ -153,10 +161,14 @@ def _boundary(scope: Scope, prompt: Prompt, has_history: bool, common: int) -> t
     return safe, "best_match" if safe else "no_boundary"
 
 
-def _full_checkpoints(prompt: Prompt, block_size: int, cold_max: int, interval: int) -> set[int]:
-    """Cold (a boundary that other conversations share), continued (bounds what a longer prompt recomputes) and last."""
+def _continued(end: int, block_size: int, interval: int) -> set[int]:
+    """Every `interval` tokens up to `end`: they bound what a prompt that leaves this one in between recomputes."""
+    positions = np.arange(interval, end + 1, interval)
+    return set((positions - positions % block_size).tolist())
+
+
+def _structural(prompt: Prompt, block_size: int, cold_max: int) -> set[int]:
+    """Cold (a boundary that other conversations share) and the last boundary (what the next turn keeps of this one)."""
     num_tokens = len(prompt.token_ids)
-    cold = last_safe(prompt, min(cold_max, num_tokens))
-    continued = np.arange(interval, num_tokens + 1, interval)
-    on_grid = np.unique(continued - continued % block_size)
-    return {floor_to_grid(cold, block_size), floor_to_grid(num_tokens, block_size), *on_grid.tolist()}
+    boundaries = last_safe(prompt, min(cold_max, num_tokens)), last_safe(prompt, num_tokens)
+    return {floor_to_grid(position, block_size) for position in boundaries}

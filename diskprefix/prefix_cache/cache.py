@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diskprefix.errors import CacheError
-from diskprefix.kv.layers import KVArena
+from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.history import History
@@ -22,7 +22,7 @@ from diskprefix.prefix_cache.restore import READER_THREADS
 from diskprefix.settings import Settings
 from diskprefix.store.codec import decode_piece, encode_piece
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import HISTORY_TOKENS, RootRecord
+from diskprefix.store.schema import HISTORY_TOKENS, Kind, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from diskprefix.tenant import SHARED, Tenant
@@ -132,7 +132,9 @@ class PrefixCache:
         num_tokens = min(self.settings.block_size, arena.capacity)
         if not num_tokens:
             return
-        cut = self.payload_layout.cuts(num_tokens, with_logits=False)[0]
+        if not self.payload_layout.groups:
+            return
+        cut = self.payload_layout.cuts(num_tokens, Kind.BLOCK)[0]
         rows = slice(0, cut.piece.num_rows)
         blank = memoryview(bytes(cut.piece.num_bytes))
         stored = memoryview(encode_piece(blank, cut.piece, self.store.codec, 0))
@@ -144,10 +146,15 @@ class PrefixCache:
 
         list(self.readers.map(read, range(READER_THREADS)))
 
-    def begin(self, prompt: Prompt, scope: Scope, tenant: Tenant = SHARED) -> CachedRequest:
-        """Select what to save of `prompt`, and start a request. Waits until the arena is free to be overwritten."""
+    def begin(
+        self, prompt: Prompt, scope: Scope, tenant: Tenant = SHARED, *, reuse_generated: bool = False
+    ) -> CachedRequest:
+        """Select what to save of `prompt`, and start a request. Waits until the arena is free to be overwritten.
+
+        `reuse_generated`: blocks that decoding completes are kept, and restored, though they are not exact.
+        """
         self.settle()
-        return CachedRequest(self, self.realm(tenant), prompt, scope)
+        return CachedRequest(self, self.realm(tenant), prompt, scope, reuse_generated=reuse_generated)
 
     def start_capture(self, copy: Callable[[], None]) -> None:
         """Run `copy`, which reads the arena, beside the engine thread; at most one at a time."""

@@ -1,24 +1,25 @@
-"""The nodes that a prompt is made of: its blocks and its tail, with the names that they have in the tree."""
+"""The nodes that a prompt is made of: blocks, checkpoints and a tail, with the names that they have in the tree."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from diskprefix.store.pieces import Cut, PayloadLayout
-from diskprefix.store.schema import Kind
-from diskprefix.tokens import TokenIds, block_hash
+from diskprefix.store.schema import Kind, node_name
+from diskprefix.tokens import TokenIds
 
 _ID_BYTES = 4
 
 
 class Node(NamedTuple):
-    """A place in the prompt and the name that it has in the tree."""
+    """A place in the prompt and the name that it has in the tree. `generated`: see `store.schema`."""
 
     name: bytes
     parent: bytes
     position: int
     num_tokens: int
     kind: Kind
+    generated: bool = False
 
     @property
     def end(self) -> int:
@@ -36,13 +37,22 @@ class PromptNodes:
         self._secret = secret
         self._bytes = token_ids.tobytes()
 
-    def block(self, parent: bytes, index: int) -> Node:
-        """The full block number `index`, which continues `parent`."""
-        return self._node(parent, index * self.block_size, (index + 1) * self.block_size, Kind.BLOCK)
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks in the prompt."""
+        return len(self.token_ids) // self.block_size
 
-    def tail(self, parent: bytes, index: int) -> Node:
+    def block(self, parent: bytes, index: int, *, generated: bool = False) -> Node:
+        """The full block number `index`, which continues `parent`."""
+        return self._node(parent, index * self.block_size, (index + 1) * self.block_size, Kind.BLOCK, generated)
+
+    def checkpoint(self, block: Node) -> Node:
+        """The states at the end of a block."""
+        return self._node(block.name, block.end, block.end, Kind.CHECKPOINT, block.generated)
+
+    def tail(self, parent: bytes, index: int, *, generated: bool = False) -> Node:
         """The end of the prompt after `index` full blocks: 0 to `block_size - 1` tokens, and the next-token logits."""
-        return self._node(parent, index * self.block_size, len(self.token_ids), Kind.TAIL)
+        return self._node(parent, index * self.block_size, len(self.token_ids), Kind.TAIL, generated)
 
     def tokens(self, node: Node) -> TokenIds:
         return self.token_ids[node.position : node.end]
@@ -53,11 +63,12 @@ class PromptNodes:
 
     def cuts(self, node: Node) -> tuple[Cut, ...]:
         """Where the node's payload is cut into pieces, and what they hold."""
-        return self.layout.cuts(node.num_tokens, with_logits=node.kind == Kind.TAIL)
+        return self.layout.cuts(node.num_tokens, node.kind)
 
     def payload_bytes(self, node: Node) -> int:
-        return self.layout.payload_bytes(node.num_tokens, with_logits=node.kind == Kind.TAIL)
+        return self.layout.payload_bytes(node.num_tokens, node.kind)
 
-    def _node(self, parent: bytes, start: int, end: int, kind: Kind) -> Node:
-        name = block_hash(self._secret, parent, self._bytes[_ID_BYTES * start : _ID_BYTES * end])
-        return Node(name, parent, start, end - start, kind)
+    def _node(self, parent: bytes, start: int, end: int, kind: Kind, generated: bool) -> Node:
+        token_ids = self._bytes[_ID_BYTES * start : _ID_BYTES * end]
+        name = node_name(self._secret, parent, token_ids, kind, generated=generated)
+        return Node(name, parent, start, end - start, kind, generated)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from diskprefix.cache_report import CacheReport, MissReason, Saved
 from diskprefix.errors import CacheError
-from diskprefix.kv.layers import KVArena
+from diskprefix.kv.arena import KVArena
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
 from diskprefix.policy.select import Selection, select
@@ -30,30 +32,42 @@ log = logging.getLogger("diskprefix")
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is still to be stored, parents first; the node that the entry ends with and the entry's length in tokens."""
+    """What is still to be stored, parents first; the node that the entry ends with, None if there is to be none, and the
+    entry's length in tokens. `end` is the last block that is stored then, or was before."""
 
     nodes: tuple[Node, ...] = ()
     tip: bytes | None = None
     num_tokens: int = 0
+    end: Node | None = None
 
 
 class CachedRequest:
     """One request's way through the cache. Call `close` when the request ends, however it ends."""
 
-    def __init__(self, cache: PrefixCache, realm: Realm, prompt: Prompt, scope: Scope) -> None:
+    def __init__(
+        self, cache: PrefixCache, realm: Realm, prompt: Prompt, scope: Scope, *, reuse_generated: bool = False
+    ) -> None:
         self._cache = cache
         self._realm = realm
         self._prompt = prompt
         self._scope = scope
-        block_size = cache.settings.block_size
+        self._reuse_generated = reuse_generated
         names = cache.store.names
         self._store_id = names.store_id
-        self._nodes = PromptNodes(names.secret, realm.root, prompt.token_ids, block_size, cache.payload_layout)
+        self._secret = names.secret
+        self._nodes = self._nodes_of(prompt.token_ids)
         self._bypass: MissReason | None = None
-        if cache.layout.unsupported or scope.kind == "off":
+        if prompt.media:
+            self._bypass = "media"
+        elif cache.layout.unsupported or scope.kind == "off":
             self._bypass = "unsupported" if cache.layout.unsupported else "off"
         self.selection = self._select()
         self._restored = Restored()
+        self._states: dict[int, memoryview] = {}
+        """Copies of the states by the position that they were taken at, for checkpoints."""
+        self._token_s = 0.0
+        self._plan_end: Node | None = None
+        self._reply_states: tuple[int, memoryview] | None = None
         self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
         self._pinned: bytes | None = None
@@ -64,12 +78,17 @@ class CachedRequest:
         return self._restored
 
     def restore(self, arena: KVArena) -> Restored:
-        """Copy the longest stored prefix into the arena, which has room for the prompt. A miss restores 0 tokens."""
+        """Copy the longest restorable prefix into the arena, which has room for the prompt. A miss restores 0 tokens."""
         arena.truncate(0)
         if self._bypass is None:
             self._restored = self._try_restore(arena)
             arena.truncate(self._restored.num_tokens)
         return self._restored
+
+    def after_step(self, arena: KVArena) -> None:
+        """Take a checkpoint if one is wanted where the prefill has come to: its next step overwrites the states."""
+        if self._bypass is None and arena.num_tokens in self.selection.checkpoints:
+            self._states[arena.num_tokens] = arena.read_states()
 
     def publish(self, arena: KVArena, logits: torch.Tensor, prefill_s: float) -> None:
         """Have captured and written what the policy wants, with the entry and the history; waits for no disk.
@@ -81,52 +100,89 @@ class CachedRequest:
         if self._bypass is not None:
             return
         assert arena.num_tokens == len(self._prompt.token_ids), "state length must equal key length"
-        if self._cache.store.problem is not None:
-            self._saved = "dropped"
-            self._cache.counters["refused"] += 1
+        if self._is_refused():
             return
+        computed = len(self._prompt.token_ids) - self._restored.num_tokens
+        self._token_s = prefill_s / computed if computed else 0.0
         wanted = self._plan()
         plan = self._fit(wanted)
-        if wanted.tip is not None:
-            self._saved = "dropped" if plan.tip is None else "queued" if plan.nodes else "stored"
-        publication = Publication(
-            store_id=self._store_id,
-            root=self._realm.root,
-            root_record=self._realm.record,
-            nodes=(),
-            tip=plan.tip,
-            entry=None if plan.tip is None else self._entry(plan.num_tokens),
-            prompt=self._remembered(),
-            history_limit=MAX_VALUE,
-        )
-        if publication.tip is not None or publication.prompt is not None:
-            computed = len(self._prompt.token_ids) - self._restored.num_tokens
-            self._submit(arena, logits, prefill_s / computed if computed else 0.0, plan, publication)
+        if wanted.tip is not None or wanted.nodes:
+            self._saved = "queued" if plan.nodes else "dropped" if wanted.nodes else "stored"
+        self._plan_end = plan.end
+        publication = self._publication(plan, prompt=self._remembered())
+        if publication.tip is not None or publication.prompt is not None or plan.nodes:
+            end_states = arena.read_states() if self.selection.keep_tail else None
+            self._submit(arena, logits, end_states, plan, publication)
+
+    def after_decode(self, arena: KVArena) -> None:
+        """Remember the states if the reply has just completed a block, in case that its blocks are kept."""
+        at_end_of_block = arena.num_tokens % self._nodes.block_size == 0
+        if self._keeps_reply and at_end_of_block and not self._cache.layout.is_cuttable:
+            self._reply_states = arena.num_tokens, arena.read_states()
+
+    def publish_reply(self, arena: KVArena, token_ids: TokenIds) -> None:
+        """Have captured and written the blocks that decoding completed, if the request reuses replies.
+
+        `token_ids` are the prompt and what of the reply is in the arena. They are marked as generated: computed token by
+        token, they are not what a prefill computes bit for bit.
+        """
+        if not self._keeps_reply or self._cache.store.problem is not None:
+            return
+        assert arena.num_tokens == len(token_ids), "state length must equal key length"
+        first = self._nodes.num_blocks
+        parent = self._plan_end
+        if first and (parent is None or parent.end != first * self._nodes.block_size):
+            return
+        self._nodes = self._nodes_of(token_ids)
+        plan = self._fit(self._plan_reply(parent, first))
+        if plan.nodes:
+            self._submit(arena, None, None, plan, self._publication(plan, prompt=None))
 
     def close(self) -> CacheReport:
         """Release what the request held, count it, and say what happened."""
         self._unpin(self._take_pin())
-        num_tokens = self._restored.num_tokens
-        if num_tokens:
+        restored, layout = self._restored, self._cache.layout
+        if restored.num_tokens:
             self._cache.counters["hits"] += 1
-            self._cache.counters["restored_tokens"] += num_tokens
-            self._cache.counters["restored_bytes"] += num_tokens * self._cache.layout.bytes_per_token
+            self._cache.counters["restored_tokens"] += restored.num_tokens
+            self._cache.counters["restored_bytes"] += restored.num_bytes
         elif self._miss_reason is not None:
             self._cache.misses[self._miss_reason] += 1
         return CacheReport(
             scope=str(self._scope),
             selected=self.selection.selected,
             aligned=self.selection.aligned,
-            restored=num_tokens,
-            source=self._restored.source,
-            restore_ms=self._restored.restore_ms,
+            checkpoints=self.selection.checkpoints,
+            restored=restored.num_tokens,
+            matched=restored.matched,
+            refused=restored.refused,
+            retained=layout.retained(restored.num_tokens) if restored.num_tokens else {},
+            exact=restored.exact,
+            source=restored.source,
+            restore_ms=restored.restore_ms,
             saved=self._saved,
             miss_reason=self._miss_reason,
             diverged_at=self.selection.diverged_at if self._miss_reason == "diverged" else None,
         )
 
+    @property
+    def _keeps_reply(self) -> bool:
+        return self._reuse_generated and self._bypass is None and not self._cache.layout.is_one_pass
+
+    def _nodes_of(self, token_ids: TokenIds) -> PromptNodes:
+        cache = self._cache
+        return PromptNodes(self._secret, self._realm.root, token_ids, cache.settings.block_size, cache.payload_layout)
+
+    def _is_refused(self) -> bool:
+        """Whether the store takes nothing now; then that is noted."""
+        refused = self._cache.store.problem is not None
+        if refused:
+            self._saved = "dropped"
+            self._cache.counters["refused"] += 1
+        return refused
+
     def _select(self) -> Selection:
-        settings = self._cache.settings
+        settings, layout = self._cache.settings, self._cache.layout
         scope = Scope("off") if self._bypass else self._scope
         recent = self._realm.history.recent(scope.value if scope.kind == "auto" else DEFAULT_WINDOW)
         selection = select(
@@ -137,6 +193,7 @@ class CachedRequest:
             min_tokens=settings.kv_cache_min_tokens,
             cold_max=settings.kv_cache_cold_max,
             interval=settings.kv_cache_interval,
+            state="one_pass" if layout.is_one_pass else "cuttable" if layout.is_cuttable else "checkpoints",
         )
         log.info("%s", selection.log_line())
         return selection
@@ -144,7 +201,14 @@ class CachedRequest:
     def _try_restore(self, arena: KVArena) -> Restored:
         """The one place that turns an error of the cache into a miss."""
         cache = self._cache
-        restoration = Restoration(self._nodes, cache.store, cache.writer, cache.readers)
+        restoration = Restoration(
+            self._nodes,
+            cache.layout,
+            cache.store,
+            cache.writer,
+            cache.readers,
+            reuse_generated=self._reuse_generated,
+        )
         try:
             restored = restoration.run(arena)
         except CacheError as error:
@@ -155,14 +219,16 @@ class CachedRequest:
         finally:
             self._pinned = restoration.pinned
         if restored.tip is None:
-            self._miss_reason = self._explain_miss()
+            self._miss_reason = self._explain_miss(restored)
         else:
             cache.writer.touch(restored.tip, time.time())
         return restored
 
-    def _explain_miss(self) -> MissReason:
+    def _explain_miss(self, restored: Restored) -> MissReason:
         """`diverged` only if the prompt leaves everything seen within its first block: from there on a block could
         have been restored, had it been stored."""
+        if restored.refused in ("no_checkpoint", "one_pass"):
+            return restored.refused
         if len(self._prompt.token_ids) < self._cache.settings.kv_cache_min_tokens:
             return "too_short"
         if not self.selection.recent or self.selection.common >= self._nodes.block_size:
@@ -170,17 +236,57 @@ class CachedRequest:
         return "diverged"
 
     def _plan(self) -> _Plan:
-        names, planned = list(self._restored.blocks), []
-        while len(names) * self._nodes.block_size < self.selection.aligned:
-            node = self._nodes.block(names[-1] if names else self._realm.root, len(names))
-            planned.append(node)
-            names.append(node.name)
-        if self.selection.keep_tail:
-            tail = self._nodes.tail(names[-1] if names else self._realm.root, len(names))
-            is_stored = self._restored.logits is not None
-            return _Plan((*planned, *(() if is_stored else (tail,))), tail.name, tail.end)
-        blocks = self.selection.aligned // self._nodes.block_size
-        return _Plan(tuple(planned), names[blocks - 1], self.selection.aligned) if blocks else _Plan()
+        """What of the prompt the policy wants and is not stored yet."""
+        selection, restored = self.selection, self._restored
+        end = selection.aligned
+        if selection.keep_tail or self._keeps_reply:
+            end = max(end, self._nodes.num_blocks * self._nodes.block_size)
+        planned: list[Node] = []
+        block: Node | None = None
+        for index in range(end // self._nodes.block_size):
+            block, is_stored = self._block(index, block)
+            if not is_stored:
+                planned.append(block)
+            if block.end in self._states:
+                planned.append(self._nodes.checkpoint(block))
+            if block.end == selection.aligned:
+                at_boundary = block
+        if selection.keep_tail:
+            parent = block.name if block else self._realm.root
+            tail = self._nodes.tail(parent, self._nodes.num_blocks, generated=not restored.exact)
+            nodes = (*planned, *(() if restored.logits is not None else (tail,)))
+            return _Plan(nodes, tail.name, tail.end, block)
+        if not selection.aligned:
+            return _Plan(tuple(planned), end=block)
+        return _Plan(tuple(planned), self._boundary_tip(at_boundary), selection.aligned, block)
+
+    def _block(self, index: int, before: Node | None) -> tuple[Node, bool]:
+        """Block number `index` after the block `before`, and whether it is stored already."""
+        stored = self._restored.blocks
+        # What was decoded and reaches further than was restored is not what this run computed.
+        if index < len(stored) and stored[index].generated <= (not self._restored.exact):
+            return stored[index], True
+        parent = before.name if before else self._realm.root
+        return self._nodes.block(parent, index, generated=not self._restored.exact), False
+
+    def _boundary_tip(self, block: Node) -> bytes | None:
+        """The node that a saved boundary ends with; None where the states at it were not computed by this run."""
+        if self._cache.layout.is_cuttable:
+            return block.name
+        checkpoint = self._nodes.checkpoint(block).name
+        return checkpoint if block.end in self._states or checkpoint == self._restored.tip else None
+
+    def _plan_reply(self, parent: Node | None, first: int) -> _Plan:
+        """The blocks from number `first` on, and the last checkpoint that decoding passed."""
+        planned: list[Node] = []
+        block = parent
+        for index in range(first, self._nodes.num_blocks):
+            block = self._nodes.block(block.name if block else self._realm.root, index, generated=True)
+            planned.append(block)
+            if self._reply_states is not None and self._reply_states[0] == block.end:
+                self._states[block.end] = self._reply_states[1]
+                planned.append(self._nodes.checkpoint(block))
+        return _Plan(tuple(planned), planned[-1].name if planned else None, planned[-1].end if planned else 0, block)
 
     def _fit(self, plan: _Plan) -> _Plan:
         """What of the plan the write buffer has room for: its longest beginning."""
@@ -199,21 +305,39 @@ class CachedRequest:
             self._cache.counters["refused"] += 1
         return fitting
 
+    def _publication(self, plan: _Plan, *, prompt: TokenIds | None) -> Publication:
+        return Publication(
+            store_id=self._store_id,
+            root=self._realm.root,
+            root_record=self._realm.record,
+            nodes=(),
+            tip=plan.tip,
+            entry=None if plan.tip is None else self._entry(plan.num_tokens),
+            prompt=prompt,
+            history_limit=MAX_VALUE,
+        )
+
     def _submit(
-        self, arena: KVArena, logits: torch.Tensor, token_s: float, plan: _Plan, publication: Publication
+        self,
+        arena: KVArena,
+        logits: torch.Tensor | None,
+        end_states: memoryview | None,
+        plan: _Plan,
+        publication: Publication,
     ) -> None:
         """Reserve the buffer, and let the capturing thread do the rest beside the decoding.
 
-        `token_s`: seconds that computing a token of this prompt took.
+        `logits` and `end_states` are those at the prompt's end, which a tail holds: decoding changes the states.
         """
         size = self._size_of(plan.nodes)
         self._cache.writer.reserve(size)
         # The capture takes the pin over: what is extended must stay until the writer has it.
         pinned = self._take_pin()
+        new_nodes = self._captures(arena, logits, end_states, plan.nodes)
 
         def copy() -> None:
             try:
-                nodes = tuple(self._captured(arena, logits, node, token_s) for node in plan.nodes)
+                nodes = tuple(capture() for capture in new_nodes)
                 self._cache.writer.submit(replace(publication, nodes=nodes), reserved_bytes=size)
             except BaseException:
                 self._cache.writer.release(size)
@@ -223,16 +347,42 @@ class CachedRequest:
 
         self._cache.start_capture(copy)
 
-    def _captured(self, arena: KVArena, logits: torch.Tensor, node: Node, token_s: float) -> NewNode:
+    def _captures(
+        self, arena: KVArena, logits: torch.Tensor | None, end_states: memoryview | None, nodes: tuple[Node, ...]
+    ) -> list[Callable[[], NewNode]]:
+        """For each node, what copies it out of the arena. `restorable` is where a later request could go on from."""
+        captures: list[Callable[[], NewNode]] = []
+        restorable = self._restored.num_tokens
+        for node in nodes:
+            parts: list[memoryview] = []
+            seconds = self._token_s * node.num_tokens
+            if node.kind == Kind.CHECKPOINT:
+                parts = [self._states.pop(node.position)]
+                # It saves what lies between it and the one before; blocks alone save nothing.
+                seconds = self._token_s * (node.position - restorable)
+                restorable = node.position
+            elif node.kind == Kind.TAIL:
+                assert logits is not None and end_states is not None
+                parts = [end_states, arena.logits_bytes(logits)]
+            captures.append(partial(self._captured, arena, node, parts, seconds, self._nodes))
+        return captures
+
+    @staticmethod
+    def _captured(arena: KVArena, node: Node, parts: list[memoryview], seconds: float, nodes: PromptNodes) -> NewNode:
+        """`parts` of the payload come after the tokens' own."""
+        payload = arena.read_tokens(node.position, node.num_tokens)
+        if parts:
+            payload = memoryview(b"".join([payload, *parts]))
         return NewNode(
             name=node.name,
             parent=node.parent,
             position=node.position,
-            token_ids=self._nodes.tokens(node),
+            token_ids=nodes.tokens(node),
             kind=node.kind,
-            payload=arena.read_block(node.position, node.num_tokens, logits if node.kind == Kind.TAIL else None),
-            pieces=tuple(cut.piece for cut in self._nodes.cuts(node)),
-            prefill_s=token_s * node.num_tokens,
+            payload=payload,
+            pieces=tuple(cut.piece for cut in nodes.cuts(node)),
+            prefill_s=seconds,
+            generated=node.generated,
         )
 
     def _size_of(self, nodes: tuple[Node, ...]) -> int:

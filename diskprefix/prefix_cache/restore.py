@@ -1,4 +1,4 @@
-"""Finding the longest stored prefix of a prompt, verifying it, and copying it into the arena."""
+"""Finding the longest restorable prefix of a prompt, verifying it, and copying it into the arena."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from diskprefix.cache_report import Source
+from diskprefix.cache_report import Refused, Source
 from diskprefix.errors import StoreCorrupt
-from diskprefix.kv.layers import Bytes, KVArena
+from diskprefix.kv.arena import Bytes, KVArena
+from diskprefix.kv.layout import Layout
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec import decode_piece, is_in_memory, piece_seed, populate
@@ -35,15 +36,22 @@ _MAPPED_NODES = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What is in the arena now: `num_tokens`, and the names of its full blocks from position 0 on.
+    """What is in the arena now: the state after `num_tokens` tokens, `num_bytes` of which were loaded.
 
-    `logits` (shape [vocab], the model's dtype) come with an exact repeat. `tip` is the last node that was used.
+    `blocks` are the full blocks of the prompt that are stored, from position 0 on: they may reach further than what
+    could be restored, and `refused` says why; `matched` is how far they and the tail reach, in tokens. `tip` is the last
+    node that was used. `logits` (shape [vocab], the model's dtype) come with an exact repeat. `exact`: the state is what
+    a prefill from position 0 computes, bit for bit.
     """
 
     num_tokens: int = 0
+    num_bytes: int = 0
     logits: torch.Tensor | None = None
-    blocks: tuple[bytes, ...] = ()
+    blocks: tuple[Node, ...] = ()
     tip: bytes | None = None
+    matched: int = 0
+    refused: Refused | None = None
+    exact: bool = True
     source: Source = "none"
     lookup_ms: float = 0.0
     restore_ms: float = 0.0
@@ -60,6 +68,30 @@ class _Match(NamedTuple):
         return "disk" if self.queued is None else "memory"
 
 
+@dataclass
+class _Found:
+    """What is stored of a prompt: its first blocks, its tail, and the checkpoint after a number of blocks."""
+
+    blocks: list[_Match] = field(default_factory=list)
+    tail: _Match | None = None
+    checkpoints: dict[int, _Match | None] = field(default_factory=dict)
+    damaged: bool = False
+
+    @property
+    def deepest(self) -> Node | None:
+        last = self.tail or (self.blocks[-1] if self.blocks else None)
+        return None if last is None else last.node
+
+    def drop(self, node: Node) -> None:
+        """Forget a node that is damaged, and what continues it."""
+        self.damaged = True
+        if node.kind == Kind.CHECKPOINT:
+            self.checkpoints[node.position] = None
+            return
+        self.tail = None
+        self.blocks = [match for match in self.blocks if match.node.end <= node.position]
+
+
 class _Load(NamedTuple):
     """One piece to be brought into the arena. `stored` is encoded if it comes from the file, raw if it was queued, None
     if it is missing."""
@@ -73,66 +105,127 @@ class _Load(NamedTuple):
 
 
 class Restoration:
-    """Restores one prompt. `run` is for the engine thread."""
+    """Restores one prompt. `run` is for the engine thread. `reuse_generated`: what a reply's decoding left behind will
+    do too."""
 
-    def __init__(self, nodes: PromptNodes, store: Store, writer: Writer, readers: Executor) -> None:
+    def __init__(
+        self,
+        nodes: PromptNodes,
+        layout: Layout,
+        store: Store,
+        writer: Writer,
+        readers: Executor,
+        *,
+        reuse_generated: bool = False,
+    ) -> None:
         self._nodes = nodes
+        self._layout = layout
         self._store = store
         self._writer = writer
         self._readers = readers
+        self._reuse_generated = reuse_generated
         self.pinned: bytes | None = None
         """The last node that matched, from then on pinned in the store; the caller unpins it."""
 
     def run(self, arena: KVArena) -> Restored:
         """Restore into `arena`, which has room for the prompt. Raises `CacheError`; what is in the arena is then
-        undefined. A damaged node is removed, and what lies before it is restored."""
+        undefined. A damaged node is removed, and the next shorter prefix that can be is restored."""
         started = time.perf_counter()
         # Before the snapshot: a node that is written in between is then seen twice, never not at all.
         pending = self._writer.pending
         with self._store.snapshot() as snapshot:
-            matches = self._match(pending, snapshot)
-            self._pin(matches)
+            found = self._match(pending, snapshot)
+            self._pin(found)
+            matches = self._restorable(pending, snapshot, found)
             matched = time.perf_counter()
-            matches, logits = self._load(matches, snapshot, arena)
+            loader = _Loader(self._nodes, self._layout, matches, snapshot, self._store.mapped, arena)
+            while matches and (bad := loader.run(self._readers)) is not None:
+                self._quarantine(*bad)
+                found.drop(bad[0])
+                matches = self._restorable(pending, snapshot, found)
+                loader = _Loader(self._nodes, self._layout, matches, snapshot, self._store.mapped, arena)
         loaded = time.perf_counter()
+        num_tokens = matches[-1].node.end if matches else 0
+        deepest = found.deepest
         return Restored(
-            num_tokens=matches[-1].node.end if matches else 0,
-            logits=logits,
-            blocks=tuple(match.node.name for match in matches if match.node.kind == Kind.BLOCK),
+            num_tokens=num_tokens,
+            num_bytes=loader.num_bytes,
+            logits=loader.logits,
+            blocks=tuple(match.node for match in found.blocks),
             tip=matches[-1].node.name if matches else None,
+            matched=deepest.end if deepest else 0,
+            refused=self._why_refused(found, num_tokens),
+            exact=not any(match.node.generated for match in matches),
             source=_source(matches),
             lookup_ms=(matched - started) * 1e3,
             restore_ms=(loaded - matched) * 1e3,
         )
 
-    def _pin(self, matches: list[_Match]) -> None:
+    def _pin(self, found: _Found) -> None:
         """Before anything is loaded: the request will continue what it restores."""
-        if matches:
-            self.pinned = matches[-1].node.name
+        if (deepest := found.deepest) is not None:
+            self.pinned = deepest.name
             self._store.pin(self.pinned)
 
-    def _match(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot) -> list[_Match]:
-        """The longest chain of stored nodes that the prompt starts with.
-
-        At least one token must be left to compute unless the tail, with the next-token logits, is stored too.
-        """
-        matches: list[_Match] = []
-        parent = self._nodes.root
-        for index in range(len(self._nodes.token_ids) // self._nodes.block_size):
-            match = self._find_sound(pending, snapshot, self._nodes.block(parent, index))
+    def _match(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot) -> _Found:
+        """The longest chain of stored nodes that the prompt starts with."""
+        found = _Found()
+        parent, generated = self._nodes.root, False
+        for index in range(self._nodes.num_blocks):
+            match = None
+            if not generated:
+                match = self._find_sound(pending, snapshot, found, self._nodes.block(parent, index))
+            if match is None and (generated or self._reuse_generated):
+                block = self._nodes.block(parent, index, generated=True)
+                match = self._find_sound(pending, snapshot, found, block)
             if match is None:
-                return matches
-            matches.append(match)
-            parent = match.node.name
-        tail = self._find_sound(pending, snapshot, self._nodes.tail(parent, len(matches)))
-        return self._leave_one_token(matches) if tail is None else [*matches, tail]
+                return found
+            found.blocks.append(match)
+            parent, generated = match.node.name, match.node.generated
+        tail = self._nodes.tail(parent, len(found.blocks), generated=generated)
+        found.tail = self._find_sound(pending, snapshot, found, tail)
+        return found
 
-    def _leave_one_token(self, matches: list[_Match]) -> list[_Match]:
-        """Without its tail, a prompt that ends on the grid must compute its last block again."""
-        complete = len(matches) * self._nodes.block_size == len(self._nodes.token_ids)
-        return matches[:-1] if complete else matches
+    def _restorable(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, found: _Found) -> list[_Match]:
+        """The nodes of the longest prefix that can be restored; of those that end at the same token, the last one has
+        the states there.
 
-    def _find_sound(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, node: Node) -> _Match | None:
+        Without the next-token logits, which the tail holds, at least one token must be left to compute. State that
+        cannot be cut is there at checkpoints only, and of a model that computes a prompt in one pass at its end only.
+        """
+        if found.tail is not None:
+            return [*found.blocks, found.tail]
+        blocks = found.blocks
+        if len(blocks) * self._nodes.block_size == len(self._nodes.token_ids):
+            blocks = blocks[:-1]
+        if self._layout.is_one_pass:
+            return []
+        if self._layout.is_cuttable:
+            return blocks
+        for num_blocks in range(len(blocks), 0, -1):
+            last = blocks[num_blocks - 1].node
+            if last.end not in found.checkpoints:
+                checkpoint = self._nodes.checkpoint(last)
+                found.checkpoints[last.end] = self._find_sound(pending, snapshot, found, checkpoint)
+            if (match := found.checkpoints[last.end]) is not None:
+                return [*blocks[:num_blocks], match]
+        return []
+
+    def _why_refused(self, found: _Found, num_tokens: int) -> Refused | None:
+        """Why what is stored could not all be restored; None if it could."""
+        if found.damaged:
+            return "damaged"
+        deepest = found.deepest
+        if deepest is None or deepest.end == num_tokens:
+            return None
+        if self._layout.is_one_pass:
+            return "one_pass"
+        at_end = deepest.end == len(self._nodes.token_ids)
+        return "no_logits" if at_end and deepest.end - num_tokens <= self._nodes.block_size else "no_checkpoint"
+
+    def _find_sound(
+        self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, found: _Found, node: Node
+    ) -> _Match | None:
         """The node if it is stored, or queued to be; one whose record is damaged is removed.
 
         A name is not a proof: the tokens, the parent and the place are compared too.
@@ -142,27 +235,16 @@ class Restoration:
         if queued is not None and _is_queued(queued, node, token_ids):
             return _Match(node, queued)
         try:
-            stored = snapshot.has(node.name, node.parent, node.position, node.kind, token_ids)
+            stored = snapshot.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated)
         except StoreCorrupt as error:
+            found.damaged = True
             self._quarantine(node, error)
             return None
         return _Match(node) if stored else None
 
-    def _load(
-        self, matches: list[_Match], snapshot: Snapshot, arena: KVArena
-    ) -> tuple[list[_Match], torch.Tensor | None]:
-        """Verify the pieces and copy them into the arena, on several threads; what follows a bad one is not taken."""
-        loader = _Loader(self._nodes, matches, snapshot, self._store.mapped, arena)
-        loader.run(self._readers)
-        bad = loader.first_bad
-        if bad is None:
-            return matches, loader.logits
-        number, error = bad
-        self._quarantine(matches[number].node, error)
-        return self._leave_one_token(matches[:number]), None
-
     def _quarantine(self, node: Node, error: StoreCorrupt) -> None:
-        log.warning("[disk-cache] block %s is damaged and will be removed: %s", node.name.hex(), error)
+        what = "checkpoint" if node.kind == Kind.CHECKPOINT else "block"
+        log.warning("[disk-cache] %s %s is damaged and will be removed: %s", what, node.name.hex(), error)
         self._writer.quarantine(node.name, node.parent)
 
 
@@ -170,46 +252,63 @@ class _Loader:
     """Verifies, decodes and copies pieces on the reading threads, which take them one after the other."""
 
     def __init__(
-        self, nodes: PromptNodes, matches: list[_Match], snapshot: Snapshot, mapped: set[bytes], arena: KVArena
+        self,
+        nodes: PromptNodes,
+        layout: Layout,
+        matches: list[_Match],
+        snapshot: Snapshot,
+        mapped: set[bytes],
+        arena: KVArena,
     ) -> None:
         self._mapped = mapped
         self.logits: torch.Tensor | None = None
+        self.num_bytes = 0
         self._nodes = nodes
         self._matches = matches
         self._snapshot = snapshot
         self._arena = arena
+        end = matches[-1].node.end if matches else 0
+        self._first_needed = [group.first_needed(end) for group in layout.groups]
         self._loads = self._in_order()
         self._taking = threading.Lock()
         self._bad: dict[int, StoreCorrupt] = {}
 
-    def run(self, readers: Executor) -> None:
+    def run(self, readers: Executor) -> tuple[Node, StoreCorrupt] | None:
+        """Load everything. Answers the first node that cannot be used and what is wrong with it, None if all can."""
         threads = [readers.submit(self._take) for _ in range(READER_THREADS)]
         # The views belong to the snapshot: no thread may still read them when it is closed.
         wait(threads)
         for thread in threads:
             thread.result()
-
-    @property
-    def first_bad(self) -> tuple[int, StoreCorrupt] | None:
-        """The number of the first match that cannot be used and what is wrong with it, None if all can."""
-        return min(self._bad.items(), default=None, key=itemgetter(0))
+        if not self._bad:
+            return None
+        match, error = min(self._bad.items(), key=itemgetter(0))
+        return self._matches[match].node, error
 
     def _in_order(self) -> Iterator[_Load]:
         """All pieces of the matches. One thread at a time: a snapshot serves no two at once."""
         for match, (node, queued) in enumerate(self._matches):
             cuts = self._nodes.cuts(node)
+            needed = [number for number, cut in enumerate(cuts) if self._is_needed(node, cut)]
             if queued is not None:
-                starts = accumulate((cut.piece.num_bytes for cut in cuts), initial=0)
-                for number, (cut, start) in enumerate(zip(cuts, starts, strict=False)):
-                    raw = queued.payload[start : start + cut.piece.num_bytes]
-                    yield _Load(match, number, cut, raw, is_queued=True, is_cold=False)
+                starts = list(accumulate((cut.piece.num_bytes for cut in cuts), initial=0))
+                for number in needed:
+                    raw = queued.payload[starts[number] : starts[number + 1]]
+                    yield _Load(match, number, cuts[number], raw, is_queued=True, is_cold=False)
                 continue
-            is_cold = not self._is_mapped(node, len(cuts))
-            for number, cut in enumerate(cuts):
+            is_cold = bool(needed) and not self._is_mapped(node, needed)
+            for number in needed:
                 stored = self._snapshot.piece(node.name, number)
-                yield _Load(match, number, cut, stored, is_queued=False, is_cold=is_cold)
+                yield _Load(match, number, cuts[number], stored, is_queued=False, is_cold=is_cold)
 
-    def _is_mapped(self, node: Node, num_pieces: int) -> bool:
+    def _is_needed(self, node: Node, cut: Cut) -> bool:
+        """Whether the run will look at it: of a layer with a window, only the blocks under the window; states only where
+        the run goes on."""
+        if cut.group < len(self._first_needed):
+            return node.end > self._first_needed[cut.group]
+        return True
+
+    def _is_mapped(self, node: Node, needed: list[int]) -> bool:
         """Whether this process has read the node's pages before, and they are still in memory.
 
         The ends speak for the whole: to populate what is mapped already, or to look at each piece, would cost a fifth
@@ -220,16 +319,16 @@ class _Loader:
                 self._mapped.clear()
             self._mapped.add(node.name)
             return False
-        ends = [self._snapshot.piece(node.name, number) for number in (0, num_pieces - 1)]
+        ends = [self._snapshot.piece(node.name, number) for number in (needed[0], needed[-1])]
         return all(end is not None and is_in_memory(end) for end in ends)
 
     def _take(self) -> None:
-        # What was taken is always loaded: so whatever lies before a bad piece is in the arena in the end.
         while not self._bad:
             with self._taking:
                 load = next(self._loads, None)
-            if load is None:
-                return
+                if load is None:
+                    return
+                self.num_bytes += load.cut.piece.num_bytes
             try:
                 self._load(load)
             except StoreCorrupt as error:
@@ -248,7 +347,7 @@ class _Loader:
                     populate(stored)
                 decode_piece(stored, cut.piece, piece_seed(node.name, load.number), out)
 
-        if cut.group == len(self._nodes.layout.groups):
+        if cut.group == self._nodes.layout.logits_group:
             logits = np.empty((1, cut.piece.row_bytes), dtype=np.uint8)
             write(logits)
             self.logits = self._arena.logits_from(logits)
@@ -258,8 +357,8 @@ class _Loader:
 
 
 def _is_queued(queued: NewNode, node: Node, token_ids: bytes) -> bool:
-    same_place = (queued.parent, queued.position, queued.kind) == (node.parent, node.position, node.kind)
-    return same_place and queued.token_ids.tobytes() == token_ids
+    there = queued.parent, queued.position, queued.kind, queued.generated
+    return there == (node.parent, node.position, node.kind, node.generated) and queued.token_ids.tobytes() == token_ids
 
 
 def _source(matches: list[_Match]) -> Source:

@@ -50,7 +50,7 @@ _MOST_RESTORES = 2**32 - 1
 class NewNode:
     """A node to be stored: `payload` is raw and C-contiguous, and `pieces` says where it is cut.
 
-    `prefill_s`: how long computing its tokens took, in seconds; 0 if unknown.
+    `prefill_s`: how long computing its tokens took, in seconds; 0 if unknown. `generated`: see `store.schema`.
     """
 
     name: bytes
@@ -61,6 +61,7 @@ class NewNode:
     payload: memoryview
     pieces: tuple[Piece, ...]
     prefill_s: float = 0.0
+    generated: bool = False
 
     @property
     def most_bytes(self) -> int:
@@ -102,7 +103,9 @@ class Changes(Snapshot):
         assert len(node.payload) == sum(piece.num_bytes for piece in node.pieces), "the pieces must be the payload"
         stored = self._get("nodes", node.name)
         if stored is not None:
-            if not is_node(memoryview(stored), node.parent, node.position, node.kind, node.token_ids.tobytes()):
+            token_ids = node.token_ids.tobytes()
+            there = memoryview(stored)
+            if not is_node(there, node.parent, node.position, node.kind, token_ids, generated=node.generated):
                 raise PrefixGone(f"another prefix has the same name, {node.name.hex()}")
             return
         if node.position > 0 and not self._add_children(node.parent, 1):
@@ -117,6 +120,7 @@ class Changes(Snapshot):
             num_pieces=len(node.pieces),
             raw_bytes=len(node.payload),
             stored_bytes=sum(sizes),
+            generated=node.generated,
         )
         usage = UsageRecord(
             last_used=self._now,

@@ -226,7 +226,7 @@ class _Import:
             token_ids=self._tokens(span),
             kind=span.kind,
             payload=self._reader.read_payload(index),
-            pieces=self._layout.pieces(span.num_tokens, with_logits=span.kind == Kind.TAIL),
+            pieces=self._layout.pieces(span.num_tokens, span.kind),
             prefill_s=self._reader.prefill_s[index],
         )
 
@@ -307,7 +307,7 @@ def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: Payloa
     usage = snapshot.usage(name)
     if usage is None:
         raise PrefixGone("the entry was evicted while it was exported; save the prompt again, or raise the budget")
-    pieces = layout.pieces(len(node.token_ids), with_logits=node.kind == Kind.TAIL)
+    pieces = layout.pieces(len(node.token_ids), node.kind)
     payload = np.empty(sum(piece.num_bytes for piece in pieces), dtype=np.uint8)
     start = 0
     try:
@@ -331,7 +331,7 @@ def _damaged(name: bytes, start: int, end: int, error: StoreCorrupt) -> StoreCor
 
 
 def _most_bytes(layout: PayloadLayout, span: Span) -> int:
-    pieces = layout.pieces(span.num_tokens, with_logits=span.kind == Kind.TAIL)
+    pieces = layout.pieces(span.num_tokens, span.kind)
     return node_bytes(span.num_tokens, [piece.most_bytes for piece in pieces])
 
 

@@ -201,7 +201,7 @@ class Format1Store:
         is_tail, block_size = node.kind == Kind.TAIL, self.roots[node.root].block_size
         if not (node.num_tokens < block_size if is_tail else node.num_tokens == block_size):
             raise StoreCorrupt(f"it is of kind {node.kind} and has {node.num_tokens} tokens")
-        pieces = self._layouts[node.root].pieces(node.num_tokens, with_logits=is_tail)
+        pieces = self._layouts[node.root].pieces(node.num_tokens, Kind(node.kind))
         if not node.stored_bytes == node.raw_bytes == sum(piece.num_bytes for piece in pieces):
             raise StoreCorrupt(f"its payload has {node.stored_bytes} bytes, which the layout does not give")
         return pieces

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -28,6 +28,8 @@ _MAX_TEXT_CHARS = 10_000
 _SHOWN_CHARS = 80
 
 _DTYPES = {
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
     "float64": ("F64", 8),
     "float32": ("F32", 4),
     "bfloat16": ("BF16", 2),
@@ -40,6 +42,7 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 _TIME = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?(e[+-][0-9]{1,3})?")
 _ROOT = re.compile(r"[0-9a-f]{32}")
 _SCOPE = re.compile(r"[a-z0-9:]{1,24}")
+_POSITIONS = re.compile(r"[1-9][0-9]{0,9}(,[1-9][0-9]{0,9})*")
 
 Decoded = TypeVar("Decoded")
 
@@ -66,11 +69,13 @@ class Identity(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Span:
-    """A node's place in the prompt: `num_tokens` tokens from `position` on."""
+    """A node's place in the prompt: `num_tokens` tokens from `position` on. `states` says which of the file's states it
+    holds, None for a block."""
 
     position: int
     num_tokens: int
     kind: Kind
+    states: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,11 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """`with_logits`: the entry ends with its prompt, so its last node is a tail."""
+    """`with_logits`: the entry ends with its prompt, so its last node is a tail.
+
+    `states` are the positions, in tokens, at which the file holds the states of a layout that has any: those of its
+    checkpoints, ascending, then `num_tokens` for the tail.
+    """
 
     root: bytes
     identity: str
@@ -101,6 +110,7 @@ class Manifest:
     created_at: float
     num_tokens: int
     with_logits: bool
+    states: tuple[int, ...] = ()
 
     @classmethod
     def of_metadata(cls, metadata: Mapping[str, str], *, with_logits: bool) -> Manifest:
@@ -118,42 +128,68 @@ class Manifest:
                 created_at=float(_matching(_TIME, metadata["created_at"])),
                 num_tokens=int(_matching(_NUMBER, metadata["num_tokens"])),
                 with_logits=with_logits,
+                states=_positions(metadata.get("states")),
             )
         except KeyError as error:
             raise StoreCorrupt(f"its metadata has no {error}") from error
         except ValueError as error:
             raise StoreCorrupt(f"its metadata cannot be read: {error}") from error
         manifest.check()
+        if metadata.get("version") != manifest.version:
+            raise StoreCorrupt(f"its layout is one for version {manifest.version} of the form")
         return manifest
 
     def metadata(self) -> dict[str, str]:
         """As texts, by name."""
-        values = {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name != "with_logits"}
-        return values | {"root": self.root.hex(), "created_at": repr(self.created_at)}
+        left_out = {"with_logits", "states"}
+        values = {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name not in left_out}
+        values |= {"version": self.version, "root": self.root.hex(), "created_at": repr(self.created_at)}
+        return values | ({"states": ",".join(map(str, self.states))} if self.states else {})
+
+    @property
+    def version(self) -> str:
+        """Of the form: what has no states is written as it was before there were any."""
+        return "2" if self._parsed_layout().states else "1"
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """The positions of the checkpoints, in tokens."""
+        return self.states[: len(self.states) - self.with_logits]
 
     @property
     def num_nodes(self) -> int:
-        return self.num_tokens // self.block_size + self.with_logits
+        return self.num_tokens // self.block_size + len(self.checkpoints) + self.with_logits
 
     @property
     def spans(self) -> list[Span]:
-        """The nodes, in the order of their positions."""
+        """The nodes, in the order of their positions; a checkpoint comes after the block that ends there."""
+        spans: list[Span] = []
+        checkpoints = {position: number for number, position in enumerate(self.checkpoints)}
         rest = self.num_tokens % self.block_size
-        starts = range(0, self.num_tokens - rest, self.block_size)
-        tail = [Span(self.num_tokens - rest, rest, Kind.TAIL)] if self.with_logits else []
-        return [Span(start, self.block_size, Kind.BLOCK) for start in starts] + tail
+        for start in range(0, self.num_tokens - rest, self.block_size):
+            end = start + self.block_size
+            spans.append(Span(start, self.block_size, Kind.BLOCK))
+            if end in checkpoints:
+                spans.append(Span(end, 0, Kind.CHECKPOINT, checkpoints[end]))
+        if self.with_logits:
+            spans.append(Span(self.num_tokens - rest, rest, Kind.TAIL, len(self.checkpoints)))
+        return spans
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The tensors that payloads are cut from, in their order there. Raises `StoreCorrupt`."""
+    def token_tensors(self) -> dict[str, Tensor]:
+        """The per-token tensors that payloads are cut from, in their order there. Raises `StoreCorrupt`."""
         groups = self._parsed_layout().groups
-        table = {
-            f"layers.{name}": _tensor(group.dtype, (1, group.heads, self.num_tokens, group.head_dim))
+        return _named(
+            (name, _tensor(group.dtype, (1, group.heads, self.num_tokens, group.head_dim)))
             for group in groups
             for name in group.tensors
-        }
-        if not table or len(table) != sum(len(group.tensors) for group in groups):
-            raise StoreCorrupt("its layout holds no state, or a tensor twice")
-        return table
+        )
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The tensors of states that payloads are cut from, in their order there. Raises `StoreCorrupt`."""
+        groups = self._parsed_layout().states
+        return _named(
+            (name, _tensor(group.dtype, (len(self.states), *group.shape))) for group in groups for name in group.tensors
+        )
 
     def logits_tensor(self) -> Tensor:
         """The next-token logits that a tail's payload ends with. Raises `StoreCorrupt`."""
@@ -162,7 +198,10 @@ class Manifest:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the file, those of wide elements first: each then starts at a multiple of its element."""
-        table = self.state_tensors() | {
+        tokens, states = self.token_tensors(), self.state_tensors()
+        if not (tokens or states) or tokens.keys() & states.keys():
+            raise StoreCorrupt("its layout holds no tensor, or one twice")
+        table = (tokens | states) | {
             TOKEN_IDS: Tensor("I32", 4, (self.num_tokens,)),
             CHECKSUMS: Tensor("U64", 8, (self.num_nodes,)),
             PREFILL_S: Tensor("F64", 8, (self.num_nodes,)),
@@ -179,9 +218,18 @@ class Manifest:
             raise StoreCorrupt("it ends within a block and has no logits")
         if not math.isfinite(self.created_at) or max(len(self.model), len(self.preview)) > _MAX_TEXT_CHARS:
             raise StoreCorrupt("its metadata is out of range")
+        self._check_states()
         if root_hash(self.identity) != self.root:
             raise StoreCorrupt("its root is not the hash of its identity")
         self._check_identity(Identity.parse(self.identity))
+
+    def _check_states(self) -> None:
+        if bool(self.states) != bool(self._parsed_layout().states):
+            raise StoreCorrupt("it has states and its layout has none, or the other way round")
+        points, end = self.checkpoints, self.states[len(self.checkpoints) :]
+        on_grid = all(position % self.block_size == 0 and position <= self.num_tokens for position in points)
+        if not on_grid or list(points) != sorted(set(points)) or end not in ((), (self.num_tokens,)):
+            raise StoreCorrupt("its states are at no positions that can be")
 
     def _check_identity(self, identity: Identity) -> None:
         for name, told, found in (
@@ -212,6 +260,18 @@ def shown(text: str) -> str:
     """Something from a file for a message: printable, and not too long."""
     line = repr(text)[1:-1]
     return line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]}…"
+
+
+def _positions(text: str | None) -> tuple[int, ...]:
+    return () if text is None else tuple(map(int, _matching(_POSITIONS, text).split(",")))
+
+
+def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """By their names in the file. Raises `StoreCorrupt` if there is one twice."""
+    found = [(f"layers.{name}", tensor) for name, tensor in tensors]
+    if len(dict(found)) != len(found):
+        raise StoreCorrupt("its layout holds a tensor twice")
+    return dict(found)
 
 
 def _matching(pattern: re.Pattern[str], text: str) -> str:

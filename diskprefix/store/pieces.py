@@ -1,13 +1,19 @@
 """How a raw payload is cut into pieces, read off the layout that the root records.
 
-A *form* is what a group of the layout looks like to the store: `rows` rows, one for each head of each tensor, with
-`bytes_per_token` bytes for each token. A raw payload is the rows of the first group one after the other, then those of
-the second, …, and for a tail the next-token logits. A piece holds whole rows of one group, as many as fit
-`PIECE_BYTES` but at least one; the logits are a piece of their own.
+A *form* is what a group of the layout looks like to the store: `rows` rows of `row_bytes` bytes, for each token where
+the group's tensors have one part per token, else once. A payload is the rows of its groups, one group after the other:
+
+    block        the groups of per-token tensors
+    checkpoint   the groups of states that exist at one position only
+    tail         both, then the next-token logits
+
+A piece holds whole rows of one group, as many as fit `PIECE_BYTES` but at least one; the logits are a piece of their
+own.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,6 +21,7 @@ import msgspec
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec import PIECE_BYTES, Element, Piece
+from diskprefix.store.schema import Kind
 
 _ELEMENTS = {
     "bfloat16": (2, Element.BF16),
@@ -23,12 +30,24 @@ _ELEMENTS = {
     "float64": (8, Element.BYTES),
     "float8_e4m3fn": (1, Element.FP8_E4M3),
     "float8_e5m2": (1, Element.FP8_E5M2),
+    "int32": (4, Element.BYTES),
+    "int64": (8, Element.BYTES),
 }
 
 
 class LayoutGroup(msgspec.Struct, frozen=True):
     heads: int
     head_dim: int
+    dtype: str
+    tensors: tuple[str, ...]
+    window: int | None = None
+
+
+class LayoutState(msgspec.Struct, frozen=True):
+    """States of one form: `shape` is that of each of the tensors, `rows` into how many rows each is cut."""
+
+    shape: tuple[int, ...]
+    rows: int
     dtype: str
     tensors: tuple[str, ...]
 
@@ -39,14 +58,15 @@ class LayoutText(msgspec.Struct, frozen=True):
     version: int
     groups: tuple[LayoutGroup, ...]
     logits: tuple[int, str]
+    states: tuple[LayoutState, ...] = ()
 
 
 @dataclass(frozen=True)
 class Form:
-    """One group of a layout, or the logits (one row, with bytes for one token)."""
+    """One group of a layout, or the logits (one row)."""
 
     rows: int
-    bytes_per_token: int
+    row_bytes: int
     element: Element
 
 
@@ -54,7 +74,7 @@ class Form:
 class Cut:
     """One piece of a payload, and the rows that it holds: `piece.num_rows` of `group`, from `first_row` on.
 
-    The logits are row 0 of the group after the last one.
+    Groups are counted through: those of per-token tensors, those of states, the logits.
     """
 
     piece: Piece
@@ -64,10 +84,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """What a payload under one root holds."""
+    """What payloads under one root hold."""
 
     groups: tuple[Form, ...]
     logits: Form
+    states: tuple[Form, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> PayloadLayout:
@@ -75,39 +96,59 @@ class PayloadLayout:
         try:
             found = msgspec.json.decode(text, type=LayoutText)
             groups = tuple(_form(len(g.tensors) * g.heads, g.head_dim, g.dtype) for g in found.groups)
-            return cls(groups, _form(1, *found.logits))
+            return cls(groups, _form(1, *found.logits), tuple(map(_state_form, found.states)))
         except (msgspec.DecodeError, KeyError, ValueError) as error:
             raise StoreCorrupt(f"a payload layout cannot be read: {error}") from error
 
-    def payload_bytes(self, num_tokens: int, *, with_logits: bool) -> int:
-        return sum(cut.piece.num_bytes for cut in self.cuts(num_tokens, with_logits=with_logits))
+    @property
+    def logits_group(self) -> int:
+        """The number that cuts give the logits."""
+        return len(self.groups) + len(self.states)
 
-    def pieces(self, num_tokens: int, *, with_logits: bool) -> tuple[Piece, ...]:
-        """The pieces of a block of `num_tokens` tokens, or of a tail, in the order of the payload."""
-        return tuple(cut.piece for cut in self.cuts(num_tokens, with_logits=with_logits))
+    def payload_bytes(self, num_tokens: int, kind: Kind) -> int:
+        return sum(cut.piece.num_bytes for cut in self.cuts(num_tokens, kind))
 
-    def cuts(self, num_tokens: int, *, with_logits: bool) -> tuple[Cut, ...]:
-        return _cuts(self, num_tokens, with_logits)
+    def pieces(self, num_tokens: int, kind: Kind) -> tuple[Piece, ...]:
+        """The pieces of a node with `num_tokens` tokens, in the order of the payload."""
+        return tuple(cut.piece for cut in self.cuts(num_tokens, kind))
+
+    def cuts(self, num_tokens: int, kind: Kind) -> tuple[Cut, ...]:
+        return _cuts(self, num_tokens, kind)
 
 
 @lru_cache(maxsize=1024)
-def _cuts(layout: PayloadLayout, num_tokens: int, with_logits: bool) -> tuple[Cut, ...]:
+def _cuts(layout: PayloadLayout, num_tokens: int, kind: Kind) -> tuple[Cut, ...]:
     cuts: list[Cut] = []
     for group, form in enumerate(layout.groups):
-        row_bytes = form.bytes_per_token * num_tokens
-        if not row_bytes:
-            continue
-        rows_in_piece = max(1, PIECE_BYTES // row_bytes)
-        for first in range(0, form.rows, rows_in_piece):
-            rows = min(rows_in_piece, form.rows - first)
-            cuts.append(Cut(Piece(rows, row_bytes, form.element), group, first))
-    if with_logits:
-        cuts.append(Cut(Piece(1, layout.logits.bytes_per_token, layout.logits.element), len(layout.groups), 0))
+        cuts += _cut_rows(group, form, form.row_bytes * num_tokens)
+    if kind != Kind.BLOCK:
+        for group, form in enumerate(layout.states, start=len(layout.groups)):
+            cuts += _cut_rows(group, form, form.row_bytes)
+    if kind == Kind.TAIL:
+        logits = layout.logits
+        cuts.append(Cut(Piece(1, logits.row_bytes, logits.element), layout.logits_group, 0))
     return tuple(cuts)
 
 
-def _form(rows: int, elements_per_token: int, dtype: str) -> Form:
+def _cut_rows(group: int, form: Form, row_bytes: int) -> list[Cut]:
+    if not row_bytes:
+        return []
+    rows_in_piece = max(1, PIECE_BYTES // row_bytes)
+    return [
+        Cut(Piece(min(rows_in_piece, form.rows - first), row_bytes, form.element), group, first)
+        for first in range(0, form.rows, rows_in_piece)
+    ]
+
+
+def _state_form(state: LayoutState) -> Form:
+    elements = math.prod(state.shape)
+    if state.rows < 1 or elements % state.rows:
+        raise ValueError(f"{state.rows} rows of {elements} elements")
+    return _form(len(state.tensors) * state.rows, elements // state.rows, state.dtype)
+
+
+def _form(rows: int, elements: int, dtype: str) -> Form:
     itemsize, element = _ELEMENTS[dtype]
-    if rows < 0 or elements_per_token < 0:
-        raise ValueError(f"{rows} rows of {elements_per_token} elements")
-    return Form(rows, elements_per_token * itemsize, element)
+    if rows < 0 or elements < 0:
+        raise ValueError(f"{rows} rows of {elements} elements")
+    return Form(rows, elements * itemsize, element)

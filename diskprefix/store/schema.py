@@ -27,8 +27,8 @@ One LMDB environment with seven named databases. Integers are little-endian unle
                  16 root                                       16 bytes
                  32 start position in tokens                   u32
                  36 num_tokens                                 u32
-                 40 kind (0 block, 1 tail)                     u8
-                 41 zero                                       1 byte
+                 40 kind (0 block, 1 tail, 2 checkpoint)       u8
+                 41 flags (1: generated)                       u8
                  42 num_pieces                                 u16
                  44 zero                                       4 bytes
                  48 raw_bytes, of the payload before encoding  u64
@@ -38,8 +38,12 @@ One LMDB environment with seven named databases. Integers are little-endian unle
 A *record* is the xxh3-64 of its key and what follows (u64), then msgpack; a *prompt* the same, then zstd.
 
 A raw payload holds, for each tensor group of the root's layout in order, the group's tensors as a C-contiguous array of
-shape [tensors, heads, num_tokens, head_dim]; a tail's payload ends with the next-token logits. It is cut into pieces
-that hold whole (tensor, head) runs of one group, or the logits; `kv.layout.Layout.pieces` says where.
+shape [tensors, heads, num_tokens, head_dim]. State that exists at one position only (of recurrent layers) is in the
+payload of a *checkpoint*, a node without tokens that continues the block which ends at that position; a tail's payload
+holds it after the tokens', and ends with the next-token logits. `store.pieces` says where a payload is cut.
+
+A node is *generated* if its state is not what a prefill from position 0 computes bit for bit: its tokens were decoded
+one by one, or it continues such a node.
 """
 
 from __future__ import annotations
@@ -54,14 +58,15 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec import decode_tokens, encode_tokens, encoded_tokens
-from diskprefix.tokens import HASH_BYTES, TokenIds, checksum
+from diskprefix.tokens import HASH_BYTES, TokenIds, block_hash, checksum
 
 HISTORY_TOKENS = 1 << 22
 """Tokens that the history of a root holds at most: 16 MiB of token ids, whatever N a request asks for."""
 FORMAT_VERSION = 2
 DATABASES = ("meta", "roots", "nodes", "usage", "payloads", "entries", "history")
 
-_HEADER = struct.Struct("<16s16sIIBxHxxxxQQ")
+_HEADER = struct.Struct("<16s16sIIBBHxxxxQQ")
+_GENERATED = 1
 _CHECKSUM = struct.Struct("<Q")
 _POSITION = struct.Struct("<I")
 _TOKENS_AT = _HEADER.size + _CHECKSUM.size
@@ -74,6 +79,20 @@ _HISTORY_SEQUENCE = struct.Struct(">Q")
 class Kind(IntEnum):
     BLOCK = 0
     TAIL = 1
+    CHECKPOINT = 2
+
+
+_KINDS = frozenset(Kind)
+_NAME_MARKS = {Kind.BLOCK: b"", Kind.TAIL: b"", Kind.CHECKPOINT: b"c"}
+
+
+def node_name(secret: int, parent: bytes, token_ids: TokenIds | bytes, kind: Kind, *, generated: bool = False) -> bytes:
+    """The name of the node that continues `parent` with these token ids (`tokens.block_hash`).
+
+    Checkpoints and generated nodes have names of their own, so that they stand beside the others. A block and a tail
+    need no mark: their token counts keep their names apart.
+    """
+    return block_hash(secret, parent, token_ids, _NAME_MARKS[kind] + (b"g" if generated else b""))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +107,7 @@ class NodeRecord:
     num_pieces: int
     raw_bytes: int
     stored_bytes: int
+    generated: bool = False
 
     @property
     def end(self) -> int:
@@ -168,6 +188,7 @@ def encode_node(name: bytes, node: NodeRecord) -> bytes:
         node.position,
         len(node.token_ids),
         node.kind,
+        _GENERATED if node.generated else 0,
         node.num_pieces,
         node.raw_bytes,
         node.stored_bytes,
@@ -183,14 +204,16 @@ def decode_node(name: bytes, value: bytes | memoryview) -> NodeRecord:
     header, token_ids = bytes(value[: _HEADER.size]), bytes(value[_TOKENS_AT:])
     if checksum(name + header + token_ids) != _CHECKSUM.unpack_from(value, _HEADER.size)[0]:
         raise StoreCorrupt("a node record's checksum does not match")
-    parent, root, position, num_tokens, kind, num_pieces, raw_bytes, stored_bytes = _HEADER.unpack(header)
-    if len(token_ids) != 4 * num_tokens or kind not in (Kind.BLOCK, Kind.TAIL):
-        raise StoreCorrupt(f"a node record of {len(value)} bytes claims {num_tokens} tokens of kind {kind}")
+    parent, root, position, num_tokens, kind, flags, num_pieces, raw_bytes, stored_bytes = _HEADER.unpack(header)
+    if len(token_ids) != 4 * num_tokens or kind not in _KINDS or flags & ~_GENERATED:
+        raise StoreCorrupt(f"a node record of {len(value)} bytes claims {num_tokens} tokens of kind {kind}, {flags}")
     ids = np.frombuffer(token_ids, dtype="<i4").astype(np.int32)
-    return NodeRecord(parent, root, position, ids, Kind(kind), num_pieces, raw_bytes, stored_bytes)
+    return NodeRecord(parent, root, position, ids, Kind(kind), num_pieces, raw_bytes, stored_bytes, bool(flags))
 
 
-def is_node(value: memoryview, parent: bytes, position: int, kind: Kind, token_ids: bytes) -> bool:
+def is_node(
+    value: memoryview, parent: bytes, position: int, kind: Kind, token_ids: bytes, *, generated: bool = False
+) -> bool:
     """Whether a node record is the one of these token ids (int32, little-endian), at this place, after this parent.
 
     What `decode_node` would tell, without decoding: this is what a lookup does for every block. What it compares needs
@@ -199,7 +222,7 @@ def is_node(value: memoryview, parent: bytes, position: int, kind: Kind, token_i
     if len(value) != _TOKENS_AT + len(token_ids):
         return False
     there = _HEADER.unpack_from(value)
-    same_place = (there[0], there[2], there[4]) == (parent, position, kind)
+    same_place = (there[0], there[2], there[4], bool(there[5])) == (parent, position, kind, generated)
     return same_place and bytes(value[_TOKENS_AT:]) == token_ids
 
 

@@ -27,13 +27,14 @@ from diskprefix.store.schema import (
     decode_prompt,
     decode_root,
     decode_usage,
+    node_name,
     piece_index,
     piece_key,
 )
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.tenant import Tenant
-from diskprefix.tokens import HASH_BYTES, block_hash, root_hash
+from diskprefix.tokens import HASH_BYTES, root_hash
 
 _HISTORY_KEY_BYTES = HASH_BYTES + 8
 
@@ -168,7 +169,7 @@ class NodeCheck:
             return _of_node(ProblemKind.DAMAGED, name, str(error))
         if node is None:
             return None
-        if block_hash(self._secret, node.parent, node.token_ids) != name:
+        if node_name(self._secret, node.parent, node.token_ids, node.kind, generated=node.generated) != name:
             return _of_node(ProblemKind.MISNAMED, name, "its name is not the hash of its parent and its tokens")
         return _place_of(node)
 
@@ -192,9 +193,7 @@ class NodeCheck:
 
     def _judge_shape(self, name: bytes, place: Place) -> Iterator[Problem]:
         block_size = self.roots[place.root].block_size
-        if place.position % block_size or (
-            place.num_tokens >= block_size if place.kind == Kind.TAIL else place.num_tokens != block_size
-        ):
+        if place.position % block_size or not _has_right_length(place, block_size):
             what = f"a {place.kind.name.lower()} of {place.num_tokens} tokens at {place.position}"
             yield _of_node(ProblemKind.MISSHAPEN, name, f"{what}, the root's blocks have {block_size}")
             return
@@ -207,7 +206,7 @@ class NodeCheck:
         """How many pieces, and raw bytes in them, the layout has for such a node."""
         key = root, num_tokens, kind
         if key not in self._shapes:
-            pieces = self._layouts[root].pieces(num_tokens, with_logits=kind == Kind.TAIL)
+            pieces = self._layouts[root].pieces(num_tokens, kind)
             self._shapes[key] = len(pieces), sum(piece.num_bytes for piece in pieces)
         return self._shapes[key]
 
@@ -416,6 +415,12 @@ def _checked_root(root: bytes, value: bytes | memoryview) -> tuple[RootRecord, P
     except ValueError as error:
         raise StoreCorrupt(str(error)) from error
     return record, PayloadLayout.parse(record.layout)
+
+
+def _has_right_length(place: Place, block_size: int) -> bool:
+    if place.kind == Kind.TAIL:
+        return place.num_tokens < block_size
+    return place.num_tokens == (0 if place.kind == Kind.CHECKPOINT else block_size)
 
 
 def _of_node(kind: ProblemKind, name: bytes, message: str) -> Problem:

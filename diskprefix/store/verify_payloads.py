@@ -114,7 +114,7 @@ def _payload_of(snapshot: Snapshot, name: bytes) -> _Payload:
 @lru_cache(maxsize=1024)
 def _forms(layout: str, num_tokens: int, kind: Kind) -> tuple[Piece, ...]:
     """Raises `StoreCorrupt`."""
-    return PayloadLayout.parse(layout).pieces(num_tokens, with_logits=kind == Kind.TAIL)
+    return PayloadLayout.parse(layout).pieces(num_tokens, kind)
 
 
 def _check_payload(payload: _Payload) -> list[Problem]:

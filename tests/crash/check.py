@@ -124,9 +124,12 @@ class _ModelRestorer:
         if restored.num_tokens != len(token_ids) or restored.logits is None:
             return f"{restored.num_tokens} of {len(token_ids)} tokens are restored"
         for node in self._place.path(token_ids):
-            logits = restored.logits if node.kind == Kind.TAIL else None
+            arena = self._restorer.arena
+            found = bytes(arena.read_tokens(node.position, node.num_tokens))
+            if node.kind == Kind.TAIL:
+                found += arena.logits_bytes(restored.logits)
             expected = self._payload(node.name, token_ids[: node.end], self._place.payload_bytes(node))
-            if self._restorer.arena.read_block(node.position, node.num_tokens, logits) != expected:
+            if found != expected:
                 return f"another state at tokens {node.position} to {node.end}"
         return None
 

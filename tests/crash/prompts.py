@@ -112,7 +112,7 @@ def publication(store: Store, number: int) -> Publication:
     nodes: list[NewNode] = []
     for index, (name, parent, part) in enumerate(path(store.secret, number)):
         kind = Kind.BLOCK if len(part) == BLOCK else Kind.TAIL
-        pieces = layout.pieces(len(part), with_logits=kind == Kind.TAIL)
+        pieces = layout.pieces(len(part), kind)
         start = index * BLOCK
         raw = payload(name, ids[: start + len(part)], sum(piece.num_bytes for piece in pieces))
         nodes.append(NewNode(name, parent, start, part, kind, raw, pieces, prefill_s=0.1))

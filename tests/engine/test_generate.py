@@ -18,8 +18,8 @@ from diskprefix.engine.generate import Engine
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, StoreFormatError
-from diskprefix.kv.layers import KVArena
-from diskprefix.kv.layout import probe_layout
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.probe import probe_layout
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
@@ -221,7 +221,7 @@ def test_a_reply_that_outgrows_the_memory_at_hand_is_not_changed(tmp_path: Path)
     model = tiny.write_folder(tmp_path / "model", dtype=torch.bfloat16, max_position_embeddings=4096)
     small, large = load(model, tmp_path / "a"), load(model, tmp_path / "b")
     state = small._state
-    small._state = type(state)(small.cache.layout, small.model.device)  # type: ignore[call-arg]
+    small._state = type(state)(small.cache.layout, small.model.device)
     replies = [tokens_of(run(e, prompt(1030), max_tokens=150, logit_bias={2: -100.0})) for e in (small, large)]
     assert replies[0] == replies[1]
     assert len(replies[0]) == 150

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from diskprefix.errors import ContextTooLong
-from diskprefix.kv import layers
-from diskprefix.kv.layers import KVArena
-from diskprefix.kv.layout import Layout, probe_layout
+from diskprefix.kv import arena as arena_module
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import Layout
+from diskprefix.kv.probe import probe_layout
 from tests.tiny import tiny_llama
 
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ def layout() -> Layout:
 
 def payload_of(layout: Layout, seed: int) -> memoryview:
     """Bytes of `NUM_TOKENS` tokens."""
-    size = layout.payload_bytes(NUM_TOKENS, with_logits=False)
+    size = layout.bytes_per_token * NUM_TOKENS
     return memoryview(np.random.default_rng(seed).bytes(size))
 
 
@@ -59,7 +60,7 @@ def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads(
     layout: Layout, through_numpy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's memory is copied by torch, which guards tensors that were made in inference mode."""
-    monkeypatch.setattr(layers, "_in_main_memory", lambda _: through_numpy)
+    monkeypatch.setattr(arena_module, "_in_main_memory", lambda _: through_numpy)
     arena = KVArena(layout, CPU)
     payload = payload_of(layout, 0)
     with torch.inference_mode(), ThreadPoolExecutor(1) as other:
@@ -70,16 +71,16 @@ def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads(
         other.submit(fill, arena, layout, payload).result()
         arena.truncate(2 * NUM_TOKENS)
         append(arena, NUM_TOKENS)
-        assert other.submit(arena.read_block, NUM_TOKENS, NUM_TOKENS, None).result() == payload
+        assert other.submit(arena.read_tokens, NUM_TOKENS, NUM_TOKENS).result() == payload
 
 
 def test_growing_keeps_what_is_valid(layout: Layout) -> None:
     arena = KVArena(layout, CPU)
     arena.reserve(NUM_TOKENS)
     append(arena, NUM_TOKENS)
-    before = arena.read_block(0, NUM_TOKENS, None)
+    before = arena.read_tokens(0, NUM_TOKENS)
     arena.reserve(5000)
-    assert (arena.num_tokens, arena.read_block(0, NUM_TOKENS, None)) == (NUM_TOKENS, before)
+    assert (arena.num_tokens, arena.read_tokens(0, NUM_TOKENS)) == (NUM_TOKENS, before)
 
 
 def test_what_does_not_fit_is_refused_before_memory_is_taken(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,12 +96,12 @@ def test_a_refusal_leaves_the_arena_as_it_was(layout: Layout) -> None:
     arena = KVArena(layout, CPU, lambda: free[0])
     arena.reserve(NUM_TOKENS)
     append(arena, NUM_TOKENS)
-    before = arena.read_block(0, NUM_TOKENS, None)
+    before = arena.read_tokens(0, NUM_TOKENS)
     free[0] = 0
     with pytest.raises(ContextTooLong):
         arena.reserve(100_000)
     append(arena, 1)
-    assert arena.read_block(0, NUM_TOKENS, None) == before
+    assert arena.read_tokens(0, NUM_TOKENS) == before
 
 
 def capacity_of(arena: KVArena) -> int:

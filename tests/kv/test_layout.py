@@ -19,7 +19,7 @@ from transformers import (
     OpenAIGPTLMHeadModel,
 )
 
-from diskprefix.kv.layout import probe_layout
+from diskprefix.kv.probe import probe_layout
 from tests.tiny import BLOCK, VOCAB, Runner, random_prompt, tiny_llama, tiny_settings
 
 ORIGINAL = 4 * BLOCK
@@ -109,7 +109,7 @@ def test_a_rope_of_one_kind_of_layer_counts() -> None:
 def test_a_model_without_rope_is_cached() -> None:
     model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=100)).eval()
     layout = probe_layout(model)
-    assert (layout.unsupported, layout.num_layers, layout.vocab_size) == ((), 2, 100)
+    assert (layout.unsupported, len(layout.layers), layout.vocab_size) == ((), 2, 100)
 
 
 def test_a_model_that_takes_no_cache_is_not_cached() -> None:

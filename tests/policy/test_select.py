@@ -36,7 +36,7 @@ def pick(scope: Scope, prompt: Prompt, *recent: TokenIds, **changes: Any) -> Sel
 
 
 def test_off_selects_nothing_and_looks_at_nothing() -> None:
-    assert pick(OFF, Prompt(ids(5000)), ids(5000), cuttable=False) == Selection(
+    assert pick(OFF, Prompt(ids(5000)), ids(5000), state="checkpoints") == Selection(
         scope=OFF, prompt_tokens=5000, reason="off"
     )
 
@@ -72,7 +72,7 @@ def test_a_number_is_not_moved_to_a_chat_boundary() -> None:
 
 @pytest.mark.parametrize("scope", [FULL, tokens(511), AUTO], ids=str)
 def test_below_min_tokens_nothing_is_kept_but_the_boundary_is_reported(scope: Scope) -> None:
-    selection = pick(scope, Prompt(ids(511)), ids(511), cuttable=False)
+    selection = pick(scope, Prompt(ids(511)), ids(511), state="checkpoints")
     assert (selection.selected, selection.aligned, selection.keep_tail) == (511, 0, False)
     assert selection.checkpoints == ()
     assert selection.reason == "below_min_tokens"
@@ -101,7 +101,7 @@ def test_less_than_a_block_without_its_tail_is_nothing_even_without_a_minimum() 
 
 @pytest.mark.parametrize("scope", [OFF, FULL, AUTO, tokens(7)], ids=str)
 def test_a_prompt_without_tokens_has_nothing_to_keep(scope: Scope) -> None:
-    selection = pick(scope, Prompt(ids(0)), ids(9), min_tokens=0, cuttable=False)
+    selection = pick(scope, Prompt(ids(0)), ids(9), min_tokens=0, state="checkpoints")
     assert (selection.selected, selection.aligned, selection.keep_tail, selection.checkpoints) == (0, 0, False, ())
 
 
@@ -153,7 +153,7 @@ def test_with_history_the_guess_is_not_used() -> None:
     ],
 )
 def test_auto_says_why_it_has_no_boundary(prompt: Prompt, recent: list[TokenIds], reason: str) -> None:
-    selection = pick(AUTO, prompt, *recent, cuttable=False)
+    selection = pick(AUTO, prompt, *recent, state="checkpoints")
     assert (selection.selected, selection.aligned, selection.checkpoints) == (0, 0, ())
     assert selection.reason == reason
 
@@ -207,13 +207,29 @@ def test_every_scope_but_off_says_where_the_prompt_diverged(scope: Scope) -> Non
 def test_full_has_cold_continued_and_last_checkpoints(
     length: int, boundaries: tuple[int, ...], changes: dict[str, int], checkpoints: tuple[int, ...]
 ) -> None:
-    assert pick(FULL, Prompt(ids(length), boundaries), cuttable=False, **changes).checkpoints == checkpoints
+    assert pick(FULL, Prompt(ids(length), boundaries), state="checkpoints", **changes).checkpoints == checkpoints
 
 
 @pytest.mark.parametrize("scope", [AUTO, tokens(1432)], ids=str)
-def test_auto_and_a_number_have_one_checkpoint_at_their_boundary(scope: Scope) -> None:
-    selection = pick(scope, Prompt(ids(4123), boundaries=(1, 1432)), sharing(4000, 1500), cuttable=False)
+def test_auto_and_a_number_have_a_checkpoint_at_their_boundary(scope: Scope) -> None:
+    selection = pick(scope, Prompt(ids(4123), boundaries=(1, 1432)), sharing(4000, 1500), state="checkpoints")
     assert selection.checkpoints == (1280,) == (selection.aligned,)
+
+
+@pytest.mark.parametrize("scope", [AUTO, tokens(1432)], ids=str)
+def test_below_a_far_boundary_lie_checkpoints_to_fall_back_to(scope: Scope) -> None:
+    prompt = Prompt(ids(4123), boundaries=(1, 1432, 4100))
+    selection = pick(scope, prompt, sharing(4000, 1500), state="checkpoints", interval=600, min_tokens=100)
+    assert selection.checkpoints == (512, 1024, 1280)
+
+
+def test_state_of_one_pass_is_kept_at_the_end_of_a_prompt_only() -> None:
+    prompt = Prompt(ids(4123), boundaries=(1, 1432))
+    whole = pick(FULL, prompt, state="one_pass")
+    assert (whole.keep_tail, whole.aligned, whole.checkpoints) == (True, 4096, ())
+    for scope in (AUTO, tokens(1432)):
+        part = pick(scope, prompt, sharing(4000, 1500), state="one_pass")
+        assert (part.selected, part.aligned, part.reason) == (1432, 0, "one_pass")
 
 
 @pytest.mark.parametrize("scope", [FULL, AUTO, tokens(1432)], ids=str)
@@ -274,7 +290,7 @@ KNOBS = st.fixed_dictionaries(
         "min_tokens": st.integers(0, 20),
         "cold_max": st.integers(0, 50),
         "interval": st.integers(1, 50),
-        "cuttable": st.booleans(),
+        "state": st.sampled_from(["cuttable", "checkpoints", "one_pass"]),
     }
 )
 
@@ -292,7 +308,7 @@ def test_whatever_is_selected_lies_in_the_prompt_and_on_the_grid(
     elif selection.aligned:
         assert selection.aligned >= knobs["min_tokens"]
     for position in selection.checkpoints:
-        assert not knobs["cuttable"]
+        assert knobs["state"] == "checkpoints"
         assert position % block_size == 0
         assert max(knobs["min_tokens"], 1) <= position <= selection.aligned
     assert list(selection.checkpoints) == sorted(set(selection.checkpoints))

@@ -63,7 +63,7 @@ def payload_of(token_ids: TokenIds, num_bytes: int) -> memoryview:
 
 def new_node(name: bytes, parent: bytes, position: int, token_ids: TokenIds, kind: Kind, layout: str) -> NewNode:
     """A node whose payload has the size that the layout says."""
-    pieces = PayloadLayout.parse(layout).pieces(len(token_ids), with_logits=kind == Kind.TAIL)
+    pieces = PayloadLayout.parse(layout).pieces(len(token_ids), kind)
     payload = payload_of(token_ids, sum(piece.num_bytes for piece in pieces))
     return NewNode(name, parent, position, token_ids, kind, payload, pieces, prefill_s=0.5)
 

@@ -75,7 +75,7 @@ def cut_record(file: Format1File, node: OldNode) -> None:
 def payload_of(snapshot: Snapshot, file: Format1File, node: OldNode) -> bytes:
     """The payload as format 2 has it, decoded; its pieces are raw and as the layout cuts them."""
     layout = PayloadLayout.parse(file.roots[node.root]["layout"])
-    pieces = layout.pieces(len(node.token_ids), with_logits=bool(node.kind))
+    pieces = layout.pieces(len(node.token_ids), Kind(node.kind))
     stored = [view for _, view in snapshot.pieces(node.name)]
     checked = [check_piece(view, piece_seed(node.name, index)) for index, view in enumerate(stored)]
     assert checked == [(piece.num_bytes, Codec.RAW, piece.element) for piece in pieces]

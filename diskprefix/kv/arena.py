@@ -1,0 +1,310 @@
+"""The memory that a sequence's state lives in, laid out so that a block moves with one copy.
+
+`KVArena` owns it: one tensor per group of per-token tensors, [tensors, 1, heads, capacity, head_dim], and one per group
+of states, [tensors, 1, *shape]. The layers that transformers sees are views of them. The memory is kept between
+requests: pages that were touched once are several times faster to fill (the first touch of fresh memory costs a page
+fault).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import Cache
+
+from diskprefix.errors import ContextTooLong
+from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
+from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.settings import format_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+_CAPACITY_STEP = 1024
+_PAD_TOKENS = 64
+"""Keeps the distance between heads off powers of two, which would map them to the same cache sets."""
+
+
+def tensor_over(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over the bytes of `payload`, without a copy; good while `payload` lives.
+
+    `torch.frombuffer` warns about every read-only buffer, such as a view of the store's memory map: hence ctypes.
+    """
+    address = np.frombuffer(payload, dtype=np.uint8).ctypes.data
+    return torch.frombuffer((ctypes.c_uint8 * len(payload)).from_address(address), dtype=dtype)
+
+
+class ArenaCache(Cache):  # type: ignore[misc]
+    """What a model takes for its cache. It knows its length also where no layer counts tokens."""
+
+    def __init__(self, arena: KVArena, layers: list[Any]) -> None:
+        super().__init__(layers=layers)
+        self._arena = arena
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that the layer holds; those of the sequence where it does not count them."""
+        layer = self.layers[layer_idx]
+        return layer.length if isinstance(layer, TokenLayer) else self._arena.num_tokens
+
+
+class KVArena:
+    """The state of one sequence. Not thread-safe: it belongs to the engine thread.
+
+    `free_bytes` tells how much memory of `device` may still be taken; without it, there is no limit but the machine's.
+    Groups are counted as in payloads (`store.pieces`): those of per-token tensors, then those of states.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        free_bytes: Callable[[], int] | None = None,
+        capacity_step: int = _CAPACITY_STEP,
+    ) -> None:
+        self.layout = layout
+        self.device = device
+        self._free_bytes = free_bytes
+        self._capacity_step = capacity_step
+        self._capacity = 0
+        self._num_tokens = 0
+        self._marked: tuple[int, list[torch.Tensor]] = 0, []
+        self._tensors: list[torch.Tensor] = []
+        self._rows: list[Bytes] = []
+        """The same memory by group, shape [rows, capacity × head_dim × itemsize], where it is main memory."""
+        layers = [make_layer(spec) for spec in layout.layers]
+        self._token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
+        self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
+        self._layers = layers
+        self._states = self._allocate_states()
+        for layer in self._token_layers:
+            layer.grow = self.reserve
+        self.cache = ArenaCache(self, layers)
+        """What the model takes as `layout.cache_argument`."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is memory for."""
+        return self._capacity
+
+    @property
+    def num_tokens(self) -> int:
+        return self._token_layers[0].length if self._token_layers else self._num_tokens
+
+    def forward(self, model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+        """Run [1, n] more tokens and answer the next-token logits, shape [vocab], in the model's dtype."""
+        start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
+        call: dict[str, Any] = {self.layout.cache_argument: self.cache, "use_cache": True}
+        if "position_ids" in self.layout.options:
+            # Not every model counts on from its cache.
+            call["position_ids"] = torch.arange(start, end, device=token_ids.device).unsqueeze(0)
+        if "logits_to_keep" in self.layout.options:
+            call["logits_to_keep"] = 1
+        output = model(input_ids=token_ids, **call)
+        # States do not count tokens.
+        self._num_tokens = end
+        assert self._num_tokens == self.num_tokens, "the model must add all tokens of a step to its state"
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
+
+    def truncate(self, num_tokens: int) -> None:
+        """Take the first `num_tokens` tokens in memory for the sequence; states, if there are any, are theirs."""
+        assert num_tokens <= self._capacity or num_tokens == 0 or not self._token_layers
+        self._num_tokens = num_tokens
+        for token_layer in self._token_layers:
+            token_layer.set_length(num_tokens)
+        for state_layer in self._state_layers:
+            state_layer.set_has_state(num_tokens > 0)
+
+    def mark(self) -> None:
+        """Remember this point for `rewind`. States are copied, as they are updated in place."""
+        self._marked = self.num_tokens, [tensor.clone() for tensor in self._states]
+
+    def rewind(self) -> None:
+        """Go back to the marked point: the tokens before it were never overwritten."""
+        num_tokens, states = self._marked
+        self.truncate(num_tokens)
+        for state, marked in zip(self._states, states, strict=True):
+            state.copy_(marked)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` tokens in all; what is valid stays. New memory is touched here, once.
+
+        Raises `ContextTooLong` if there is not enough memory. While nothing is valid, the old memory is given back
+        before the new is taken: call `truncate(0)` first, once nobody reads the arena, and half of the peak is saved.
+        """
+        if num_tokens <= self._capacity or not self._token_layers:
+            return
+        # The longest: in the middle of a step, some layers have its tokens already.
+        valid = max(layer.length for layer in self._token_layers)
+        capacity = self._affordable_capacity(num_tokens, valid)
+        if not valid:
+            self._release()
+        # Outside inference mode, whatever the caller is in: reading threads are not in it, and torch lets nobody else
+        # write to tensors that were made in it.
+        with torch.inference_mode(False):
+            grown = self._allocate(num_tokens, capacity)
+            for before, after in zip(self._tensors, grown, strict=False):
+                after[:, :, :, :valid] = before[:, :, :, :valid]
+            # Only now: a capture may be reading beside us.
+            self._tensors, self._capacity = grown, capacity
+            self._bind()
+
+    def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Callable[[Bytes], None]) -> None:
+        """Have `write` fill rows of a group; of per-token tensors for tokens `position` … `position + num_tokens`.
+
+        A row is one head of one tensor, or a part of a state. `write` gets bytes of shape [rows, row_bytes], each row
+        contiguous: the arena's own memory where that is main memory. Different rows may be filled from different
+        threads at once. On the CPU all this is numpy's: torch would set a team of threads to work for each copy, which
+        is slower for one piece and disastrous while the model computes beside it.
+        """
+        if group >= len(self.layout.groups):
+            self._fill_state(group - len(self.layout.groups), rows, write)
+            return
+        form = self.layout.groups[group]
+        token_bytes = form.head_dim * form.dtype.itemsize
+        if self._rows:
+            write(self._rows[group][rows, position * token_bytes : (position + num_tokens) * token_bytes])
+            return
+        part = self._tensors[group].flatten(0, 2)[rows, position : position + num_tokens]
+        _write_through(write, part)
+
+    def logits_from(self, payload: Bytes) -> torch.Tensor:
+        """The next-token logits that a tail ends with, shape [vocab], on the arena's device. Takes `payload` over."""
+        return torch.from_numpy(payload.reshape(-1)).view(self.layout.logits_dtype).to(self.device)
+
+    def read_tokens(self, position: int, num_tokens: int) -> memoryview:
+        """A copy of those tokens' state as a raw payload (see `store.schema`).
+
+        May run beside the engine thread as long as nothing before `position + num_tokens` is written.
+        """
+        payload = np.empty(self.layout.bytes_per_token * num_tokens, dtype=np.uint8)
+        start = 0
+        for group, tensor in zip(self.layout.groups, self._tensors, strict=True) if num_tokens else ():
+            end = start + group.bytes_per_token * num_tokens
+            _copy_into(payload[start:end], tensor[:, :, :, position : position + num_tokens])
+            start = end
+        return payload.data
+
+    def read_states(self) -> memoryview:
+        """A copy of the states as they are now, as in a checkpoint's payload. For the engine thread: the next step
+        changes them."""
+        payload = np.empty(self.layout.state_bytes, dtype=np.uint8)
+        start = 0
+        for group, tensor in zip(self.layout.states, self._states, strict=True):
+            _copy_into(payload[start : start + group.num_bytes], tensor)
+            start += group.num_bytes
+        return payload.data
+
+    def logits_bytes(self, logits: torch.Tensor) -> memoryview:
+        """Next-token logits, shape [vocab], as a tail's payload ends with them."""
+        payload = np.empty(self.layout.logits_bytes, dtype=np.uint8)
+        tensor_over(payload.data, self.layout.logits_dtype).copy_(logits)
+        return payload.data
+
+    def _fill_state(self, number: int, rows: slice, write: Callable[[Bytes], None]) -> None:
+        group = self.layout.states[number]
+        part = self._states[number].view(len(group.specs) * group.rows_each, -1)[rows]
+        if _in_main_memory(part):
+            write(_bytes_of(part))
+        else:
+            _write_through(write, part)
+
+    def _affordable_capacity(self, num_tokens: int, valid: int) -> int:
+        """Larger by half at least, so that a long reply does not copy the arena again and again; if that is too much,
+        what is needed."""
+        exact = self._rounded(num_tokens)
+        generous = max(exact, self._rounded(self._capacity + self._capacity // 2))
+        if self._free_bytes is None:
+            return generous
+        # While tokens are valid, the old memory is held until they are copied.
+        room = self._free_bytes() + (0 if valid else self._size_bytes(self._capacity))
+        if self._size_bytes(exact) > room:
+            raise self._too_long(num_tokens, room)
+        return generous if self._size_bytes(generous) <= room else exact
+
+    def _rounded(self, num_tokens: int) -> int:
+        """The capacity that is allocated for `num_tokens` tokens."""
+        return -(-num_tokens // self._capacity_step) * self._capacity_step + _PAD_TOKENS
+
+    def _size_bytes(self, capacity: int) -> int:
+        return self.layout.bytes_per_token * capacity
+
+    def _too_long(self, num_tokens: int, room: int | None) -> ContextTooLong:
+        needed = format_size(self._size_bytes(self._rounded(num_tokens)))
+        found = "more than there is" if room is None else f"{format_size(room)} are available"
+        return ContextTooLong(
+            f"{num_tokens} tokens need {needed} of KV memory, {found}; "
+            "use a shorter prompt or a machine with more memory"
+        )
+
+    def _allocate(self, num_tokens: int, capacity: int) -> list[torch.Tensor]:
+        shapes = [(len(g.specs), 1, g.heads, capacity, g.head_dim) for g in self.layout.groups]
+        try:
+            return [self._zeros(shape, g.dtype) for g, shape in zip(self.layout.groups, shapes, strict=True)]
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._too_long(num_tokens, None) from error
+
+    def _allocate_states(self) -> list[torch.Tensor]:
+        with torch.inference_mode(False):
+            states = [self._zeros((len(g.specs), 1, *g.shape), g.dtype) for g in self.layout.states]
+        for group, tensor in zip(self.layout.states, states, strict=True):
+            for spec, state in zip(group.specs, tensor, strict=True):
+                self._layers[spec.layer].bind_state(spec.part, spec.index, state)
+        for layer in self._state_layers:
+            layer.set_has_state(False)
+        return states
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        # numpy asks the kernel for huge pages, torch does not: without them a restore loses a quarter of its speed.
+        memory = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(memory).view(dtype).view(shape).zero_()
+
+    def _release(self) -> None:
+        self._tensors, self._rows, self._capacity = [], [], 0
+        for group in self.layout.groups:
+            for spec in group.specs:
+                self._layers[spec.layer].bind(spec.part, torch.empty(1, 1, 0, 1, dtype=spec.dtype, device=self.device))
+
+    def _bind(self) -> None:
+        in_main_memory = all(map(_in_main_memory, self._tensors))
+        self._rows = [_bytes_of(t.flatten(0, 2).flatten(1)) for t in self._tensors] if in_main_memory else []
+        for group, tensor in zip(self.layout.groups, self._tensors, strict=True):
+            for spec, part in zip(group.specs, tensor, strict=True):
+                self._layers[spec.layer].bind(spec.part, part)
+
+
+def _copy_into(payload: Bytes, part: torch.Tensor) -> None:
+    """Copy a tensor's values, one after the other, to flat bytes in main memory."""
+    if _in_main_memory(part):
+        source = _bytes_of(part)
+        payload.reshape(source.shape)[...] = source
+    elif len(payload):
+        tensor_over(payload.data, part.dtype).view(part.shape).copy_(part)
+
+
+def _write_through(write: Callable[[Bytes], None], part: torch.Tensor) -> None:
+    """Have `write` fill a tensor of shape [rows, …] on another device, by way of main memory."""
+    staged = np.empty((len(part), part[0].numel() * part.dtype.itemsize), dtype=np.uint8)
+    write(staged)
+    part.copy_(tensor_over(staged.data.cast("B"), part.dtype).view(part.shape))
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The memory of a tensor in main memory, its last dimension in bytes."""
+    return tensor.view(torch.uint8).numpy()
+
+
+def _in_main_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"

@@ -1,0 +1,288 @@
+"""Finding a model's layout by asking the model itself, and trying whether its state can be saved and restored.
+
+A few tokens are run through transformers' own cache for this config, and what its layers then hold is read off: the
+class of each layer, and the shapes and dtypes of its tensors. Then a restore is *rehearsed*: a short run is interrupted,
+another sequence runs, and a copy of the first one's state goes on; its logits must be the uninterrupted run's, bit for
+bit. So a model that keeps state where no cache sees it is found out before it serves anybody.
+
+Whatever we do not know makes the layout unsupported: another class of layer, a model that cannot be asked, a rehearsal
+that fails. Such models run on transformers' own state, without ours (`kv.uncached`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from diskprefix.kv.arena import Bytes, KVArena
+from diskprefix.kv.layout import (
+    CacheArgument,
+    Group,
+    LayerKind,
+    LayerSpec,
+    Layout,
+    StateGroup,
+    StateSpec,
+    TensorSpec,
+    is_out_of_memory,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_KINDS: dict[type[Any], LayerKind] = {
+    DynamicLayer: "full",
+    DynamicSlidingWindowLayer: "sliding",
+    DynamicIndexedLayer: "indexed",
+    LinearAttentionLayer: "linear",
+    LinearAttentionAndFullAttentionLayer: "linear+full",
+    LinearAttentionAndSlidingWindowAttentionLayer: "linear+sliding",
+    DummyLayer: "none",
+}
+"""Exactly these classes: one that inherits from them may keep more."""
+
+_STEP = 4
+"""Tokens in a step of the rehearsal."""
+_OPTIONS = frozenset({"position_ids", "logits_to_keep"})
+
+_MOST_STATE_ERROR = 0.05
+_MOST_LOGITS_ERROR = 0.3
+"""How far a run in two steps may be from one in a single pass, as a part of how far away a run is that never saw the
+first step. What is continued right is nearer by orders of magnitude, rounding apart; what is dropped nearly as far."""
+
+
+class _Unsupported(Exception):
+    """The reasons why a model's state cannot be cached."""
+
+    def __init__(self, *reasons: str) -> None:
+        super().__init__(*reasons)
+        self.reasons = reasons
+
+
+def probe_layout(model: PreTrainedModel) -> Layout:
+    """Run a few tokens through `model`, read its state's layout off transformers' own cache, and rehearse a restore.
+
+    A model that cannot be cached is unsupported, with the reason. Raises only what running out of memory raises.
+    """
+    try:
+        with torch.inference_mode():
+            _check_outside(model)
+            return _rehearsed(model, _read_layout(model))
+    except _Unsupported as found:
+        return _uncacheable(model, found.reasons)
+    except Exception as error:  # a model class of any age and author may fail in any way
+        if is_out_of_memory(error):
+            raise
+        first_line = next(iter(str(error).splitlines()), "")
+        return _uncacheable(model, (f"{type(model).__name__}: {type(error).__name__}: {first_line}",))
+
+
+def _uncacheable(model: PreTrainedModel, reasons: tuple[str, ...]) -> Layout:
+    return Layout(layers=(), groups=(), vocab_size=0, logits_dtype=model.dtype, unsupported=reasons)
+
+
+def _check_outside(model: PreTrainedModel) -> None:
+    """What keeps `model` from being cached, as far as it can be seen without running it."""
+    name = type(model).__name__
+    found = _moving_ropes(model)
+    if _cache_argument(model) is None:
+        found.append(f"{name} takes no past_key_values")
+    elif not model._supports_default_dynamic_cache():
+        found.append(f"{name} has a cache of its own")
+    if found:
+        raise _Unsupported(*found)
+
+
+def _cache_argument(model: PreTrainedModel) -> CacheArgument | None:
+    accepted = inspect.signature(type(model).forward).parameters
+    if "past_key_values" in accepted:
+        return "past_key_values"
+    return "cache_params" if "cache_params" in accepted else None
+
+
+def _moving_ropes(model: PreTrainedModel) -> list[str]:
+    """The kinds of RoPE whose frequencies depend on more than the position, as transformers' `dynamic_rope_update`
+    tells them apart.
+
+    Dynamic ones are kept in the module and depend on what ran before. longrope's change for all positions once a
+    sequence grows past the original length, so keys that a shorter run computed are wrong then: `generate` computes
+    them again.
+    """
+    kinds = {kind for module in model.modules() for kind in _rope_types(getattr(module, "rope_type", None))}
+    return sorted(f"{kind} RoPE" for kind in kinds if "dynamic" in kind or kind == "longrope")
+
+
+def _rope_types(rope_type: Any) -> list[str]:
+    """One for the whole model, or one for each kind of layer."""
+    return [str(kind) for kind in rope_type.values()] if isinstance(rope_type, dict) else [str(rope_type)]
+
+
+def _tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.Tensor:
+    """Made-up token ids, shape [1, num_tokens]."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (1, num_tokens), generator=generator).to(model.device)
+
+
+def _read_layout(model: PreTrainedModel) -> Layout:
+    cache = DynamicCache(config=model.config)
+    argument = _cache_argument(model)
+    assert argument is not None
+    logits = model(input_ids=_tokens(model, 0, _STEP), use_cache=True, **{argument: cache}).logits
+    unknown = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _KINDS})
+    if unknown:
+        raise _Unsupported(*unknown)
+    layers = [_layer_spec(layer) for layer in cache.layers]
+    tensors = [spec for i, layer in enumerate(cache.layers) for spec in _tensor_specs(i, layer)]
+    states = [spec for i, layer in enumerate(cache.layers) for spec in _state_specs(i, layer)]
+    if not tensors and not states:
+        raise _Unsupported(f"{type(model).__name__} leaves layers of its cache empty")
+    return Layout(
+        layers=tuple(layers),
+        groups=tuple(
+            Group(tuple(spec for spec in tensors if spec.form == form))
+            for form in dict.fromkeys(t.form for t in tensors)
+        ),
+        vocab_size=logits.shape[-1],
+        logits_dtype=logits.dtype,
+        states=tuple(
+            StateGroup(tuple(spec for spec in states if spec.form == form))
+            for form in dict.fromkeys(s.form for s in states)
+        ),
+        cache_argument=argument,
+        options=_OPTIONS & inspect.signature(type(model).forward).parameters.keys(),
+    )
+
+
+def _layer_spec(layer: Any) -> LayerSpec:
+    kind = _KINDS[type(layer)]
+    if kind != "linear" and kind != "none" and layer.keys is None:
+        # It was never written to: it uses another layer's, or has no attention at all.
+        kind = "linear" if kind.startswith("linear") else "none"
+    window = layer.sliding_window if kind.endswith("sliding") else None
+    return LayerSpec(kind, window, getattr(layer, "number_of_states", 0) if kind.startswith("linear") else 0)
+
+
+def _tensor_specs(index: int, layer: Any) -> list[TensorSpec]:
+    spec = _layer_spec(layer)
+    if spec.kind in ("none", "linear"):
+        return []
+    parts = [("keys", layer.keys), ("values", layer.values)]
+    if spec.kind == "indexed" and layer.indexer_keys is not None:
+        parts.append(("indexer", layer.indexer_keys.unsqueeze(1)))
+    for part, tensor in parts:
+        if tensor.ndim != 4 or tensor.shape[0] != 1 or tensor.shape[2] != min(_STEP, (spec.window or _STEP + 1) - 1):
+            raise _Unsupported(f"{type(layer).__name__} with {part} of shape {list(tensor.shape)}")
+    if getattr(layer, "indexer_position_ids", None) is not None:
+        raise _Unsupported(f"{type(layer).__name__} with positions of its own")
+    return [TensorSpec(index, part, t.shape[1], t.shape[3], t.dtype, spec.window) for part, t in parts]
+
+
+def _state_specs(index: int, layer: Any) -> list[StateSpec]:
+    if not _layer_spec(layer).kind.startswith("linear"):
+        return []
+    named = [("conv", layer.conv_states), ("recurrent", layer.recurrent_states)]
+    return [
+        StateSpec(index, part, i, tuple(tensor.shape[1:]), tensor.dtype)
+        for part, states in named
+        for i, tensor in states.items()
+        if tensor is not None
+    ]
+
+
+def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
+    """The layout, once a restore gave the bits of the uninterrupted run. Raises `_Unsupported`."""
+    token_ids = _tokens(model, 1, 2 * _STEP + 1)
+    first, second, last = token_ids[:, :_STEP], token_ids[:, _STEP : 2 * _STEP], token_ids[:, 2 * _STEP :]
+    cold = _arena(model, layout)
+    cold.forward(model, first)
+    tokens, states = cold.read_tokens(0, _STEP), cold.read_states()
+    expected = [cold.forward(model, second)]
+    continued = cold.read_states()
+    expected.append(cold.forward(model, last))
+    _arena(model, layout).forward(model, _tokens(model, 2, _STEP + 1))
+
+    warm = _arena(model, layout)
+    _write(warm, memoryview(bytes(tokens) + bytes(states)))
+    warm.truncate(_STEP)
+    found = [warm.forward(model, second), warm.forward(model, last)]
+    if not all(map(torch.equal, found, expected)):
+        raise _Unsupported(f"{type(model).__name__} keeps state outside its cache")
+    return _compared_with_one_pass(model, layout, token_ids[:, : 2 * _STEP], expected[0], continued)
+
+
+def _compared_with_one_pass(
+    model: PreTrainedModel, layout: Layout, token_ids: torch.Tensor, logits: torch.Tensor, states: memoryview
+) -> Layout:
+    """The layout, once several tokens can be added to a state at once: `logits` and `states` came of two steps.
+
+    The code of some recurrences (Mamba's first scan) then starts again from nothing: their layout is one pass. States
+    are compared where both runs had nearly the same input, in the first layer. Raises `_Unsupported` for a model that
+    continues wrongly though its states are right.
+    """
+    whole, dropped = _arena(model, layout), _arena(model, layout)
+    one_pass, second_alone = whole.forward(model, token_ids), dropped.forward(model, token_ids[:, _STEP:])
+    if layout.states:
+        at = _first_recurrent(layout)
+        ends = [_state_at(layout, found, at) for found in (states, whole.read_states(), dropped.read_states())]
+        if _error(*ends) > _MOST_STATE_ERROR:
+            return layout.in_one_pass()
+    if _error(logits, one_pass, second_alone) > _MOST_LOGITS_ERROR:
+        raise _Unsupported(f"{type(model).__name__} does not continue a sequence step by step")
+    return layout
+
+
+def _error(found: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> float:
+    """How far `found` is from `right`, as a part of how far `wrong` is; 0 where there is nothing to tell them apart."""
+    scale = (wrong.float() - right.float()).abs().max()
+    return float((found.float() - right.float()).abs().max() / scale) if scale else 0.0
+
+
+def _first_recurrent(layout: Layout) -> StateSpec:
+    """The recurrent state of the first layer that has one; a convolution's where there are no others."""
+    specs = [spec for group in layout.states for spec in group.specs]
+    return min(specs, key=lambda spec: (spec.part != "recurrent", spec.layer, spec.index))
+
+
+def _state_at(layout: Layout, states: memoryview, wanted: StateSpec) -> torch.Tensor:
+    start = 0
+    for group in layout.states:
+        for spec in group.specs:
+            if spec == wanted:
+                return torch.frombuffer(bytearray(states[start : start + spec.num_bytes]), dtype=spec.dtype)
+            start += spec.num_bytes
+    raise AssertionError("the layout has no such state")
+
+
+def _arena(model: PreTrainedModel, layout: Layout) -> KVArena:
+    arena = KVArena(layout, model.device, capacity_step=2 * _STEP + 1)
+    arena.reserve(2 * _STEP + 1)
+    return arena
+
+
+def _write(arena: KVArena, payload: memoryview) -> None:
+    """Restore the first tokens and the states from raw bytes."""
+    start = 0
+
+    def write(out: Bytes) -> None:
+        nonlocal start
+        out.reshape(-1)[...] = memoryview(payload)[start : start + out.size]
+        start += out.size
+
+    layout = arena.layout
+    rows = [len(g.specs) * g.heads for g in layout.groups] + [len(g.specs) * g.rows_each for g in layout.states]
+    for group, num_rows in enumerate(rows):
+        for row in range(num_rows):
+            arena.fill(0, _STEP, group, slice(row, row + 1), write)
