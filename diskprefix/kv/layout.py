@@ -1,8 +1,8 @@
 """Which tensors the state of a model is made of, and how payloads hold them.
 
 A layer keeps *per-token* tensors (keys, values, the keys of a sparse attention's indexer), *states* that exist at one
-position only (of convolutions and recurrences), both, or nothing (it uses another layer's). Per-token tensors can be cut
-into blocks anywhere; states are kept at checkpoints. Tensors of the same form make one *group*, so that a block is
+position only (of convolutions and recurrences), both, or nothing (it uses another layer's). Per-token tensors can be
+cut into blocks anywhere; states are kept at checkpoints. Tensors of the same form make one *group*, so that a block is
 copied with one strided copy per group instead of one per tensor. `kv.probe` finds the layout of a model.
 """
 
@@ -20,7 +20,9 @@ LAYOUT_VERSION = 1
 LayerKind: TypeAlias = Literal["full", "sliding", "indexed", "linear", "linear+full", "linear+sliding", "none"]
 """`sliding` is chunked attention too: to a cache they are the same. `linear` is every layer whose state exists at one
 position only: linear attention, Mamba, short convolutions. `none` keeps nothing."""
-CacheArgument: TypeAlias = Literal["past_key_values", "cache_params"]
+CacheKind: TypeAlias = Literal["dynamic", "minimax", "rwkv", "xlstm"]
+"""What a model takes for its cache: see `kv.caches`."""
+CacheArgument: TypeAlias = Literal["past_key_values", "cache_params", "state"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """State of one layer at one position: shape [1, *shape] in the model's run. `part`: conv or recurrent; `index` tells
-    several of a layer apart."""
+    """State of one layer at one position: shape [1, *shape] in the model's run.
+
+    `part`: conv or recurrent; `index` tells several of a layer apart.
+    """
 
     layer: int
     part: str
@@ -135,8 +139,8 @@ class StateGroup:
 class Layout:
     """The state of one model. `unsupported` names what keeps it from being cached.
 
-    `cache_argument` is how its forward calls the cache, `options` which of `position_ids` and `logits_to_keep` it takes.
-    `is_one_pass`: its own code cannot add several tokens to a
+    `cache_kind` is what its forward takes for a cache and `cache_argument` what it calls it, `options` which of
+    `position_ids` and `logits_to_keep` it takes. `is_one_pass`: its own code cannot add several tokens to a
     state, so that a prompt must be computed in one step, and only its end is ever restored.
     """
 
@@ -146,6 +150,7 @@ class Layout:
     logits_dtype: torch.dtype
     unsupported: tuple[str, ...] = ()
     states: tuple[StateGroup, ...] = ()
+    cache_kind: CacheKind = "dynamic"
     cache_argument: CacheArgument = "past_key_values"
     options: frozenset[str] = frozenset({"position_ids", "logits_to_keep"})
     is_one_pass: bool = False

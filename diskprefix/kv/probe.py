@@ -1,9 +1,9 @@
 """Finding a model's layout by asking the model itself, and trying whether its state can be saved and restored.
 
 A few tokens are run through transformers' own cache for this config, and what its layers then hold is read off: the
-class of each layer, and the shapes and dtypes of its tensors. Then a restore is *rehearsed*: a short run is interrupted,
-another sequence runs, and a copy of the first one's state goes on; its logits must be the uninterrupted run's, bit for
-bit. So a model that keeps state where no cache sees it is found out before it serves anybody.
+class of each layer, and the shapes and dtypes of its tensors. Then a restore is *rehearsed*: a short run is
+interrupted, another sequence runs, and a copy of the first one's state goes on; its logits must be the uninterrupted
+run's, bit for bit. So a model that keeps state where no cache sees it is found out before it serves anybody.
 
 Whatever we do not know makes the layout unsupported: another class of layer, a model that cannot be asked, a rehearsal
 that fails. Such models run on transformers' own state, without ours (`kv.uncached`).
@@ -12,7 +12,8 @@ that fails. Such models run on transformers' own state, without ours (`kv.uncach
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers.cache_utils import (
@@ -29,6 +30,7 @@ from transformers.cache_utils import (
 from diskprefix.kv.arena import Bytes, KVArena
 from diskprefix.kv.layout import (
     CacheArgument,
+    CacheKind,
     Group,
     LayerKind,
     LayerSpec,
@@ -42,7 +44,7 @@ from diskprefix.kv.layout import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_KINDS: dict[type[Any], LayerKind] = {
+KINDS: dict[type[Any], LayerKind] = {
     DynamicLayer: "full",
     DynamicSlidingWindowLayer: "sliding",
     DynamicIndexedLayer: "indexed",
@@ -53,12 +55,15 @@ _KINDS: dict[type[Any], LayerKind] = {
 }
 """Exactly these classes: one that inherits from them may keep more."""
 
+_Spec = TypeVar("_Spec", TensorSpec, StateSpec)
+
 _STEP = 4
 """Tokens in a step of the rehearsal."""
 _OPTIONS = frozenset({"position_ids", "logits_to_keep"})
 
 _MOST_STATE_ERROR = 0.05
 _MOST_LOGITS_ERROR = 0.3
+_MOST_LOOKAHEAD = 0.005
 """How far a run in two steps may be from one in a single pass, as a part of how far away a run is that never saw the
 first step. What is continued right is nearer by orders of magnitude, rounding apart; what is dropped nearly as far."""
 
@@ -99,7 +104,7 @@ def _check_outside(model: PreTrainedModel) -> None:
     found = _moving_ropes(model)
     if _cache_argument(model) is None:
         found.append(f"{name} takes no past_key_values")
-    elif not model._supports_default_dynamic_cache():
+    elif not model._supports_default_dynamic_cache() and _own_kind(model) is None:
         found.append(f"{name} has a cache of its own")
     if found:
         raise _Unsupported(*found)
@@ -107,9 +112,14 @@ def _check_outside(model: PreTrainedModel) -> None:
 
 def _cache_argument(model: PreTrainedModel) -> CacheArgument | None:
     accepted = inspect.signature(type(model).forward).parameters
-    if "past_key_values" in accepted:
-        return "past_key_values"
-    return "cache_params" if "cache_params" in accepted else None
+    known: tuple[CacheArgument, ...] = ("past_key_values", "cache_params", "state")
+    return next((argument for argument in known if argument in accepted), None)
+
+
+def _own_kind(model: PreTrainedModel) -> CacheKind | None:
+    """The kind of a cache that is not transformers' `DynamicCache`, if we know it."""
+    own: dict[str, CacheKind] = {"minimax": "minimax", "rwkv": "rwkv", "xlstm": "xlstm"}
+    return own.get(model.config.get_text_config(decoder=True).model_type)
 
 
 def _moving_ropes(model: PreTrainedModel) -> list[str]:
@@ -137,37 +147,61 @@ def _tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.Tensor:
 
 
 def _read_layout(model: PreTrainedModel) -> Layout:
-    cache = DynamicCache(config=model.config)
-    argument = _cache_argument(model)
+    argument, kind = _cache_argument(model), _own_kind(model)
     assert argument is not None
-    logits = model(input_ids=_tokens(model, 0, _STEP), use_cache=True, **{argument: cache}).logits
-    unknown = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _KINDS})
+    if kind is None:
+        cache = DynamicCache(config=model.config)
+        output = model(input_ids=_tokens(model, 0, _STEP), use_cache=True, **{argument: cache})
+        layers = cache.layers
+    else:
+        output = model(input_ids=_tokens(model, 0, _STEP), use_cache=True)
+        layers = _own_layers(kind, getattr(output, argument), model.config.num_hidden_layers)
+    unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})
     if unknown:
         raise _Unsupported(*unknown)
-    layers = [_layer_spec(layer) for layer in cache.layers]
-    tensors = [spec for i, layer in enumerate(cache.layers) for spec in _tensor_specs(i, layer)]
-    states = [spec for i, layer in enumerate(cache.layers) for spec in _state_specs(i, layer)]
+    tensors = [spec for i, layer in enumerate(layers) for spec in _tensor_specs(i, layer)]
+    states = [spec for i, layer in enumerate(layers) for spec in _state_specs(i, layer)]
     if not tensors and not states:
         raise _Unsupported(f"{type(model).__name__} leaves layers of its cache empty")
     return Layout(
-        layers=tuple(layers),
-        groups=tuple(
-            Group(tuple(spec for spec in tensors if spec.form == form))
-            for form in dict.fromkeys(t.form for t in tensors)
-        ),
-        vocab_size=logits.shape[-1],
-        logits_dtype=logits.dtype,
-        states=tuple(
-            StateGroup(tuple(spec for spec in states if spec.form == form))
-            for form in dict.fromkeys(s.form for s in states)
-        ),
+        layers=tuple(map(_layer_spec, layers)),
+        groups=tuple(map(Group, _by_form(tensors))),
+        vocab_size=output.logits.shape[-1],
+        logits_dtype=output.logits.dtype,
+        states=tuple(map(StateGroup, _by_form(states))),
+        cache_kind=kind or "dynamic",
         cache_argument=argument,
         options=_OPTIONS & inspect.signature(type(model).forward).parameters.keys(),
     )
 
 
+def _by_form(specs: list[_Spec]) -> list[tuple[_Spec, ...]]:
+    """Specs of the same form together, in the order in which the forms come."""
+    forms = dict.fromkeys(spec.form for spec in specs)
+    return [tuple(spec for spec in specs if spec.form == form) for form in forms]
+
+
+def _own_layers(kind: CacheKind, cache: Any, num_layers: int) -> list[Any]:
+    """The state of a cache of a model's own as layers of transformers' kinds."""
+    if kind == "minimax":
+        states = [*cache.linear_cache, *([[]] * num_layers)][:num_layers]
+        return [
+            _linear_layer([state]) if isinstance(state, torch.Tensor) else cache.layers[i]
+            for i, state in enumerate(states)
+        ]
+    if kind == "rwkv":
+        return [_linear_layer(cache)]
+    return [_linear_layer(states) for states in cache.rnn_state.values()]
+
+
+def _linear_layer(states: Sequence[torch.Tensor]) -> LinearAttentionLayer:
+    layer = LinearAttentionLayer(number_of_states=len(states))
+    layer.recurrent_states = dict(enumerate(states))
+    return layer
+
+
 def _layer_spec(layer: Any) -> LayerSpec:
-    kind = _KINDS[type(layer)]
+    kind = KINDS[type(layer)]
     if kind != "linear" and kind != "none" and layer.keys is None:
         # It was never written to: it uses another layer's, or has no attention at all.
         kind = "linear" if kind.startswith("linear") else "none"
@@ -230,17 +264,23 @@ def _compared_with_one_pass(
 
     The code of some recurrences (Mamba's first scan) then starts again from nothing: their layout is one pass. States
     are compared where both runs had nearly the same input, in the first layer. Raises `_Unsupported` for a model that
-    continues wrongly though its states are right.
+    continues wrongly though its states are right, or that looks ahead: then no prefix has a state of its own.
     """
-    whole, dropped = _arena(model, layout), _arena(model, layout)
-    one_pass, second_alone = whole.forward(model, token_ids), dropped.forward(model, token_ids[:, _STEP:])
+    dropped = _arena(model, layout)
+    second_alone = dropped.forward(model, token_ids[:, _STEP:])
     if layout.states:
-        at = _first_recurrent(layout)
+        whole, at = _arena(model, layout), _first_recurrent(layout)
+        whole.forward(model, token_ids)
         ends = [_state_at(layout, found, at) for found in (states, whole.read_states(), dropped.read_states())]
         if _error(*ends) > _MOST_STATE_ERROR:
             return layout.in_one_pass()
-    if _error(logits, one_pass, second_alone) > _MOST_LOGITS_ERROR:
+    one_pass = model(input_ids=token_ids, use_cache=False).logits[0]
+    if _error(logits, one_pass[-1], second_alone) > _MOST_LOGITS_ERROR:
         raise _Unsupported(f"{type(model).__name__} does not continue a sequence step by step")
+    other_end = torch.cat([token_ids[:, :_STEP], _tokens(model, 3, _STEP)], dim=1)
+    beginning, again = one_pass[:_STEP], model(input_ids=other_end, use_cache=False).logits[0, :_STEP]
+    if _error(again, beginning, beginning.roll(1, dims=0)) > _MOST_LOOKAHEAD:
+        raise _Unsupported(f"{type(model).__name__} looks at what comes later")
     return layout
 
 

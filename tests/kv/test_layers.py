@@ -49,7 +49,7 @@ def fill(arena: KVArena, layout: Layout, payload: memoryview) -> None:
 
 def append(arena: KVArena, num_tokens: int) -> None:
     """What a forward does to every layer, with values of its own."""
-    for layer in arena.cache.layers:
+    for layer in arena.layers:
         heads, head_dim = layer.keys.shape[1], layer.keys.shape[3]
         new = torch.arange(heads * num_tokens * head_dim).view(1, heads, num_tokens, head_dim).to(layer.dtype)
         layer.update(new, -new)
@@ -105,7 +105,7 @@ def test_a_refusal_leaves_the_arena_as_it_was(layout: Layout) -> None:
 
 
 def capacity_of(arena: KVArena) -> int:
-    return int(arena.cache.layers[0].keys.shape[2])
+    return int(arena.layers[0].keys.shape[2])
 
 
 def test_growth_is_generous_only_where_memory_allows(layout: Layout) -> None:

@@ -1,0 +1,113 @@
+"""What a model takes for its cache: transformers' `Cache` over our layers, or what a model has of its own kind.
+
+Four architectures carry their state in other ways; their states are kept in our layers all the same, and handed over in
+the form that their code expects:
+
+    minimax   a `MiniMaxCache`: the states of its linear attention are in a list of their own
+    rwkv      no cache, but a list of five tensors in and out, [1, hidden_size, layers] each
+    xlstm     an `xLSTMCache`: three tensors for each layer
+
+All else is `dynamic`: what transformers' own `DynamicCache` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers.cache_utils import Cache
+
+from diskprefix.kv.layers import StateLayer, TokenLayer
+from diskprefix.kv.layout import CacheKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ModelCache(Protocol):
+    """One sequence's cache, over layers that have memory."""
+
+    def argument(self, model: PreTrainedModel, /) -> Any:
+        """What the forward takes."""
+
+    def take(self, output: Any, /) -> None:
+        """Keep what the forward gave back, where it did not write to our memory."""
+
+
+class ArenaCache(Cache):  # type: ignore[misc]
+    """For `dynamic`. It knows its length also where no layer counts tokens: `num_tokens` does."""
+
+    def __init__(self, layers: list[Any], num_tokens: Callable[[], int]) -> None:
+        Cache.__init__(self, layers=layers)
+        self._num_tokens = num_tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that the layer holds; those of the sequence where it does not count them."""
+        layer = self.layers[layer_idx]
+        return layer.length if isinstance(layer, TokenLayer) else self._num_tokens()
+
+    def argument(self, _model: PreTrainedModel) -> ArenaCache:
+        return self
+
+    def take(self, _output: Any) -> None:
+        """Nothing to do: the layers were written in place."""
+
+
+class RwkvStates:
+    """For `rwkv`: one layer of ours holds the five tensors."""
+
+    def __init__(self, layer: StateLayer) -> None:
+        self._layer = layer
+
+    def argument(self, _model: PreTrainedModel) -> list[torch.Tensor] | None:
+        """None at the beginning: the first states are not zeros, and the model knows them."""
+        return self._bound() if self._layer.has_previous_state[0] else None
+
+    def take(self, output: Any) -> None:
+        for bound, state in zip(self._bound(), output.state, strict=True):
+            if state is not bound:
+                bound.copy_(state)
+        self._layer.set_has_state(True)
+
+    def _bound(self) -> list[torch.Tensor]:
+        return [state for state in self._layer.recurrent_states.values() if state is not None]
+
+
+class XlstmStates:
+    """For `xlstm`: a layer of ours for each of its own, with three tensors."""
+
+    def __init__(self, layers: list[StateLayer]) -> None:
+        self._layers = layers
+
+    def argument(self, model: PreTrainedModel) -> Any:
+        from transformers.models.xlstm.modeling_xlstm import xLSTMCache
+
+        cache = xLSTMCache(model.config, 1, dtype=model.dtype, device=model.device)
+        for index, layer in enumerate(self._layers):
+            states = [state for state in layer.recurrent_states.values() if state is not None]
+            if not layer.has_previous_state[0]:
+                for state, first in zip(states, cache.rnn_state[index], strict=True):
+                    state.copy_(first)
+            cache.rnn_state[index] = tuple(states)
+        return cache
+
+    def take(self, _output: Any) -> None:
+        for layer in self._layers:
+            layer.set_has_state(True)
+
+
+def make_cache(kind: CacheKind, layers: list[Any], num_tokens: Callable[[], int]) -> ModelCache:
+    """A cache over `layers`. `num_tokens` tells how many tokens the sequence has."""
+    match kind:
+        case "dynamic":
+            return ArenaCache(layers, num_tokens)
+        case "minimax":
+            # It inherits from a class in the model's own code, which takes a while to import.
+            from diskprefix.kv.minimax import MiniMaxArenaCache
+
+            return MiniMaxArenaCache(layers, num_tokens)
+        case "rwkv":
+            return RwkvStates(layers[0])
+        case "xlstm":
+            return XlstmStates(layers)
