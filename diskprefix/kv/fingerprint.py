@@ -14,14 +14,13 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from diskprefix.errors import SettingsError
-from diskprefix.settings import cache_home
+from diskprefix.kv.memory import Memory
 from diskprefix.tokens import file_digest
 
 if TYPE_CHECKING:
@@ -272,8 +271,7 @@ def weights_digest(files: Sequence[Path]) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:32]
 
 
-_MEMORY_FORMAT = 1
-_MEMORY_MAX_FILES = 512
+_digests = Memory("digests", version=2, is_kept=os.path.exists)
 _SETTLED_S = 2.0
 """A file this young is not remembered: it could change again without a visible change of its modification time."""
 
@@ -281,51 +279,19 @@ _SETTLED_S = 2.0
 def remembered_digest(file: Path) -> str:
     """`tokens.file_digest`, computed once for as long as path, size, modification time and inode stay the same.
 
-    The memory (`digests.json` in the cache folder) is only a speed-up: unreadable, it is started afresh; unwritable,
-    it is done without. Raises `OSError` if the file itself cannot be read.
+    Raises `OSError` if the file cannot be read.
     """
     path = file.resolve()
-    known = _recall()
     stamp = _stamp(path)
-    record = known.get(str(path))
+    record = _digests.get(str(path))
     if isinstance(record, dict) and record.get("stamp") == stamp and isinstance(record.get("digest"), str):
         return str(record["digest"])
     digest = file_digest(path)
     if _stamp(path) == stamp and time.time() - path.stat().st_mtime > _SETTLED_S:
-        _remember(str(path), {"stamp": stamp, "digest": digest})
+        _digests.put(str(path), {"stamp": stamp, "digest": digest})
     return digest
 
 
 def _stamp(path: Path) -> list[int]:
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-
-
-def _memory_file() -> Path:
-    return cache_home() / "digests.json"
-
-
-def _recall() -> dict[str, Any]:
-    try:
-        memory = json.loads(_memory_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(memory, dict) or memory.get("format") != _MEMORY_FORMAT:
-        return {}
-    files = memory.get("files")
-    return files if isinstance(files, dict) else {}
-
-
-def _remember(path: str, record: dict[str, Any]) -> None:
-    # Two processes that write at once may lose one of the records: it is computed again.
-    files = {known: kept for known, kept in _recall().items() if known != path and os.path.exists(known)}
-    files = dict(list(files.items())[-(_MEMORY_MAX_FILES - 1) :]) | {path: record}
-    target = _memory_file()
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"format": _MEMORY_FORMAT, "files": files}), encoding="utf-8")
-        partial.replace(target)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)

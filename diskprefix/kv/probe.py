@@ -11,6 +11,7 @@ that fails. Such models run on transformers' own state, without ours (`kv.uncach
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +28,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from diskprefix import __version__
 from diskprefix.kv.arena import Bytes, KVArena
 from diskprefix.kv.layout import (
     CacheArgument,
@@ -40,6 +42,7 @@ from diskprefix.kv.layout import (
     TensorSpec,
     is_out_of_memory,
 )
+from diskprefix.kv.memory import Memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,6 +62,9 @@ _Spec = TypeVar("_Spec", TensorSpec, StateSpec)
 
 _STEP = 4
 """Tokens in a step of the rehearsal."""
+_VERDICTS = ("in steps", "one pass")
+_rehearsals = Memory("rehearsals", version=1)
+
 _OPTIONS = frozenset({"position_ids", "logits_to_keep"})
 
 _MOST_STATE_ERROR = 0.05
@@ -76,15 +82,25 @@ class _Unsupported(Exception):
         self.reasons = reasons
 
 
-def probe_layout(model: PreTrainedModel) -> Layout:
+def probe_layout(model: PreTrainedModel, identity: str = "") -> Layout:
     """Run a few tokens through `model`, read its state's layout off transformers' own cache, and rehearse a restore.
 
-    A model that cannot be cached is unsupported, with the reason. Raises only what running out of memory raises.
+    A rehearsal that went well is remembered for the `identity` of the model's numbers, if there is one: it takes a
+    dozen forwards, which a restart need not wait for. A model that cannot be cached is unsupported, with the reason.
+    Raises only what running out of memory raises.
     """
     try:
         with torch.inference_mode():
             _check_outside(model)
-            return _rehearsed(model, _read_layout(model))
+            layout = _read_layout(model)
+            key = hashlib.sha256(f"{__version__} {layout} {identity}".encode()).hexdigest()
+            verdict = _rehearsals.get(key) if identity else None
+            if verdict in _VERDICTS:
+                return layout.in_one_pass() if verdict == "one pass" else layout
+            rehearsed = _rehearsed(model, layout)
+            if identity:
+                _rehearsals.put(key, _VERDICTS[rehearsed.is_one_pass])
+            return rehearsed
     except _Unsupported as found:
         return _uncacheable(model, found.reasons)
     except Exception as error:  # a model class of any age and author may fail in any way

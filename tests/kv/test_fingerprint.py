@@ -305,11 +305,11 @@ def test_a_file_that_may_still_be_written_is_not_remembered(cache: Path, tmp_pat
         b"\xff\xfe",
         b"[]",
         b"null",
-        b'{"format": 1}',
-        b'{"format": 1, "files": []}',
-        b'{"format": 99, "files": {}}',
-        b'{"format": 1, "files": {"FILE": 3}}',
-        b'{"format": 1, "files": {"FILE": {"stamp": [1, 2, 3], "digest": "0"}}}',
+        b'{"format": 2}',
+        b'{"format": 2, "records": []}',
+        b'{"format": 99, "records": {}}',
+        b'{"format": 2, "records": {"FILE": 3}}',
+        b'{"format": 2, "records": {"FILE": {"stamp": [1, 2, 3], "digest": "0"}}}',
     ],
 )
 def test_a_broken_memory_is_ignored_and_rewritten(
@@ -336,13 +336,13 @@ def test_an_unwritable_memory_is_done_without(tmp_path: Path, monkeypatch: pytes
 def test_the_memory_forgets_files_that_are_gone_and_stays_bounded(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "_MEMORY_MAX_FILES", 3)
+    monkeypatch.setattr(fingerprint._digests, "_max_records", 3)
     files = [write_settled(tmp_path / f"{i}.safetensors", bytes([i])) for i in range(5)]
     for file in files:
         remembered_digest(file)
     files[4].unlink()
     remembered_digest(files[0])
-    known = json.loads((cache / "digests.json").read_text())["files"]
+    known = json.loads((cache / "digests.json").read_text())["records"]
     assert list(known) == [str(files[i]) for i in (2, 3, 0)]
 
 

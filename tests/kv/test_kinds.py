@@ -197,3 +197,19 @@ def test_several_checkpoints_of_one_prompt_live_side_by_side_and_the_next_shorte
         assert torch.equal(warm.logits, off.logits)
         assert warm.greedy == off.greedy
     runner.close()
+
+
+def test_a_rehearsal_is_remembered_for_the_numbers_it_was_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = tiny_model("mamba", torch.float32)
+    first = probe_layout(model, identity="these weights")
+    forwards: list[int] = []
+    monkeypatch.setattr(KVArena, "forward", lambda *_: forwards.append(1))
+    assert probe_layout(model, identity="these weights") == first
+    assert (first.is_one_pass, forwards) == (True, [])
+    assert probe_layout(model, identity="other weights").unsupported
+    assert forwards
+    (tmp_path / "diskprefix" / "rehearsals.json").write_text("[]")
+    assert probe_layout(model, identity="these weights").unsupported
