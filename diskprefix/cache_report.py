@@ -25,10 +25,10 @@ class CacheReport:
 
     `matched` is how many tokens were found in the store. Where more were found than restored, `refused` says why:
     `no_logits` at least one token must be computed for the next-token logits, `no_checkpoint` state that cannot be cut
-    is there at checkpoints only, `one_pass` such state of a model that computes a prompt in one pass, `damaged` what was
-    found did not verify. The last two and `no_checkpoint` are miss reasons too. `retained` names the tokens whose state
-    was needed, as [first, end), by kind of state. `checkpoints` are where states are saved. `exact`: what was restored
-    is what a prefill computes, bit for bit; false only where a reply is reused.
+    is there at checkpoints only, `one_pass` such state of a model that computes a prompt in one pass, `damaged` what
+    was found did not verify; `no_checkpoint` and `one_pass` are miss reasons too. `retained` names the tokens whose
+    state was needed, as [first, end), by kind of state. `checkpoints` are where states are saved. `exact`: what was
+    restored is what a prefill computes, bit for bit; false only where a reply is reused.
     """
 
     scope: str

@@ -86,6 +86,8 @@ class Settings:
     block_size: int = 256
     disk_prefix_cache: str = "auto:30"
     """A scope in its canonical form; the grammar lives in `policy.scope`."""
+    reuse_generated: bool = False
+    """Requests that do not say keep the state of their replies, and restore that of earlier ones."""
     kv_cache_dir: Path = field(default_factory=default_kv_cache_dir)
     kv_cache_budget: int = 4 * 1024**3
     kv_cache_min_free: int = 1024**3
@@ -141,6 +143,7 @@ def flag_of(name: str) -> str:
 
 
 SETTING_NAMES = frozenset(f.name for f in fields(Settings))
+_SWITCHES = frozenset(f.name for f in fields(Settings) if isinstance(f.default, bool))
 
 
 def find_policy(name_or_path: str) -> Path:
@@ -176,10 +179,10 @@ def read_policy(path: Path) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name not in SETTING_NAMES:
             raise SettingsError(f"--policy: {path}:{_line_of(text, key)}: unknown key {key!r}", param="--policy")
-        if not isinstance(value, str | int | float) or isinstance(value, bool):
-            raise SettingsError(
-                f"--policy: {path}:{_line_of(text, key)}: {key!r} must be a number or a text", param="--policy"
-            )
+        is_fitting = isinstance(value, str | int | float) and isinstance(value, bool) == (name in _SWITCHES)
+        if not is_fitting:
+            expected = "true or false" if name in _SWITCHES else "a number or a text"
+            raise SettingsError(f"--policy: {path}:{_line_of(text, key)}: {key!r} must be {expected}", param="--policy")
         settings[name] = value
     return settings
 

@@ -96,7 +96,9 @@ def test_the_options_table_holds_every_flag_with_its_default() -> None:
     shown = {flag: default.strip().strip("`") for flag, default in rows}
     assert shown.keys() == {flag_of(field.name) for field in dataclasses.fields(Settings)} | {"--policy"}
     for field in dataclasses.fields(Settings):
-        if isinstance(field.default, int):
+        if isinstance(field.default, bool):
+            assert shown[flag_of(field.name)] == ("on" if field.default else "off")
+        elif isinstance(field.default, int):
             assert parse_size(shown[flag_of(field.name)], param=field.name) == field.default
         elif isinstance(field.default, str):
             assert shown[flag_of(field.name)] == field.default

@@ -17,10 +17,10 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.probe import probe_layout
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache import PrefixCache
+from diskprefix.prefix_cache import CachedRequest, PrefixCache
 from diskprefix.settings import Settings
 from diskprefix.store.store import Store
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, as_token_ids
 
 VOCAB = 400
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -117,12 +117,22 @@ class Runner:
     def wait_for_recovery(self) -> None:
         self.wait_for(lambda: self.cache.stats()["state"] == "ok")
 
-    def run(self, token_ids: TokenIds, scope: str | int, *, boundaries: tuple[int, ...] = (), reply: int = 0) -> Answer:
+    def run(
+        self,
+        token_ids: TokenIds,
+        scope: str | int,
+        *,
+        boundaries: tuple[int, ...] = (),
+        reply: int = 0,
+        reuse_generated: bool = False,
+    ) -> Answer:
+        """The calls that `engine.generate` makes, in its order. `reply`: greedy tokens to generate; the last of them is
+        not run through the model."""
         prompt = Prompt(token_ids, boundaries)
         with torch.inference_mode():
-            cached = self.cache.begin(prompt, parse_scope(scope, param="scope"))
+            cached = self.cache.begin(prompt, parse_scope(scope, param="scope"), reuse_generated=reuse_generated)
             self.arena.truncate(0)
-            self.arena.reserve(len(token_ids) + reply)
+            self.arena.reserve(len(token_ids))
             restored = cached.restore(self.arena)
             logits, num_forwards = restored.logits, 0
             if logits is None:
@@ -137,13 +147,15 @@ class Runner:
                     after_step=cached.after_step,
                 )
             cached.publish(self.arena, logits, 0.0)
-            greedy = self._decode(logits, reply)
+            greedy = self._decode(cached, logits, reply)
+            cached.publish_reply(self.arena, np.concatenate([token_ids, as_token_ids(greedy[:-1])]))
         return Answer(logits.cpu().clone(), greedy, cached.close(), num_forwards)
 
-    def _decode(self, logits: torch.Tensor, count: int) -> list[int]:
-        tokens: list[int] = []
-        for _ in range(count):
+    def _decode(self, cached: CachedRequest, logits: torch.Tensor, count: int) -> list[int]:
+        tokens = [int(logits.argmax())] if count else []
+        while len(tokens) < count:
+            self.arena.reserve(self.arena.num_tokens + 1)
+            logits = self.arena.forward(self.model, torch.tensor([tokens[-1:]], device=self.model.device))
+            cached.after_decode(self.arena)
             tokens.append(int(logits.argmax()))
-            ids = torch.tensor([tokens[-1:]], device=self.model.device)
-            logits = self.arena.forward(self.model, ids)
         return tokens

@@ -50,6 +50,8 @@ HOUR_S = 3600.0
 OTHER_ROOT = b"o" * 16
 SMALL, LARGE = layout_of(60_000), layout_of(1_200_000)
 """Blocks of one piece, and of several."""
+HYBRID = layout_of(20_000, 60_000)
+"""Of a model with states at one position."""
 HISTORY_LIMIT = 100
 
 
@@ -60,9 +62,18 @@ class Saved:
     token_ids: TokenIds
     layout: str
     root: bytes
+    checkpoints: tuple[int, ...] = ()
+    generated_from: int | None = None
 
     def publication(self, store: Store) -> Publication:
-        return publication(store, self.token_ids, layout=self.layout, root=self.root)
+        return publication(
+            store,
+            self.token_ids,
+            layout=self.layout,
+            root=self.root,
+            checkpoints=self.checkpoints,
+            generated_from=self.generated_from,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +114,21 @@ class Failure(Exception):
 
 
 def saved_prompts() -> list[Saved]:
-    """Prompts of 3 to 6 blocks that share beginnings, under two roots; two of them with large blocks."""
+    """Prompts of 3 to 6 blocks that share beginnings, under two roots, and two with large blocks. Before them two of a
+    model with states: the second shares checkpoints of the first and goes on into a reply."""
     shared = [prompt(seed, 2 * BLOCK) for seed in (1, 2)]
     prompts = [
         Saved(_join(shared[i % 2], prompt(10 + i, BLOCK + 5 + 9 * i)), SMALL, ROOT if i < 6 else OTHER_ROOT)
         for i in range(8)
     ]
-    return [*prompts, *(Saved(prompt(30 + i, BLOCK + 7), LARGE, b"l" * 16) for i in range(2))]
+    prompts += [Saved(prompt(30 + i, BLOCK + 7), LARGE, b"l" * 16) for i in range(2)]
+    whole, reply = prompt(40, 4 * BLOCK + 5), _join(prompt(40, 4 * BLOCK + 5)[: 2 * BLOCK], prompt(41, 2 * BLOCK))
+    points = (BLOCK, 2 * BLOCK, 4 * BLOCK)
+    return [
+        Saved(whole, HYBRID, b"h" * 16, points),
+        Saved(reply, HYBRID, b"h" * 16, points, generated_from=3 * BLOCK),
+        *prompts,
+    ]
 
 
 def _join(first: TokenIds, second: TokenIds) -> TokenIds:
@@ -207,7 +226,8 @@ def _restore(store: Store, writer: Writer, pub: Publication) -> int:
 def _is_stored(snapshot: Snapshot, writer: Writer, node: NewNode) -> bool:
     """Whether a node can be restored; one that is damaged is reported to the writer, which removes it."""
     try:
-        if not snapshot.has(node.name, node.parent, node.position, node.kind, node.token_ids.tobytes()):
+        token_ids = node.token_ids.tobytes()
+        if not snapshot.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated):
             return False
         for index in range(len(node.pieces)):
             stored = snapshot.piece(node.name, index)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,11 +37,12 @@ class Answer:
     """One streamed completion.
 
     `ttft_s` is the client's: from sending the request to the first chunk with text, or to the end of a reply that has
-    none (its first token ends it).
+    none (its first token ends it). `total_s` goes on to the end of the stream.
     """
 
     text: str
     ttft_s: float
+    total_s: float
     prompt_tokens: int
     cache: dict[str, Any]
     timings: dict[str, float]
@@ -49,6 +50,17 @@ class Answer:
     @property
     def restored(self) -> int:
         return int(self.cache["restored"])
+
+    @property
+    def times_ms(self) -> dict[str, float]:
+        """`ttft_ms` and `total_ms` are the client's, the others are the server's own."""
+        own = {name: self.timings[name] for name in ("lookup_ms", "restore_ms", "prefill_ms")}
+        server_ttft_ms = self.timings["ttft_ms"]
+        return own | {
+            "server_ttft_ms": server_ttft_ms,
+            "ttft_ms": self.ttft_s * 1e3,
+            "total_ms": self.total_s * 1e3,
+        }
 
 
 class _NewLines:
@@ -133,6 +145,12 @@ class LiveServer:
             self._process.wait()
             self._process = None
 
+    def restart(self) -> float:
+        """Wait until all is on disk, SIGKILL, start; the seconds that the start took. Raises `LiveServerError`."""
+        self.wait_until_saved()
+        self.kill()
+        return self.start()
+
     def wait_until_saved(self) -> float:
         """Wait until nothing is pending in the writer; the seconds that this took. Raises `LiveServerError`."""
         started = time.perf_counter()
@@ -147,10 +165,11 @@ class LiveServer:
         stats: dict[str, Any] = self.props()["full_cache"]["state"]
         return stats
 
-    def chat(self, messages: list[dict[str, str]], *, max_tokens: int, scope: str | None = None) -> Answer:
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, scope: str | None = None) -> Answer:
         return self._complete("/v1/chat/completions", {"messages": messages}, max_tokens, scope)
 
-    def complete(self, prompt: str, *, max_tokens: int, scope: str | None = None) -> Answer:
+    def complete(self, prompt: str | Sequence[int], *, max_tokens: int, scope: str | None = None) -> Answer:
+        """`prompt`: text or token ids."""
         return self._complete("/v1/completions", {"prompt": prompt}, max_tokens, scope)
 
     def _complete(self, path: str, body: dict[str, Any], max_tokens: int, scope: str | None) -> Answer:
@@ -169,11 +188,13 @@ class LiveServer:
                     reading.take(chunk, time.perf_counter() - started)
         except httpx.HTTPError as error:
             raise LiveServerError(f"the connection to the server broke: {error}") from error
+        total_s = time.perf_counter() - started
         if reading.ttft_s is None:
             raise LiveServerError("the server answered without a reply")
         return Answer(
             text="".join(reading.text),
             ttft_s=reading.ttft_s,
+            total_s=total_s,
             prompt_tokens=reading.last["usage"]["prompt_tokens"],
             cache=reading.last["prefix_cache"],
             timings=reading.last["timings"],

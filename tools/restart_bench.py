@@ -38,7 +38,7 @@ WORDS = (Path(__file__).parent / "prompts" / "words.txt").read_text(encoding="ut
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One request. Times in milliseconds; `ttft_ms` is the client's, the others are the server's own."""
+    """One request. Times in milliseconds, as `Answer.times_ms`."""
 
     case: str
     tokens: int
@@ -50,6 +50,7 @@ class Sample:
     lookup_ms: float
     restore_ms: float
     prefill_ms: float
+    total_ms: float
 
 
 def prompt_text(num_tokens: int, run: int) -> str:
@@ -139,11 +140,7 @@ def _sample(case: str, tokens: int, run: int, answer: Answer) -> Sample:
         run=run,
         prompt_tokens=answer.prompt_tokens,
         restored=answer.restored,
-        ttft_ms=answer.ttft_s * 1e3,
-        server_ttft_ms=answer.timings["ttft_ms"],
-        lookup_ms=answer.timings["lookup_ms"],
-        restore_ms=answer.timings["restore_ms"],
-        prefill_ms=answer.timings["prefill_ms"],
+        **answer.times_ms,
     )
 
 
@@ -233,7 +230,10 @@ def show(report: dict[str, Any], console: Console) -> None:
     for table in (_cases_table(report), _bandwidth_table(report), _startup_table(report)):
         console.print(table)
         console.print()
-    facts = report["machine"]
+    show_machine(report["machine"], console)
+
+
+def show_machine(facts: dict[str, Any], console: Console) -> None:
     console.print(
         f"{facts['cpus']} cpus, torch {facts['torch']}, Python {facts['python']}, {facts['platform']}; "
         f"load {facts['load_average_1min']}",
@@ -257,13 +257,14 @@ def _cases_table(report: dict[str, Any]) -> Table:
                 f"{figures['prompt_tokens']}",
                 title,
                 f"{figures['restored']}",
-                *(_short(figures[name]) for name in TIMES),
-                f"{_short(ratio)}×",
+                *(short(figures[name]) for name in TIMES),
+                f"{short(ratio)}×",
             )
     return table
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
+    """For a table: whole numbers from 100 on, else one decimal."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
 
 

@@ -41,7 +41,10 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
 
     `diskprefix import` brings it into another store: of this machine, or of one whose model and libraries are the
     same. Other programs can read it: layers.0.keys, layers.0.values and so on have shape [1, heads, tokens, head_dim]
-    and the model's dtype, token_ids are the prompt, logits those of the token that follows it.
+    and the model's dtype, token_ids are the prompt, logits those of the token that follows it. Of layers whose state
+    exists at one position only, all checkpoints of the prompt go along: layers.0.conv0 and the like, a row for each.
+
+    What was decoded (--reuse-generated) is not what a prefill computes, and is not exported.
 
     The prompt stays with its tenant: in the other store too, only requests with the same key and salt find it.
 
@@ -54,8 +57,8 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
     diskprefix export 3fa9 --json | jq -r .file
 
     \b
-    Exit codes: 0 done; 2 wrong usage, no such ENTRY, or the file exists; 4 the store cannot be
-    opened or is damaged, or the file cannot be written.
+    Exit codes: 0 done; 2 wrong usage, no such ENTRY, one that cannot be exported, or the file
+    exists; 4 the store cannot be opened or is damaged, or the file cannot be written.
     """
     with opened_store(kv_cache_dir) as store:
         with store.snapshot() as snapshot:

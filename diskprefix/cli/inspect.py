@@ -22,7 +22,7 @@ from diskprefix.cli.tooling import (
 )
 from diskprefix.server.printable import printable_only
 from diskprefix.settings import format_size
-from diskprefix.store.listing import EntryInfo, list_entries
+from diskprefix.store.listing import EntryInfo, NodeCounts, count_nodes, entry_nodes, list_entries
 from diskprefix.tenant import short_tenant
 
 _PIPE_COLUMNS = 160
@@ -42,10 +42,14 @@ def inspect(entry: str | None, kv_cache_dir: Path, as_json: bool) -> None:
     of one, shows that entry alone, with its blocks.
 
     \b
-    stored   bytes on disk along the entry's whole path
-    shared   the part of them that other entries use too: it is stored once
-    hits     requests that restored this prefix
-    tenant   whose it is, as `purge --salt` takes it; shown where there are any
+    stored       bytes on disk along the entry's whole path
+    shared       the part of them that other entries use too: it is stored once
+    hits         requests that restored this prefix
+    tenant       whose it is, as `purge --salt` takes it; shown where there are any
+    checkpoints  at how many tokens before its end the prompt can be restored, of a model
+                 whose state cannot be cut anywhere; shown where there are any
+    generated    tokens of it that were decoded (see --reuse-generated): restoring them is
+                 not exact; shown where there are any
 
     \b
     diskprefix inspect
@@ -57,7 +61,7 @@ def inspect(entry: str | None, kv_cache_dir: Path, as_json: bool) -> None:
     """
     with opened_store(kv_cache_dir) as store, store.snapshot() as snapshot:
         entries = list_entries(snapshot)
-        used, counts = snapshot.used_bytes(), snapshot.counts()
+        used, counts = snapshot.used_bytes(), count_nodes(snapshot)
         if entry is not None:
             info = find_entry(entries, entry)
             blocks = [
@@ -66,16 +70,17 @@ def inspect(entry: str | None, kv_cache_dir: Path, as_json: bool) -> None:
                     "position": node.position,
                     "num_tokens": len(node.token_ids),
                     "kind": node.kind.name.lower(),
+                    "generated": node.generated,
                     "stored_bytes": node.stored_bytes,
                 }
-                for name, node in snapshot.path(bytes.fromhex(info.id))
+                for name, node in entry_nodes(snapshot, bytes.fromhex(info.id))
             ]
     if entry is not None:
         _show_entry(info, blocks, as_json)
     elif as_json:
-        print_json({"entries": [asdict(info) for info in entries]})
+        print_json({"entries": [asdict(info) for info in entries]} | asdict(counts))
     else:
-        _show_table(entries, kv_cache_dir, used, counts["blocks"])
+        _show_table(entries, kv_cache_dir, used, counts)
 
 
 def _show_entry(info: EntryInfo, blocks: list[dict[str, Any]], as_json: bool) -> None:
@@ -88,6 +93,8 @@ def _show_entry(info: EntryInfo, blocks: list[dict[str, Any]], as_json: bool) ->
         ("tokens", f"{info.num_tokens:,}"),
         ("stored", f"{format_size(info.stored_bytes)} (raw {format_size(info.raw_bytes)})"),
         ("shared", format_size(info.shared_bytes)),
+        ("checkpoints", _told_checkpoints(info)),
+        ("generated", f"{info.generated_tokens:,} tokens" if info.generated_tokens else "none"),
         ("hits", str(info.hits)),
         ("created", _age(info.created_at)),
         ("last used", _age(info.last_used_at)),
@@ -95,14 +102,22 @@ def _show_entry(info: EntryInfo, blocks: list[dict[str, Any]], as_json: bool) ->
         ("tenant", info.tenant or "none"),
         ("preview", info.preview),
     ):
-        click.echo(f"{label:<10} {printable_only(value)}")
-    click.echo(f"{'blocks':<10} {len(blocks)}")
+        click.echo(f"{label:<11} {printable_only(value)}")
+    click.echo(f"{'blocks':<11} {sum(block['kind'] != 'checkpoint' for block in blocks)}")
     for block in blocks:
-        end = block["position"] + block["num_tokens"]
-        click.echo(f"  {block['hash']}  {block['kind']:<5}  tokens {block['position']}–{end}")
+        start, end = block["position"], block["position"] + block["num_tokens"]
+        where = f"at token {end}" if block["kind"] == "checkpoint" else f"tokens {start}–{end}"
+        generated = "  generated" if block["generated"] else ""
+        click.echo(f"  {block['hash']}  {block['kind']:<10}  {where}{generated}")
 
 
-def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, num_blocks: int) -> None:
+def _told_checkpoints(info: EntryInfo) -> str:
+    if not info.checkpoints:
+        return "none"
+    return f"{format_size(info.checkpoint_bytes)} at {', '.join(f'{position:,}' for position in info.checkpoints)}"
+
+
+def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, counts: NodeCounts) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -114,7 +129,10 @@ def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, num_blo
     with_tenants = any(info.tenant for info in entries)
     for title in ("id", "model", "scope", *(["tenant"] if with_tenants else [])):
         table.add_column(title, no_wrap=True)
-    for title in ("tokens", "stored", "shared", "hits"):
+    with_checkpoints = any(info.checkpoints for info in entries)
+    with_generated = any(info.generated_tokens for info in entries)
+    more = [*(["checkpoints"] if with_checkpoints else []), *(["generated"] if with_generated else [])]
+    for title in ("tokens", *more, "stored", "shared", "hits"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("last used", no_wrap=True)
     table.add_column("preview", overflow="ellipsis", no_wrap=True)
@@ -126,6 +144,8 @@ def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, num_blo
             info.scope,
             *([short_tenant(info.tenant)] if with_tenants else []),
             f"{info.num_tokens:,}",
+            *([str(len(info.checkpoints))] if with_checkpoints else []),
+            *([f"{info.generated_tokens:,}"] if with_generated else []),
             format_size(info.stored_bytes),
             format_size(info.shared_bytes),
             str(info.hits),
@@ -138,7 +158,12 @@ def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, num_blo
             console.print(table)
         click.echo(printed.get(), nl=False)
     prompts = counted(len(entries), "saved prompt")
-    click.echo(f"{prompts}, {num_blocks} blocks, {format_size(used_bytes)} in {folder}")
+    blocks = counted(counts.blocks, "block") + (
+        f" ({counts.generated_blocks:,} generated)" if counts.generated_blocks else ""
+    )
+    size = format_size(counts.checkpoint_bytes)
+    checkpoints = f"{counted(counts.checkpoints, 'checkpoint')} ({size}), " if counts.checkpoints else ""
+    click.echo(f"{prompts}, {blocks}, {checkpoints}{format_size(used_bytes)} in {folder}")
 
 
 def _age(when: float) -> str:

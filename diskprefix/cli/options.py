@@ -111,3 +111,10 @@ def choice_option(
 ) -> Callable[[Decorated], Decorated]:
     """One of a few words."""
     return option(flag, group=group, help=help, default=default, type=click.Choice(choices, case_sensitive=False))
+
+
+def switch_option(flag: str, *, group: str, help: str, default: bool) -> Callable[[Decorated], Decorated]:
+    """On or off: `--reuse-generated`, `--no-reuse-generated`. Its variable takes words (on, off, true, 0 …), a policy
+    file TOML's true and false."""
+    both = f"{flag}/--no-{flag.removeprefix('--')}"
+    return option(both, group=group, help=help, default=default, envvar=variable_of(flag))

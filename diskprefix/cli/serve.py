@@ -17,6 +17,7 @@ from diskprefix.cli.options import (
     option,
     policy_option,
     size_option,
+    switch_option,
 )
 from diskprefix.policy.scope import parse_scope
 from diskprefix.server.printable import escaped
@@ -102,6 +103,13 @@ Which wins: a flag over a variable, a variable over the policy file, the policy 
     default=_DEFAULTS.disk_prefix_cache,
     help="What to keep of a prompt: off; full (all of it); auto or auto:N (what it shares with one of the N most "
     "recent requests); N (the first N tokens). A request may choose its own.",
+)
+@switch_option(
+    "--reuse-generated",
+    group=_CACHE,
+    default=_DEFAULTS.reuse_generated,
+    help="Keep the state of replies too, for the next turn. It is not the cold run's, bit for bit: computed token by "
+    "token, it rounds otherwise. A request may choose for itself.",
 )
 @option(
     "--kv-cache-dir",

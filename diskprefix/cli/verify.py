@@ -49,7 +49,7 @@ def verify(fix: bool, index_only: bool, kv_cache_dir: Path, as_json: bool) -> in
     \b
     damaged      it cannot be read, or its checksum does not match
     misnamed     its name is not the hash of what it holds
-    detached     what it continues is not there, or ends elsewhere
+    detached     what it continues is not there, ends elsewhere, or cannot be continued so
     rootless     nothing says which model and layout it belongs to
     misshapen    its sizes are not those of its layout
     incomplete   a piece of its payload is missing, or there is one too many

@@ -32,8 +32,8 @@ from diskprefix.engine.request import (
 )
 from diskprefix.engine.sampling import Sampler
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
-from diskprefix.kv.fingerprint import Fingerprint
 from diskprefix.kv.arena import KVArena
+from diskprefix.kv.fingerprint import Fingerprint
 from diskprefix.kv.layout import LAYOUT_VERSION, Layout, is_out_of_memory
 from diskprefix.kv.probe import probe_layout
 from diskprefix.kv.uncached import TransformersState, forget_media

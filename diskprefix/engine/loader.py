@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from diskprefix.engine.embedded import EMBEDDED, embedded_folder
 from diskprefix.engine.gguf import converted_folder, first_line, quiet_transformers
+from diskprefix.engine.kinds import ModelKind, require_served_kind
+from diskprefix.engine.media import MediaProcessor
 from diskprefix.engine.memory import available_bytes, require_memory, weights_bytes
 from diskprefix.engine.progress import Report
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+log = logging.getLogger("diskprefix")
+
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken"]
 _HUB_PICKLED = ["pytorch_model*.bin"]
@@ -33,14 +38,16 @@ _HUB_SUBFOLDERS = ["*/*"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A causal language model in evaluation mode on its device, ready to serve.
+    """A decoder model in evaluation mode on its device, ready to serve.
 
-    `name` is what clients call it, `source` the folder it was read from. `timings` holds seconds by step: `source`
-    (finding it: download and conversion, if any), `imports`, `digest`, `tokenizer`, `weights`.
+    `media` is the processor of a multimodal model, None for a model of text alone. `name` is what clients call it,
+    `source` the folder it was read from. `timings` holds seconds by step: `source` (finding it: download and
+    conversion, if any), `imports`, `digest`, `tokenizer` (and processor), `weights`.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
+    media: MediaProcessor | None
     name: str
     weights_digest: str
     source: Path
@@ -74,18 +81,22 @@ def load_model(settings: Settings, progress: Report) -> LoadedModel:
     with clock("imports"):
         device = _pick_device(settings.device)
         quiet_transformers()
-        config = _causal_config(folder)
+        config = _read_config(folder)
+        with _load_failures(folder):
+            kind = require_served_kind(folder, config)
         dtype = _pick_dtype(settings.dtype, config)
     _require_fit(folder, files, dtype, device)
     with clock("digest"):
         digest = _digest(files)
     with clock("tokenizer"):
         tokenizer = _load_tokenizer(folder, template)
+        media = _load_media(folder, config, kind) if kind.is_multimodal else None
     with clock("weights"):
-        model = _load_weights(folder, config, dtype, device)
+        model = _load_weights(folder, config, kind, dtype, device)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
+        media=media,
         name=settings.served_model_name or name,
         weights_digest=digest,
         source=folder,
@@ -185,31 +196,15 @@ def _hint(folder: Path) -> str:
     return f"; to serve {gguf[0].name}, give the path of that file" if gguf else ""
 
 
-def _causal_config(folder: Path) -> PreTrainedConfig:
-    """The configuration, if it is a causal language model's; imports that model's code as a side effect."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _read_config(folder: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         wants_code = "trust_remote_code" in str(error)
         reason = "it comes with code of its own, which diskprefix does not run" if wants_code else first_line(error)
         raise ModelError(f"cannot read the configuration of {folder}: {reason}") from error
-    architectures = config.architectures or []
-    known = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _names(names)}
-    is_other = architectures and known.isdisjoint(architectures)
-    if config.is_encoder_decoder or is_other or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        kind = ", ".join(architectures) or config.model_type
-        raise ModelError(f"{folder} is not a causal language model but {kind}; diskprefix serves text generation only")
-    with _load_failures(folder):
-        # The import belongs to this step's time, not to the weights'.
-        _ = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return config
-
-
-def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
 
 
 def _check_device_name(name: str) -> None:
@@ -269,7 +264,29 @@ def _load_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFa
         raise ModelError(f"{folder} has no fast tokenizer (tokenizer.json), which diskprefix needs")
     if template is not None:
         _override_template(tokenizer, template)
+    elif not tokenizer.chat_template:
+        tokenizer.chat_template = _processors_template(folder)
     return tokenizer
+
+
+def _processors_template(folder: Path) -> str | None:
+    """The chat template where older multimodal models have it: in a file that processors read and tokenizers do not."""
+    try:
+        content = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    return template if isinstance(template, str) else None
+
+
+def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> MediaProcessor:
+    if kind.has_own_generate:
+        media = MediaProcessor(None, "it generates in a way of its own, which diskprefix does not follow")
+    else:
+        media = MediaProcessor.load(folder, config)
+    if media.problem is not None:
+        log.warning("this model is served for text only: %s", media.problem)
+    return media
 
 
 def _read_template(path: Path | None) -> str | None:
@@ -300,11 +317,11 @@ def _override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> Non
         return
 
 
-def _load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
+def _load_weights(
+    folder: Path, config: PreTrainedConfig, kind: ModelKind, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
     with _load_failures(folder):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = kind.loader.from_pretrained(
             folder,
             config=config,
             dtype=dtype,

@@ -39,6 +39,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
+    """`reuse_generated`: keep the state of the first choice's reply, and restore that of earlier replies."""
+
     id: str
     prompt: Prompt
     sampling: SamplingParams

@@ -1,14 +1,17 @@
 """Where a prompt may be cut.
 
-A cut is safe one past a special token that the chat template wrote: no tokenizer merges text across it, and the same
-conversation with more turns has it at the same position. Special-token text inside a message becomes the same token,
-but it is no part of the conversation's structure, and whoever wrote the message must not steer the cache. The two are
-told apart by rendering twice:
+A cut is safe one past a marker that the chat template wrote: no tokenizer merges text across it, and the same
+conversation with more turns has it at the same position. Markers are the tokenizer's special tokens, and other added
+tokens where a template parts messages with them: some tokenizers call theirs ordinary. Tokens that the template looks
+for inside messages (think tags) are none. See `template_markers`.
+
+Marker text inside a message becomes the same token, but it is no part of the conversation's structure, and whoever
+wrote the message must not steer the cache. The two are told apart by rendering twice:
 
     rendered = render(messages, tools)
-    (messages, tools), changed = neutralise([messages, tools], special_texts)
+    (messages, tools), changed = neutralise([messages, tools], marker_texts)
     neutral_rendered = render(messages, tools) if changed else None
-    boundaries = template_boundaries(token_ids, offsets, special_ids, rendered, neutral_rendered)
+    boundaries = template_boundaries(token_ids, offsets, marker_ids, rendered, neutral_rendered)
 
 What stands in both renderings at the same place, the template wrote. A caller whose template fails on the neutral
 conversation passes an empty `neutral_rendered`: then no boundary is trusted.
@@ -19,8 +22,8 @@ from __future__ import annotations
 import re
 import string
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,35 +35,37 @@ from diskprefix.tokens import TokenIds
 class Prompt:
     """A tokenised prompt and what is known of its structure.
 
-    `boundaries` are the safe cut positions in ascending order (each one past a special token that the template wrote);
-    empty for text without special tokens, where every position is as good as another. `system_end` is the boundary
-    that ends the system message and the tools, 0 if there is none. `text` is what a person reads in `inspect`.
+    `boundaries` are the safe cut positions in ascending order (each one past a marker that the template wrote); empty
+    for text without markers, where every position is as good as another. `system_end` is the boundary that ends the
+    system message and the tools, 0 if there is none. `text` is what a person reads in `inspect`. `media` holds
+    what the model is given beside the tokens, images for example: with it, equal tokens are not equal prompts.
     """
 
     token_ids: TokenIds
     boundaries: tuple[int, ...] = ()
     system_end: int = 0
     text: str = ""
+    media: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Offsets(Protocol):
     """Token index → (start, end) in characters of the rendered text; end is exclusive.
 
-    The list that fast tokenizers give. Only special tokens are looked up, so a view that computes them will do.
+    The list that fast tokenizers give. Only markers are looked up, so a view that computes them will do.
     """
 
     def __getitem__(self, index: int, /) -> tuple[int, int]: ...
 
 
-def neutralise(value: Any, special_texts: Collection[str]) -> tuple[Any, bool]:
-    """A copy of `value` without special-token text, and whether anything had to be replaced.
+def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
+    """A copy of `value` without marker text, and whether anything had to be replaced.
 
     `value` is made of strings, lists, tuples, dicts (keys are treated too) and other values, which stay. Each
     occurrence becomes ASCII letters or digits of the same length, so that the template writes as much as before. Among
     overlapping texts the leftmost wins, then the longest, as in the tokenizers themselves. A marker that forms only
     where the template joins two strings is not seen.
     """
-    texts = sorted({text for text in special_texts if text}, key=len, reverse=True)
+    texts = sorted({text for text in marker_texts if text}, key=len, reverse=True)
     if not texts:
         return value, False
     marker = re.compile("|".join(map(re.escape, texts)))
@@ -80,35 +85,117 @@ def neutralise(value: Any, special_texts: Collection[str]) -> tuple[Any, bool]:
 
 
 def _filler(texts: list[str]) -> str:
-    """A character of no special text, so that what is filled in cannot complete another one; x where it is free."""
+    """A character of no marker, so that what is filled in cannot complete another one; x where it is free."""
     candidates = "x" + string.ascii_letters + string.digits
     return next((char for char in candidates if not any(char in text for text in texts)), "x")
 
 
-def raw_boundaries(token_ids: TokenIds | Sequence[int], special_ids: Collection[int]) -> tuple[int, ...]:
-    """The positions one past every special token, ascending, each at most len(token_ids).
+class Write(Protocol):
+    """Renders messages as the chat template does; empty where it refuses them."""
+
+    def __call__(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> str: ...
+
+
+_SAID = "diskprefix"
+_USER = {"role": "user", "content": _SAID}
+_REPLY = {"role": "assistant", "content": _SAID}
+_CALL_ID = "diskprefx"
+"""Of nine letters, as Mistral's templates want it."""
+_CALLED = {"id": _CALL_ID, "type": "function", "function": {"name": _SAID, "arguments": {}}}
+_CALL = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
+_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "content": _SAID}
+_GROWING = (
+    ((_USER, _REPLY, _USER), (_USER, _REPLY, _USER, _REPLY, _USER)),
+    ((_USER, _CALL, _RESULT), (_USER, _CALL, _RESULT, _CALL, _RESULT)),
+)
+"""Conversations, and the same ones later."""
+
+
+def template_markers(special_texts: Collection[str], other_texts: Collection[str], write: Write) -> frozenset[str]:
+    """The texts of the added tokens one past which a conversation of this template may be cut.
+
+    `special_texts` are the tokenizer's special tokens. Where they leave messages unparted, those of `other_texts`, its
+    other added tokens, count too that the template writes around messages and that stay when the conversation goes on.
+    Tokens whose text the template does not pass on as it stands in a message (it moves or drops what was thought) do
+    not count, unless they are special and part messages: what such a text made the template write cannot be told from
+    structure. Of a template that refuses plain conversations only the special tokens are known.
+    """
+    special = frozenset(filter(None, special_texts))
+    lasting = [_lasting(shorter, longer, write) for shorter, longer in _GROWING]
+    if not (lasting[0] and write((_USER, _REPLY), add_generation_prompt=False)):
+        return special
+    unparted = [text for text in lasting if _last(special, text) < text.rfind(_SAID)]
+    others = {token for token in other_texts if _looks_like_a_marker(token) and any(token in text for text in unparted)}
+    parting = {token for token in special if any(token in text for text in lasting)}
+    return special.union(others) - (_interpreted(sorted(special.union(others)), write) - parting)
+
+
+def _lasting(shorter: Sequence[dict[str, Any]], longer: Sequence[dict[str, Any]], write: Write) -> str:
+    """What of the shorter conversation's prompt the longer one has too."""
+    now, later = (write(messages, add_generation_prompt=True) for messages in (shorter, longer))
+    return now[: _common_chars(now, later)]
+
+
+def _last(tokens: Collection[str], text: str) -> int:
+    """Where the last of `tokens` in `text` begins; -1 if there is none."""
+    return max(map(text.rfind, tokens), default=-1)
+
+
+def _looks_like_a_marker(text: str) -> bool:
+    """No word and no run of blanks: those are added tokens too, and what stands beside them changes them."""
+    return any(map(str.isalpha, text)) and any(not (c.isalnum() or c.isspace() or c in "_▁") for c in text)
+
+
+def _interpreted(tokens: list[str], write: Write) -> set[str]:
+    """Those of `tokens` that make a difference to the template where they stand in a message."""
+
+    def differ(tokens: list[str], suffix: str) -> list[str]:
+        if not tokens or not _makes_a_difference(tokens, suffix, write):
+            return []
+        half = len(tokens) // 2
+        return differ(tokens[:half], suffix) + differ(tokens[half:], suffix) if half else tokens
+
+    found = set(differ(tokens, ""))
+    # An opening tag may count only with the closing one behind it.
+    for closing in sorted(found):
+        found |= set(differ([token for token in tokens if token not in found], closing))
+    return found
+
+
+def _makes_a_difference(tokens: list[str], suffix: str, write: Write) -> bool:
+    content = f"a{'a'.join(tokens)}a"
+    neutral, _ = neutralise(content, tokens)
+    messages = [
+        [{**message, "content": f"{text}{suffix}a"} for message in (_USER, _REPLY) * 2] for text in (content, neutral)
+    ]
+    rendered, neutral_rendered = (write(listed, add_generation_prompt=False) for listed in messages)
+    return bool(neutralise(rendered, tokens)[0] != neutralise(neutral_rendered, tokens)[0])
+
+
+def raw_boundaries(token_ids: TokenIds | Sequence[int], marker_ids: Collection[int]) -> tuple[int, ...]:
+    """The positions one past every marker, ascending, each at most len(token_ids).
 
     For a raw prompt all of them are safe: its author wrote it whole.
     """
-    special = np.isin(np.asarray(token_ids), list(special_ids))
-    return tuple((np.flatnonzero(special) + 1).tolist())
+    markers = np.isin(np.asarray(token_ids), list(marker_ids))
+    return tuple((np.flatnonzero(markers) + 1).tolist())
 
 
 def template_boundaries(
     token_ids: TokenIds | Sequence[int],
     offsets: Offsets | None,
-    special_ids: Collection[int],
+    marker_ids: Collection[int],
     rendered: str,
     neutral_rendered: str | None,
 ) -> tuple[int, ...]:
-    """The positions one past every special token that the chat template wrote, ascending, each at most len(token_ids).
+    """The positions one past every marker that the chat template wrote, ascending, each at most len(token_ids).
 
     `token_ids` and `offsets` belong to `rendered`. `neutral_rendered` is None where `neutralise` changed nothing: then
-    all special tokens are the template's and `offsets` may be None. Where a template trims or escapes, the two texts
+    all markers are the template's and `offsets` may be None. Where a template trims or escapes, the two texts
     may differ in length; then only what stands before their first difference is trusted. Tokens without text of their
     own (offsets (0, 0): the tokenizer put them there) count as the template's.
     """
-    positions = raw_boundaries(token_ids, special_ids)
+    positions = raw_boundaries(token_ids, marker_ids)
     if neutral_rendered is None:
         return positions
     assert offsets is not None, "a neutral rendering can only be compared by character offsets"

@@ -97,8 +97,8 @@ def select(
     """What of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same answer.
 
     `auto` looks at its window of `recent` only; the other scopes look at all of it, to say where the prompt leaves what
-    was seen. Nothing is kept if it would be less than `min_tokens`. `state`: whether the state of every layer can be cut
-    anywhere, or is restorable where a checkpoint was taken, or where a prompt ended that was computed in one pass.
+    was seen. Nothing is kept if it would be less than `min_tokens`. `state`: whether the state of every layer can be
+    cut anywhere, or is restorable where a checkpoint was taken, or where a prompt ended that was computed in one pass.
     `cold_max` and `interval` place the checkpoints.
     """
     num_tokens = len(prompt.token_ids)

@@ -32,13 +32,12 @@ log = logging.getLogger("diskprefix")
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is still to be stored, parents first; the node that the entry ends with, None if there is to be none, and the
-    entry's length in tokens. `end` is the last block that is stored then, or was before."""
+    """What is still to be stored, parents first; the node that the entry ends with, None if there is to be none; and
+    the entry's length in tokens."""
 
     nodes: tuple[Node, ...] = ()
     tip: bytes | None = None
     num_tokens: int = 0
-    end: Node | None = None
 
 
 class CachedRequest:
@@ -66,8 +65,10 @@ class CachedRequest:
         self._states: dict[int, memoryview] = {}
         """Copies of the states by the position that they were taken at, for checkpoints."""
         self._token_s = 0.0
-        self._plan_end: Node | None = None
-        self._reply_states: tuple[int, memoryview] | None = None
+        self._submitted: set[bytes] = set()
+        """Names of the nodes that were handed to the writer."""
+        self._restorable = 0
+        """The last position that a later request could go on from, of those that are stored or handed to the writer."""
         self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
         self._pinned: bytes | None = None
@@ -78,10 +79,11 @@ class CachedRequest:
         return self._restored
 
     def restore(self, arena: KVArena) -> Restored:
-        """Copy the longest restorable prefix into the arena, which has room for the prompt. A miss restores 0 tokens."""
+        """Copy the longest restorable prefix into the arena, which has room for the prompt; of a miss, nothing."""
         arena.truncate(0)
         if self._bypass is None:
             self._restored = self._try_restore(arena)
+            self._restorable = self._restored.num_tokens
             arena.truncate(self._restored.num_tokens)
         return self._restored
 
@@ -108,7 +110,6 @@ class CachedRequest:
         plan = self._fit(wanted)
         if wanted.tip is not None or wanted.nodes:
             self._saved = "queued" if plan.nodes else "dropped" if wanted.nodes else "stored"
-        self._plan_end = plan.end
         publication = self._publication(plan, prompt=self._remembered())
         if publication.tip is not None or publication.prompt is not None or plan.nodes:
             end_states = arena.read_states() if self.selection.keep_tail else None
@@ -118,24 +119,29 @@ class CachedRequest:
         """Remember the states if the reply has just completed a block, in case that its blocks are kept."""
         at_end_of_block = arena.num_tokens % self._nodes.block_size == 0
         if self._keeps_reply and at_end_of_block and not self._cache.layout.is_cuttable:
-            self._reply_states = arena.num_tokens, arena.read_states()
+            end = len(self._prompt.token_ids)
+            of_prompt = {position: states for position, states in self._states.items() if position <= end}
+            self._states = of_prompt | {arena.num_tokens: arena.read_states()}
 
     def publish_reply(self, arena: KVArena, token_ids: TokenIds) -> None:
         """Have captured and written the blocks that decoding completed, if the request reuses replies.
 
-        `token_ids` are the prompt and what of the reply is in the arena. They are marked as generated: computed token by
-        token, they are not what a prefill computes bit for bit.
+        `token_ids` are the prompt and what of the reply is in the arena. These blocks are marked as generated: computed
+        token by token, they are not what a prefill computes bit for bit. What they continue is stored with them, also
+        where the scope keeps less of the prompt.
         """
         if not self._keeps_reply or self._cache.store.problem is not None:
             return
         assert arena.num_tokens == len(token_ids), "state length must equal key length"
-        first = self._nodes.num_blocks
-        parent = self._plan_end
-        if first and (parent is None or parent.end != first * self._nodes.block_size):
+        nodes = self._nodes_of(token_ids)
+        is_too_short = nodes.num_blocks * nodes.block_size < self._cache.settings.kv_cache_min_tokens
+        if is_too_short or nodes.num_blocks == self._nodes.num_blocks:
             return
-        self._nodes = self._nodes_of(token_ids)
-        plan = self._fit(self._plan_reply(parent, first))
+        self._nodes = nodes
+        missing, _ = self._missing(nodes.num_blocks)
+        plan = self._fit(_Plan(missing, missing[-1].name, missing[-1].end))
         if plan.nodes:
+            self._saved = "queued"
             self._submit(arena, None, None, plan, self._publication(plan, prompt=None))
 
     def close(self) -> CacheReport:
@@ -238,36 +244,39 @@ class CachedRequest:
     def _plan(self) -> _Plan:
         """What of the prompt the policy wants and is not stored yet."""
         selection, restored = self.selection, self._restored
-        end = selection.aligned
-        if selection.keep_tail or self._keeps_reply:
-            end = max(end, self._nodes.num_blocks * self._nodes.block_size)
-        planned: list[Node] = []
-        block: Node | None = None
-        for index in range(end // self._nodes.block_size):
-            block, is_stored = self._block(index, block)
-            if not is_stored:
-                planned.append(block)
-            if block.end in self._states:
-                planned.append(self._nodes.checkpoint(block))
-            if block.end == selection.aligned:
-                at_boundary = block
+        missing, block = self._missing(selection.aligned // self._nodes.block_size)
         if selection.keep_tail:
             parent = block.name if block else self._realm.root
             tail = self._nodes.tail(parent, self._nodes.num_blocks, generated=not restored.exact)
-            nodes = (*planned, *(() if restored.logits is not None else (tail,)))
-            return _Plan(nodes, tail.name, tail.end, block)
-        if not selection.aligned:
-            return _Plan(tuple(planned), end=block)
-        return _Plan(tuple(planned), self._boundary_tip(at_boundary), selection.aligned, block)
+            return _Plan(missing if restored.logits is not None else (*missing, tail), tail.name, tail.end)
+        if block is None:
+            return _Plan()
+        return _Plan(missing, self._boundary_tip(block), block.end)
+
+    def _missing(self, num_blocks: int) -> tuple[tuple[Node, ...], Node | None]:
+        """Of the first `num_blocks` blocks, those that are still to be stored, each with the checkpoint at its end if
+        there is one; and the last block of all, None without any."""
+        missing: list[Node] = []
+        block: Node | None = None
+        for index in range(num_blocks):
+            block, is_stored = self._block(index, block)
+            if not is_stored:
+                missing.append(block)
+            if block.end in self._states:
+                missing.append(self._nodes.checkpoint(block))
+        return tuple(missing), block
 
     def _block(self, index: int, before: Node | None) -> tuple[Node, bool]:
-        """Block number `index` after the block `before`, and whether it is stored already."""
+        """Block number `index` after the block `before`, and whether it is stored already, or will be."""
         stored = self._restored.blocks
+        is_of_reply = (index + 1) * self._nodes.block_size > len(self._prompt.token_ids)
+        generated = is_of_reply or not self._restored.exact
         # What was decoded and reaches further than was restored is not what this run computed.
-        if index < len(stored) and stored[index].generated <= (not self._restored.exact):
+        if index < len(stored) and stored[index].generated <= generated:
             return stored[index], True
         parent = before.name if before else self._realm.root
-        return self._nodes.block(parent, index, generated=not self._restored.exact), False
+        block = self._nodes.block(parent, index, generated=generated)
+        return block, block.name in self._submitted
 
     def _boundary_tip(self, block: Node) -> bytes | None:
         """The node that a saved boundary ends with; None where the states at it were not computed by this run."""
@@ -276,18 +285,6 @@ class CachedRequest:
         checkpoint = self._nodes.checkpoint(block).name
         return checkpoint if block.end in self._states or checkpoint == self._restored.tip else None
 
-    def _plan_reply(self, parent: Node | None, first: int) -> _Plan:
-        """The blocks from number `first` on, and the last checkpoint that decoding passed."""
-        planned: list[Node] = []
-        block = parent
-        for index in range(first, self._nodes.num_blocks):
-            block = self._nodes.block(block.name if block else self._realm.root, index, generated=True)
-            planned.append(block)
-            if self._reply_states is not None and self._reply_states[0] == block.end:
-                self._states[block.end] = self._reply_states[1]
-                planned.append(self._nodes.checkpoint(block))
-        return _Plan(tuple(planned), planned[-1].name if planned else None, planned[-1].end if planned else 0, block)
-
     def _fit(self, plan: _Plan) -> _Plan:
         """What of the plan the write buffer has room for: its longest beginning."""
         room, nodes = self._cache.writer.room_bytes, plan.nodes
@@ -295,6 +292,9 @@ class CachedRequest:
             nodes = nodes[:-1]
         if len(nodes) == len(plan.nodes):
             return plan
+        while nodes and nodes[-1].kind == Kind.BLOCK and not self._cache.layout.is_cuttable:
+            # Nothing can go on from a block without the states at its end.
+            nodes = nodes[:-1]
         fitting = _Plan(nodes, nodes[-1].name, nodes[-1].end) if nodes else _Plan()
         log.warning(
             "[disk-cache] the write buffer has room for %d of the %d tokens to save; raise --kv-cache-write-buffer",
@@ -331,6 +331,7 @@ class CachedRequest:
         """
         size = self._size_of(plan.nodes)
         self._cache.writer.reserve(size)
+        self._submitted.update(node.name for node in plan.nodes)
         # The capture takes the pin over: what is extended must stay until the writer has it.
         pinned = self._take_pin()
         new_nodes = self._captures(arena, logits, end_states, plan.nodes)
@@ -350,20 +351,21 @@ class CachedRequest:
     def _captures(
         self, arena: KVArena, logits: torch.Tensor | None, end_states: memoryview | None, nodes: tuple[Node, ...]
     ) -> list[Callable[[], NewNode]]:
-        """For each node, what copies it out of the arena. `restorable` is where a later request could go on from."""
+        """For each node, what copies it out of the arena."""
         captures: list[Callable[[], NewNode]] = []
-        restorable = self._restored.num_tokens
         for node in nodes:
             parts: list[memoryview] = []
-            seconds = self._token_s * node.num_tokens
             if node.kind == Kind.CHECKPOINT:
                 parts = [self._states.pop(node.position)]
-                # It saves what lies between it and the one before; blocks alone save nothing.
-                seconds = self._token_s * (node.position - restorable)
-                restorable = node.position
             elif node.kind == Kind.TAIL:
-                assert logits is not None and end_states is not None
+                assert logits is not None
+                assert end_states is not None
                 parts = [end_states, arena.logits_bytes(logits)]
+            seconds = self._token_s * node.num_tokens
+            if node.kind != Kind.BLOCK and not self._cache.layout.is_cuttable:
+                # It saves all that lies between it and the one before; blocks alone save nothing.
+                seconds = self._token_s * (node.end - self._restorable)
+                self._restorable = node.end
             captures.append(partial(self._captured, arena, node, parts, seconds, self._nodes))
         return captures
 

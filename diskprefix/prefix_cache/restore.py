@@ -39,9 +39,9 @@ class Restored:
     """What is in the arena now: the state after `num_tokens` tokens, `num_bytes` of which were loaded.
 
     `blocks` are the full blocks of the prompt that are stored, from position 0 on: they may reach further than what
-    could be restored, and `refused` says why; `matched` is how far they and the tail reach, in tokens. `tip` is the last
-    node that was used. `logits` (shape [vocab], the model's dtype) come with an exact repeat. `exact`: the state is what
-    a prefill from position 0 computes, bit for bit.
+    could be restored, and `refused` says why; `matched` is how far they and the tail reach, in tokens. `tip` is the
+    last node that was used. `logits` (shape [vocab], the model's dtype) come with an exact repeat. `exact`: the state
+    is what a prefill from position 0 computes, bit for bit.
     """
 
     num_tokens: int = 0
@@ -302,8 +302,7 @@ class _Loader:
                 yield _Load(match, number, cuts[number], stored, is_queued=False, is_cold=is_cold)
 
     def _is_needed(self, node: Node, cut: Cut) -> bool:
-        """Whether the run will look at it: of a layer with a window, only the blocks under the window; states only where
-        the run goes on."""
+        """Whether the run will look at it: of a layer with a window, only the blocks under the window."""
         if cut.group < len(self._first_needed):
             return node.end > self._first_needed[cut.group]
         return True

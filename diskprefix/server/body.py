@@ -119,8 +119,6 @@ def _explain(error: Any) -> str:
             return "is not supported"
         case "too_short":
             return "must not be empty"
-    if error["loc"][-1] == "type" and "content" in error["loc"]:
-        return f"this model takes text only (got {_shown(error['input'])})"
     message = str(error["msg"]).replace("Input should be", "must be").replace("valid array", "list")
     return f"{message[:1].lower()}{message[1:]} (got {_shown(error['input'])})"
 

@@ -1,8 +1,8 @@
 """From messages or text to a `Prompt`: the chat template is rendered, the text tokenised, the safe boundaries found.
 
 All of it is CPU work that may take long for a long prompt; the server calls it in a thread. The template is rendered
-once for the prompt itself, a second time only if a message holds special-token text (see `policy.boundary`), and once
-over the leading system messages alone to see where they end.
+once for the prompt itself, a second time only if a message holds marker text (see `policy.boundary`), and once over the
+leading system messages alone to see where they end. What its markers are is found out once, over made-up conversations.
 """
 
 from __future__ import annotations
@@ -17,13 +17,23 @@ from typing import TYPE_CHECKING, NamedTuple
 from jinja2.exceptions import TemplateError
 
 from diskprefix.errors import ContextTooLong, InvalidRequest
-from diskprefix.policy.boundary import Prompt, neutralise, raw_boundaries, system_end, template_boundaries
+from diskprefix.policy.boundary import (
+    Prompt,
+    neutralise,
+    raw_boundaries,
+    system_end,
+    template_boundaries,
+    template_markers,
+)
+from diskprefix.server.content import UNSUPPORTED, Media, parts_for_template, read_media
 from diskprefix.server.printable import printable_only, shown
-from diskprefix.server.schemas import ChatRequest, CompletionRequest, JsonObject, Message, TextPart, ToolCall
+from diskprefix.server.schemas import ChatRequest, CompletionRequest, Content, JsonObject, Message, TextPart, ToolCall
 from diskprefix.tokens import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerFast
+
+    from diskprefix.engine.media import MediaProcessor
 
 log = logging.getLogger("diskprefix")
 
@@ -37,6 +47,8 @@ _PREVIEW_HEAD_CHARS = 100
 _PREVIEW_SCANNED_CHARS = 10_000
 _REASON_CHARS = 200
 _NOWHERE = (0, 0)
+_PROBE_TEXT = "diskprefix"
+_SYSTEM: JsonObject = {"role": "system", "content": _PROBE_TEXT}
 
 
 class _Conversation(NamedTuple):
@@ -45,6 +57,13 @@ class _Conversation(NamedTuple):
     messages: list[JsonObject]
     tools: list[JsonObject] | None
     variables: JsonObject
+
+
+class _Markers(NamedTuple):
+    """The added tokens that a template parts turns with."""
+
+    texts: frozenset[str]
+    ids: frozenset[int]
 
 
 class _Offsets:
@@ -59,40 +78,58 @@ class _Offsets:
 
 
 class PromptRenderer:
-    """Renders and tokenises for one tokenizer and its model's sizes. Safe to call from several threads."""
+    """Renders and tokenises for one tokenizer and its model's sizes. Safe to call from several threads.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, max_positions: int) -> None:
+    `media` is the processor of a multimodal model.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        vocab_size: int,
+        max_positions: int,
+        media: MediaProcessor | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._media = media
+        self._takes_parts_only = False
         self._max_positions = max_positions
-        special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-        special |= zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-        self._special_ids = frozenset(special)
-        self._special_texts = frozenset(special.values())
+        special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self._special = special | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        self._added = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()} | self._special
+        self._markers: dict[str, _Markers] = {}
         self.vocab_size = vocab_size
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         self._warned_of_tools = False
+        self._takes_parts_only = self._loses_plain_text()
 
     def warm_up(self) -> None:
         """Compiles the template and fills the tokenizer's caches, so that the first request need not."""
         if self._tokenizer.chat_template:
-            self._try_render(_Conversation([{"role": "user", "content": "x"}], None, {}), True)
+            self._markers_of(None)
         self._tokenizer("warm up", verbose=False)
 
     def chat(self, body: ChatRequest) -> Prompt:
         """The prompt of a chat request.
 
-        Raises `InvalidRequest` where the template cannot render it, `ContextTooLong` if it exceeds the positions.
+        Raises `InvalidRequest` where the template cannot render it or the model does not take it, `ContextTooLong` if
+        it exceeds the positions.
         """
+        media = read_media(body.messages, self._media)
+        if media is not None:
+            return self._chat_with_media(body, media)
         conversation = self._conversation(body)
         rendered = self._render(conversation, body.add_generation_prompt)
-        neutral_parts, changed = neutralise(list(conversation), self._special_texts)
+        markers = self._markers_of(conversation.tools)
+        neutral_parts, changed = neutralise(list(conversation), markers.texts)
         neutral = None
         if changed:
             neutral = self._try_render(_Conversation(*neutral_parts), body.add_generation_prompt)
-        encoding = self._encode(rendered, add_special_tokens=False, param="messages")
+        encoding = self._encode(rendered, add_special_tokens=self._adds_bos(rendered), param="messages")
         token_ids = as_token_ids(encoding["input_ids"])
         offsets = _Offsets(encoding)
-        boundaries = template_boundaries(token_ids, offsets, self._special_ids, rendered, neutral)
+        boundaries = template_boundaries(token_ids, offsets, markers.ids, rendered, neutral)
         probe = self._try_render(_probe(conversation), body.add_generation_prompt)
         return Prompt(
             token_ids=token_ids,
@@ -100,6 +137,41 @@ class PromptRenderer:
             system_end=system_end(boundaries, offsets, rendered, probe) if probe else 0,
             text=_chat_preview(conversation.messages),
         )
+
+    def _chat_with_media(self, body: ChatRequest, media: Media) -> Prompt:
+        """Without boundaries: what they are for, the cache, is not used for it."""
+        assert self._media is not None, "who takes no media has refused them"
+        conversation = self._conversation(body)
+        for message, sent in zip(conversation.messages, body.messages, strict=True):
+            message["content"] = parts_for_template(sent.content or "")
+        rendered = self._render(conversation, body.add_generation_prompt)
+        if rendered == self._try_render(_without_media(conversation), body.add_generation_prompt):
+            raise InvalidRequest(
+                "messages: the chat template leaves images and sounds out; give another with --chat-template",
+                param="messages",
+                code=UNSUPPORTED,
+            )
+        # The text alone may be too long: that is found before the work on the images.
+        self._encode(rendered, add_special_tokens=False, param="messages")
+        prepared = self._media.prepare(rendered, media.images, media.audio)
+        self._check_positions(len(prepared.token_ids), "messages")
+        return Prompt(token_ids=prepared.token_ids, media=prepared.tensors)
+
+    def _adds_bos(self, rendered: str) -> bool:
+        """Processors of multimodal models add a BOS where the template wrote none; tokenizers leave it to the template.
+
+        So text alone begins as text beside an image does.
+        """
+        bos = self._tokenizer.bos_token
+        return self._media is not None and not (bos and rendered.startswith(bos))
+
+    def _loses_plain_text(self) -> bool:
+        """Whether the template takes lists of content parts only. Of a plain text it would render nothing."""
+        if self._media is None or not self._tokenizer.chat_template:
+            return False
+        plain = _Conversation([{"role": "user", "content": _PROBE_TEXT}], None, {})
+        parts = _Conversation([{"role": "user", "content": parts_for_template(_PROBE_TEXT)}], None, {})
+        return _PROBE_TEXT not in self._try_render(plain, True) and _PROBE_TEXT in self._try_render(parts, True)
 
     def completion(self, body: CompletionRequest) -> Prompt:
         """The prompt of a completion request: text, or token ids.
@@ -121,12 +193,13 @@ class PromptRenderer:
         return Prompt(token_ids=token_ids, boundaries=self._boundaries_of_text(token_ids, offsets), text=_preview(text))
 
     def _boundaries_of_text(self, token_ids: TokenIds, offsets: _Offsets | None) -> tuple[int, ...]:
-        """Those of the special tokens that the client wrote.
+        """Those of the special tokens and the template's markers that the client wrote.
 
         What the tokenizer adds by itself stands nowhere in the text, and a token that begins every text parts nothing.
         Were it a boundary, it would be the only one of a plain text, and nothing of it would ever be saved.
         """
-        boundaries = raw_boundaries(token_ids, self._special_ids)
+        marker_ids = self._markers_of(None).ids if self._tokenizer.chat_template else frozenset()
+        boundaries = raw_boundaries(token_ids, marker_ids.union(self._special.values()))
         if offsets is not None:
             boundaries = tuple(end for end in boundaries if offsets[end - 1] != _NOWHERE)
         bos = self._tokenizer.bos_token_id
@@ -192,6 +265,24 @@ class PromptRenderer:
             )
         return str(self._tokenizer.get_chat_template(tools=tools))
 
+    def _markers_of(self, tools: list[JsonObject] | None) -> _Markers:
+        """The markers of the template that serves conversations with such tools, or with none."""
+        template = self._template(tools)
+        if template not in self._markers:
+
+            def write(messages: Sequence[JsonObject], *, add_generation_prompt: bool) -> str:
+                # An empty list chooses the same template as the real tools do.
+                some_tools: list[JsonObject] | None = None if tools is None else []
+                for listed in ([_SYSTEM, *messages], list(messages)):
+                    rendered = self._try_render(_Conversation(listed, some_tools, {}), add_generation_prompt)
+                    if rendered:
+                        return rendered
+                return ""
+
+            texts = template_markers(self._special.keys(), self._added.keys() - self._special.keys(), write)
+            self._markers[template] = _Markers(texts, frozenset(self._added[text] for text in texts))
+        return self._markers[template]
+
     def _warn_of_tools(self) -> None:
         if not self._warned_of_tools:
             self._warned_of_tools = True
@@ -201,7 +292,7 @@ class PromptRenderer:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    conversation.messages,
+                    self._in_parts(conversation.messages) if self._takes_parts_only else conversation.messages,
                     tools=conversation.tools,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
@@ -213,6 +304,15 @@ class PromptRenderer:
             raise InvalidRequest(
                 f"messages: the chat template refuses them: {reason}", param="messages", code="template_error"
             ) from error
+
+    @staticmethod
+    def _in_parts(messages: list[JsonObject]) -> list[JsonObject]:
+        return [
+            {**message, "content": parts_for_template(message["content"])}
+            if isinstance(message["content"], str)
+            else message
+            for message in messages
+        ]
 
     def _try_render(self, conversation: _Conversation, add_generation_prompt: bool) -> str:
         """A rendering that only helps to find boundaries: empty where the template refuses it, so none is trusted."""
@@ -234,10 +334,19 @@ def _for_template(message: Message, developer_is_known: bool) -> JsonObject:
     return rendered
 
 
-def _text_of(content: str | list[TextPart] | None) -> str:
+def _without_media(conversation: _Conversation) -> _Conversation:
+    return conversation._replace(
+        messages=[
+            {**message, "content": [part for part in message["content"] if part["type"] == "text"]}
+            for message in conversation.messages
+        ]
+    )
+
+
+def _text_of(content: Content | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.text for part in content)
+    return "\n".join(part.text for part in content if isinstance(part, TextPart))
 
 
 def _tool_call(call: ToolCall) -> JsonObject:

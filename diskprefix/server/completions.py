@@ -98,12 +98,20 @@ async def _complete(
         body = await read_json(request, model, daemon.settings.max_body_bytes)
         serving.require_model(body.model)
         sampling = params_of(body, serving.renderer.vocab_size)
-        scope = (body.prefix_cache or PrefixCacheOptions()).applied_to(serving.scope)
+        options = body.prefix_cache or PrefixCacheOptions()
+        scope = options.applied_to(serving.scope)
         tenant = tenant_of(body, caller)
         prompt = await asyncio.to_thread(render, serving.renderer, body)
     check_context(prompt, body, serving.engine.max_positions)
     request_id = f"{form.id_prefix}{uuid.uuid4().hex}"
-    generate = GenerateRequest(id=request_id, prompt=prompt, sampling=sampling, scope=scope, tenant=tenant)
+    generate = GenerateRequest(
+        id=request_id,
+        prompt=prompt,
+        sampling=sampling,
+        scope=scope,
+        tenant=tenant,
+        reuse_generated=options.reuses_generated(daemon.settings.reuse_generated),
+    )
     return await _answer(request, daemon, serving, generate, form, body)
 
 

@@ -165,6 +165,7 @@ class Daemon:
             engine.tokenizer,
             vocab_size=engine.model.config.get_text_config(decoder=True).vocab_size,
             max_positions=engine.max_positions,
+            media=engine.media,
         )
         renderer.warm_up()
         scheduler = Scheduler(engine, self.settings.max_queue)

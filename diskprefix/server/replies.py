@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from diskprefix.cache_report import MissReason, Saved, Source
+from diskprefix.cache_report import MissReason, Refused, Saved, Source
 from diskprefix.engine.request import DoneEvent, FinishReason, TokenLogprob
 
 
@@ -33,7 +33,22 @@ class CacheReply(BaseModel):
     scope: str = Field(description="The scope that was used, in its canonical form.", examples=["auto:30"])
     selected: int = Field(description="The boundary that the policy chose to save up to, in tokens.")
     aligned: int = Field(description="The same, floored to the prefill grid.")
+    checkpoints: list[int] = Field(
+        description="Where this request saves state that cannot be cut, in tokens; empty for models without any."
+    )
     restored: int = Field(description="Prompt tokens that were restored.")
+    matched: int = Field(description="Prompt tokens that were found in the store; at least as many as restored.")
+    refused: Refused | None = Field(
+        description="Why not all of them were restored: `no_logits` (at least one token must be computed), "
+        "`no_checkpoint`, `one_pass` or `damaged`; null if they were."
+    )
+    retained: dict[str, tuple[int, int]] = Field(
+        description="Of which tokens the state was needed, as [first, end), by kind of state.",
+        examples=[{"full": [0, 1280], "window_512": [769, 1280], "checkpoint": [1280, 1280]}],
+    )
+    exact: bool = Field(
+        description="Whether what was restored is what a prefill computes, bit for bit; false only for a reply's state."
+    )
     source: Source = Field(description="`disk`, `memory` (still in the writer's buffer) or `none`.")
     restore_ms: float
     saved: Saved = Field(

@@ -73,6 +73,11 @@ class PrefixCacheOptions(Body):
         "nothing else. With API keys it separates the users of one key.",
         examples=["user-7f3a"],
     )
+    reuse_generated: Annotated[Any, WithJsonSchema({"type": "boolean"})] = Field(
+        default=None,
+        description="Keep the state of the reply, and restore that of earlier replies, which is not the cold run's bit "
+        "for bit. Absent: as the daemon was told.",
+    )
 
     @field_validator("scope", mode="after")
     @classmethod
@@ -90,6 +95,18 @@ class PrefixCacheOptions(Body):
     def _salt_is_a_text(cls, value: object) -> str | None:
         return _checked_salt(value, "prefix_cache.salt")
 
+    @field_validator("reuse_generated", mode="after")
+    @classmethod
+    def _reuse_generated_is_a_boolean(cls, value: object) -> bool:
+        if not isinstance(value, bool):
+            param = "prefix_cache.reuse_generated"
+            raise InvalidRequest(f"{param}: must be true or false", param=param)
+        return value
+
+    def reuses_generated(self, default: bool) -> bool:
+        """Whether this request keeps and restores replies; `default` is what the daemon was told."""
+        return default if self.reuse_generated is None else bool(self.reuse_generated)
+
     def applied_to(self, default: Scope) -> Scope:
         """The scope of this request. Raises `InvalidScope` for a window beside a scope that has none."""
         scope = default if self.scope is None else parse_scope(self.scope, param="prefix_cache.scope")
@@ -97,10 +114,46 @@ class PrefixCacheOptions(Body):
 
 
 class TextPart(Body):
-    """One piece of a message's content. This model takes text only."""
+    """A piece of a message's content that is text."""
 
-    type: Literal["text"] = Field(description="`text`; images, audio and files are refused.")
+    type: Literal["text"] = Field(description="`text`.")
     text: str = Field(description="The text itself.")
+
+
+class ImageUrl(Body):
+    """An image, inside the request."""
+
+    url: str = Field(
+        description="`data:image/png;base64,…`: PNG, JPEG, WebP, GIF or BMP. Other URLs are refused, never fetched."
+    )
+    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Accepted and ignored.")
+
+
+class ImagePart(Body):
+    """An image, for models that take images."""
+
+    type: Literal["image_url"] = Field(description="`image_url`.")
+    image_url: ImageUrl
+
+
+class InputAudio(Body):
+    """A sound, inside the request."""
+
+    data: str = Field(description="A WAV file with PCM samples, in base64.")
+    format: str = Field(description="`wav`.")
+
+
+class AudioPart(Body):
+    """A sound, for models that take audio."""
+
+    type: Literal["input_audio"] = Field(description="`input_audio`.")
+    input_audio: InputAudio
+
+
+class OtherPart(Body):
+    """What is known only to be refused by its name."""
+
+    type: Literal["video_url", "file"] = Field(description="`video_url` or `file`: not taken by any model here.")
 
 
 def _form_of(value: object) -> str | None:
@@ -113,9 +166,26 @@ def _string_or_list(expected: str) -> Discriminator:
     return Discriminator(_form_of, custom_error_type="type", custom_error_message=f"Input should be {expected}")
 
 
+def _kind_of_part(value: object) -> str | None:
+    kinds = {"text": "~text", "image_url": "~image", "input_audio": "~audio", "video_url": "~other", "file": "~other"}
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kinds.get(kind) if isinstance(kind, str) else None
+
+
+ContentPart: TypeAlias = Annotated[
+    Annotated[TextPart, Tag("~text")]
+    | Annotated[ImagePart, Tag("~image")]
+    | Annotated[AudioPart, Tag("~audio")]
+    | Annotated[OtherPart, Tag("~other")],
+    Discriminator(
+        _kind_of_part,
+        custom_error_type="type",
+        custom_error_message="Input should be a content part whose type is text, image_url or input_audio",
+    ),
+]
 Content: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[TextPart], Tag("~list")],
-    _string_or_list("a string or a list of text parts"),
+    Annotated[str, Tag("~text")] | Annotated[list[ContentPart], Tag("~list")],
+    _string_or_list("a string or a list of content parts"),
 ]
 StopString: TypeAlias = Annotated[str, Field(min_length=1)]
 Stop: TypeAlias = Annotated[
@@ -152,7 +222,9 @@ class Message(Body):
         description="Who speaks. `developer` is rendered as `system` where the template knows no better."
     )
     content: Content | None = Field(
-        default=None, description="Text, or a list of text parts. May be null in an assistant message with tool calls."
+        default=None,
+        description="Text, or a list of parts: text and, where the model takes them, images and audio. May be null in "
+        "an assistant message with tool calls.",
     )
     name: str | None = Field(default=None, description="Name of the speaker, for templates that render it.")
     tool_calls: list[ToolCall] | None = Field(default=None, description="Tool calls of an assistant message.")

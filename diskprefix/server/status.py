@@ -54,6 +54,7 @@ class DiskPolicy(BaseModel):
     kind: str = Field(description="`off`, `full`, `auto` or `tokens`.")
     window: int | None = Field(description="Recent requests that `auto` looks at.")
     tokens: int | None = Field(description="The N of scope N.")
+    reuse_generated: bool = Field(description="Whether requests that do not say keep and restore replies.")
     dir: str
     budget_bytes: int
     min_free_bytes: int
@@ -173,6 +174,7 @@ def _disk_policy(daemon: Daemon, serving: Serving) -> DiskPolicy:
         kind=scope.kind,
         window=scope.value if scope.kind == "auto" else None,
         tokens=scope.value if scope.kind == "tokens" else None,
+        reuse_generated=settings.reuse_generated,
         dir=str(settings.kv_cache_dir),
         budget_bytes=settings.kv_cache_budget,
         min_free_bytes=settings.kv_cache_min_free,

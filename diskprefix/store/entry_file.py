@@ -1,25 +1,35 @@
-"""One saved prompt as a `.safetensors` file: what `export` writes and `import` reads. Version 1 of the form.
+"""One saved prompt as a `.safetensors` file: what `export` writes and `import` reads.
+
+There are two versions of the form. Version 1 is for models whose state is per token all through; version 2 also holds
+states that exist at one position only (of convolutions and recurrences).
 
 The form is safetensors' own, so whatever reads safetensors reads the tensors: 8 bytes with the length of the header,
 little-endian, the header in JSON, the data.
 
     tensor            dtype         shape
     layers.0.keys …   the model's   [1, heads, num_tokens, head_dim]   one for each tensor in the root's layout
+    layers.0.conv0 …  the model's   [num_states, *shape]   version 2: one for each of the layout's states; row i is the
+                                    state after as many tokens as the i-th number in `states` says
     logits            the model's   [vocab_size]    of the next token; only where the entry ends with its prompt
     token_ids         I32           [num_tokens]
     nodes.checksum    U64           [num_nodes]     xxh3-64 of each node's raw payload (`store.schema`)
     nodes.prefill_s   F64           [num_nodes]     seconds that computing the node's tokens took; 0 if unknown
 
-The nodes are the full blocks of `block_size` tokens and, where there are logits, the tail of 0 to `block_size - 1`.
+The nodes are the full blocks of `block_size` tokens, each followed by the checkpoint at its end if there is one, and,
+where there are logits, the tail of 0 to `block_size - 1` tokens. A payload is what the file's tensors hold of the
+node's tokens, in the layout's order, then for a checkpoint or a tail its row of each of the states, then for a tail the
+logits. A layer with a sliding window is stored as any other, for all tokens.
 
     metadata          text
     format            diskprefix-entry
-    version           1
+    version           1, or 2 where the layout has states
     root              32 hex digits: the hash of the identity
     identity          whose numbers these are (`kv.fingerprint`)
     layout            which tensors a payload holds, in their order (`kv.layout`)
     block_size        in tokens
     num_tokens
+    states            version 2: the positions of the states in tokens, decimal and separated by commas: those of the
+                      checkpoints, ascending multiples of block_size, and num_tokens for the tail
     model, tenant, scope, preview    as in the store's records
     created_at        seconds since the epoch
     checksum          16 hex digits: xxh3-64 of all other metadata, as JSON with sorted keys, then the bytes of
@@ -60,7 +70,7 @@ from diskprefix.store.manifest import (
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds, checksum
 
-FORMAT, VERSION = "diskprefix-entry", "1"
+FORMAT, VERSIONS = "diskprefix-entry", ("1", "2")
 
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
@@ -96,22 +106,28 @@ class _EntryFile:
         self.spans = manifest.spans
         self._fd = fd
         self._offsets = offsets
-        self._state = manifest.state_tensors()
+        self._tokens, self._states = manifest.token_tensors(), manifest.state_tensors()
         self._logits_bytes = manifest.logits_tensor().num_bytes
+        self._token_bytes = sum(tensor.num_bytes for tensor in self._tokens.values()) // manifest.num_tokens
+        self._row_bytes = {name: tensor.num_bytes // tensor.shape[0] for name, tensor in self._states.items()}
 
     def payload_bytes(self, span: Span) -> int:
         """Size of a node's raw payload."""
-        token_bytes = sum(tensor.num_bytes for tensor in self._state.values()) // self.manifest.num_tokens
-        return token_bytes * span.num_tokens + (self._logits_bytes if span.kind == Kind.TAIL else 0)
+        state_bytes = 0 if span.states is None else sum(self._row_bytes.values())
+        logits_bytes = self._logits_bytes if span.kind == Kind.TAIL else 0
+        return self._token_bytes * span.num_tokens + state_bytes + logits_bytes
 
     def _runs(self, span: Span) -> Iterator[tuple[int, int]]:
         """Where the parts of a node's payload lie in the file, in its order: offset and number of bytes."""
-        for name, tensor in self._state.items():
+        for name, tensor in self._tokens.items():
             _, heads, num_tokens, head_dim = tensor.shape
             token_bytes = head_dim * tensor.itemsize
             for head in range(heads if span.num_tokens else 0):
                 first_token = head * num_tokens + span.position
                 yield self._offsets[name] + first_token * token_bytes, span.num_tokens * token_bytes
+        if span.states is not None:
+            for name, row_bytes in self._row_bytes.items():
+                yield self._offsets[name] + span.states * row_bytes, row_bytes
         if span.kind == Kind.TAIL:
             yield self._offsets[LOGITS], self._logits_bytes
 
@@ -145,7 +161,7 @@ class EntryReader(_EntryFile):
         data_at = size - header.data_bytes
         offsets = {name: data_at + info.data_offsets[0] for name, info in header.tensors.items()}
         reader = cls(path, fd, manifest, offsets)
-        if max(reader.payload_bytes(span) for span in (reader.spans[0], reader.spans[-1])) > _MAX_NODE_BYTES:
+        if max(map(reader.payload_bytes, reader.spans)) > _MAX_NODE_BYTES:
             raise StoreCorrupt("its blocks are larger than any that are written")
         reader._read_index(header.metadata)
         return reader
@@ -160,8 +176,7 @@ class EntryReader(_EntryFile):
                 _read_into(self._fd, payload[start : start + size], offset)
                 start += size
             if checksum(payload) != self._checksums[index]:
-                end = span.position + span.num_tokens
-                raise StoreCorrupt(f"the checksum of tokens {span.position} to {end} does not match")
+                raise StoreCorrupt(f"the checksum of {_told(span)} does not match")
         return payload
 
     def _read_index(self, metadata: Mapping[str, str]) -> None:
@@ -240,6 +255,12 @@ class EntryWriter(_EntryFile):
             return os.fstat(self._fd).st_size
 
 
+def _told(span: Span) -> str:
+    if span.kind == Kind.CHECKPOINT:
+        return f"the checkpoint at token {span.position}"
+    return f"tokens {span.position} to {span.position + span.num_tokens}"
+
+
 def refuse_existing(path: Path) -> None:
     """Raises `SettingsError` if there is a file."""
     if os.path.lexists(path):
@@ -287,9 +308,9 @@ def _read_header(fd: int, size: int) -> _Header:
     metadata = decode_json(values.pop(_METADATA, msgspec.Raw(b"{}")), dict[str, str], "metadata")
     if metadata.get("format") != FORMAT:
         raise foreign
-    if metadata.get("version") != VERSION:
+    if metadata.get("version") not in VERSIONS:
         version = shown(metadata.get("version", ""))
-        raise StoreFormatError(f"its form is version {version}, this diskprefix reads version {VERSION}")
+        raise StoreFormatError(f"its form is version {version}, this diskprefix reads {' and '.join(VERSIONS)}")
     tensors = {name: decode_json(value, _TensorInfo, "header") for name, value in values.items()}
     return _Header(metadata, tensors, size - _LENGTH.size - length)
 
@@ -333,7 +354,7 @@ def _places(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
 
 
 def _metadata(manifest: Manifest) -> dict[str, str]:
-    return {"format": FORMAT, "version": VERSION} | manifest.metadata()
+    return {"format": FORMAT, "version": manifest.version} | manifest.metadata()
 
 
 def _index_checksum(metadata: Mapping[str, str], *index: bytes) -> str:

@@ -8,6 +8,11 @@ The score is the logarithm of the seconds of prefill that keeping a byte is expe
 
     log2(1 + min(hits, 1))  -  age / HALF_LIFE_S  +  log2(prefill_s / stored_bytes, relative to the median)
 
+What saves nothing by itself goes before all that has a score: a block of a layout with states that no checkpoint and
+no tail continues any more. So when the deepest checkpoint of a prompt goes, its blocks go next, back to the one where
+another checkpoint or prompt branches off. The checkpoints of one prompt compete with each other, each by the prefill
+between it and the one before.
+
 * What was not used for one half-life is worth half. With equal hits and cost this is least recently used, and in a
   logarithm it still is after years, when the power itself would have become 0.
 * A node that was used again since it was stored is worth twice a prompt that came once, so a batch of such prompts
@@ -23,6 +28,7 @@ Clocks jump. What was used after `now` counts as used now, and no use is ever da
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -94,20 +100,22 @@ def choose_victims(
     bytes_wanted: int,
     pinned: Container[bytes],
     now: float,
+    saves_nothing: Callable[[bytes], bool] = lambda _name: False,
 ) -> list[bytes]:
     """Node hashes in the order in which they may be deleted, children before parents, the least worth first.
 
     Stops when their stored bytes reach `bytes_wanted` or nothing evictable is left. Never takes a node that is pinned,
     that one which stays continues, or that was written within the last `JUST_WRITTEN_S`: the request that wrote it may
-    not have come to its second turn. `parent_of` may answer a root (a hash that is not in `table`). Ties are broken by
-    hash, so that the choice is a function of its arguments.
+    not have come to its second turn. `parent_of` may answer a root (a hash that is not in `table`). `saves_nothing`
+    tells of a node that nothing continues whether it is of no use so. Ties are broken by hash, so that the choice is a
+    function of its arguments.
     """
     # A time of writing far in the future is a clock that was wrong: it must not protect until that time comes.
     settled = ~(np.abs(now - table.records["created_at"]) < JUST_WRITTEN_S)
     sizes = table.records["stored_bytes"]
     victims: list[bytes] = []
     freed = 0
-    for row in _leaves_first(table, parent_of, scores(table, now), settled, pinned):
+    for row in _leaves_first(table, parent_of, scores(table, now), settled, pinned, saves_nothing):
         if freed >= bytes_wanted:
             break
         victims.append(table.names[row])
@@ -128,7 +136,7 @@ def expired(
     A node that one in use or pinned continues is in use, whatever its own record says.
     """
     ages = table.ages_s(now)
-    rows = _leaves_first(table, parent_of, -ages, ages >= ttl_s, pinned)
+    rows = _leaves_first(table, parent_of, -ages, ages >= ttl_s, pinned, lambda _name: False)
     return [table.names[row] for row in rows]
 
 
@@ -138,12 +146,17 @@ def _leaves_first(
     rank: NDArray[np.float64],
     free: NDArray[np.bool_],
     pinned: Container[bytes],
+    saves_nothing: Callable[[bytes], bool],
 ) -> Iterator[int]:
-    """Rows of the leaves that are `free` and not pinned, lowest rank first; a row once all that continue it were."""
+    """Rows of the leaves that are `free` and not pinned, lowest rank first, before them those that save nothing; a row
+    once all that continue it were."""
     names, ranks = table.names, rank.tolist()
     children = table.records["children"].tolist()
-    rows = np.flatnonzero(free & (table.records["children"] == 0)).tolist()
-    leaves = [(ranks[row], names[row], row) for row in rows]
+
+    def leaf(row: int) -> tuple[float, bytes, int]:
+        return -math.inf if saves_nothing(names[row]) else ranks[row], names[row], row
+
+    leaves = list(map(leaf, np.flatnonzero(free & (table.records["children"] == 0)).tolist()))
     heapq.heapify(leaves)
     row_of = {name: row for row, name in enumerate(names)}
     while leaves:
@@ -156,4 +169,4 @@ def _leaves_first(
             continue
         children[parent] -= 1
         if children[parent] == 0 and free[parent]:
-            heapq.heappush(leaves, (ranks[parent], names[parent], parent))
+            heapq.heappush(leaves, leaf(parent))

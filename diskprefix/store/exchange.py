@@ -1,5 +1,9 @@
 """From the store into a file, and from a file into a store, one saved prompt at a time.
 
+What goes with an entry are the blocks on its path, its tail, and every checkpoint that lies on the path: what could be
+restored of the prompt here can be restored there. State that was generated does not leave the store: it is not what a
+prefill computes, and elsewhere nobody may have asked for such.
+
 Both go node by node, so memory does not grow with the entry. An export takes a new snapshot for each node: one that
 stays open would keep a daemon from reusing pages. An import writes several publications if it has to. Each adds whole
 blocks, the last one the entry, so what a kill leaves behind is a shorter prefix of the same prompt.
@@ -18,12 +22,13 @@ from diskprefix.store.changes import NewNode, node_bytes
 from diskprefix.store.codec import Codec, decode_piece, piece_seed, populate
 from diskprefix.store.entry_file import MAX_PREFILL_S, EntryReader, EntryWriter, refuse_existing
 from diskprefix.store.folder import DATA
+from diskprefix.store.listing import entry_nodes
 from diskprefix.store.manifest import Identity, Manifest, Span, shown
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, RootRecord, decode_codec
+from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, RootRecord, decode_codec, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
-from diskprefix.tokens import TokenIds, block_hash
+from diskprefix.tokens import TokenIds
 
 Advance = Callable[[int], None]
 """Is told how many more bytes of raw payload are done."""
@@ -39,7 +44,8 @@ def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance:
     """Write the entry that ends at node `name` to the file `path`, every payload verified. Answers the file's bytes.
 
     Raises `StoreCorrupt` (something of the entry is damaged), `PrefixGone` (evicted meanwhile), `SettingsError` (the
-    file exists, unless `force`), `StoreUnavailable`. No file is left behind then.
+    file exists, unless `force`; or the entry is none that can be exported), `StoreUnavailable`. No file is left behind
+    then.
     """
     if not force:
         refuse_existing(path)
@@ -48,9 +54,9 @@ def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance:
     _check_names(store.secret, manifest, nodes)
     layout = PayloadLayout.parse(manifest.layout)
     with EntryWriter.create(path, manifest) as writer:
-        for node_name, node in nodes:
+        for node in nodes:
             with store.snapshot() as snapshot:
-                payload, prefill_s = _read_node(snapshot, node_name, node, layout)
+                payload, prefill_s = _read_node(snapshot, *node, layout)
             writer.write_payload(payload, prefill_s)
             advance(len(payload))
         token_ids = np.concatenate([node.token_ids for _, node in nodes])
@@ -167,10 +173,14 @@ class _Import:
         self._reader = reader
         self._manifest = reader.manifest
         self._layout = PayloadLayout.parse(reader.manifest.layout)
-        self._parents = [reader.manifest.root]
+        self._parents: list[bytes] = []
+        self._names: list[bytes] = []
+        parent = reader.manifest.root
         for span in reader.spans:
-            self._parents.append(block_hash(store.secret, self._parents[-1], self._tokens(span)))
-        self._names = self._parents[1:]
+            self._parents.append(parent)
+            self._names.append(node_name(store.secret, parent, self._tokens(span), span.kind))
+            # A checkpoint continues its block; nothing continues a checkpoint.
+            parent = self._names[-1] if span.kind == Kind.BLOCK else parent
 
     def plan(self) -> Imported:
         with self._store.snapshot() as snapshot:
@@ -236,7 +246,7 @@ class _Import:
         try:
             return snapshot.has(name, self._parents[index], span.position, span.kind, token_ids)
         except StoreCorrupt as error:
-            raise _damaged(name, span.position, span.position + span.num_tokens, error) from error
+            raise _damaged(name, span, error) from error
 
     def _tokens(self, span: Span) -> TokenIds:
         return self._reader.token_ids[span.position : span.position + span.num_tokens]
@@ -267,7 +277,9 @@ def _read_entry(snapshot: Snapshot, name: bytes) -> tuple[Manifest, list[tuple[b
             f"entry {name.hex()} comes from an older diskprefix, which did not note whose numbers it holds; serve "
             f"{_quoted(root.model)} with this store and let it save a prompt, then export again"
         )
-    nodes = snapshot.path(name)
+    has_states = bool(PayloadLayout.parse(root.layout).states)
+    nodes = entry_nodes(snapshot, name)
+    _require_exportable(name, nodes, has_states)
     manifest = Manifest(
         root=entry.root,
         identity=root.identity,
@@ -280,6 +292,7 @@ def _read_entry(snapshot: Snapshot, name: bytes) -> tuple[Manifest, list[tuple[b
         created_at=entry.created_at,
         num_tokens=entry.num_tokens,
         with_logits=nodes[-1][1].kind == Kind.TAIL,
+        states=tuple(node.end for _, node in nodes if node.kind != Kind.BLOCK) if has_states else (),
     )
     try:
         manifest.check()
@@ -288,16 +301,33 @@ def _read_entry(snapshot: Snapshot, name: bytes) -> tuple[Manifest, list[tuple[b
     return manifest, nodes
 
 
+def _require_exportable(name: bytes, nodes: list[tuple[bytes, NodeRecord]], has_states: bool) -> None:
+    """Raises `SettingsError`."""
+    generated = next((node for _, node in nodes if node.generated), None)
+    if generated is not None:
+        raise SettingsError(
+            f"entry {name.hex()} holds a reply from token {generated.position} on, computed token by token, which no "
+            "prefill repeats bit for bit; such state is not exported. Send the prompt without reuse of replies, and "
+            "export what that saves"
+        )
+    if has_states and all(node.kind == Kind.BLOCK for _, node in nodes):
+        raise SettingsError(
+            f"entry {name.hex()} has lost the checkpoint that it could be restored at; send the prompt again, then "
+            "export it"
+        )
+
+
 def _check_names(secret: int, manifest: Manifest, nodes: list[tuple[bytes, NodeRecord]]) -> None:
     """Raises `StoreCorrupt` unless these are the nodes of the entry, and their names those of their token ids."""
     parent = manifest.root
     spans = manifest.spans
     for index, (name, node) in enumerate(nodes):
-        place = Span(node.position, len(node.token_ids), node.kind)
+        states = spans[index].states if index < len(spans) else None
+        place = Span(node.position, len(node.token_ids), node.kind, states)
         is_next = index < len(spans) and place == spans[index] and node.parent == parent
-        if not is_next or name != block_hash(secret, parent, node.token_ids):
-            raise _damaged(name, node.position, node.end, StoreCorrupt("it is not the next one of its entry"))
-        parent = name
+        if not is_next or name != node_name(secret, parent, node.token_ids, node.kind):
+            raise _damaged(name, place, StoreCorrupt("it is not the next one of its entry"))
+        parent = name if node.kind == Kind.BLOCK else parent
     if len(nodes) != len(spans):
         raise StoreCorrupt(f"the entry has {len(nodes)} blocks instead of {len(spans)}; run `diskprefix verify`")
 
@@ -320,13 +350,15 @@ def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: Payloa
             decode_piece(stored, piece, piece_seed(name, index), payload[start:end].reshape(piece.num_rows, -1))
             start = end
     except StoreCorrupt as error:
-        raise _damaged(name, node.position, node.end, error) from error
+        raise _damaged(name, Span(node.position, len(node.token_ids), node.kind), error) from error
     prefill_s = usage.prefill_s if 0 <= usage.prefill_s <= MAX_PREFILL_S else 0.0
     return payload.data, prefill_s
 
 
-def _damaged(name: bytes, start: int, end: int, error: StoreCorrupt) -> StoreCorrupt:
-    where = f"block {name.hex()} (tokens {start} to {end})"
+def _damaged(name: bytes, span: Span, error: StoreCorrupt) -> StoreCorrupt:
+    where = f"block {name.hex()} (tokens {span.position} to {span.position + span.num_tokens})"
+    if span.kind == Kind.CHECKPOINT:
+        where = f"checkpoint {name.hex()} (at token {span.position})"
     return StoreCorrupt(f"{where} of the store is damaged: {error.message}; `diskprefix verify --fix` removes it")
 
 

@@ -143,7 +143,7 @@ class Manifest:
         """As texts, by name."""
         left_out = {"with_logits", "states"}
         values = {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name not in left_out}
-        values |= {"version": self.version, "root": self.root.hex(), "created_at": repr(self.created_at)}
+        values |= {"root": self.root.hex(), "created_at": repr(self.created_at)}
         return values | ({"states": ",".join(map(str, self.states))} if self.states else {})
 
     @property
@@ -224,7 +224,10 @@ class Manifest:
         self._check_identity(Identity.parse(self.identity))
 
     def _check_states(self) -> None:
-        if bool(self.states) != bool(self._parsed_layout().states):
+        groups = self._parsed_layout().states
+        if any(group.rows < 1 or math.prod(group.shape) % group.rows for group in groups):
+            raise StoreCorrupt("its layout cuts states into rows that do not fit")
+        if bool(self.states) != bool(groups):
             raise StoreCorrupt("it has states and its layout has none, or the other way round")
         points, end = self.checkpoints, self.states[len(self.checkpoints) :]
         on_grid = all(position % self.block_size == 0 and position <= self.num_tokens for position in points)

@@ -1,8 +1,9 @@
 """Forgetting on purpose: by saved prompt, model, tenant, age, or everything.
 
 A plan is made from one snapshot and shows what would go and what must stay: a block goes only with all that continues
-it. It is carried out in small write transactions beside whoever else has the store open. Each of them looks again,
-so what others have continued or saved meanwhile stays, and a kill between two leaves a store in order.
+it, and the checkpoints on a saved prompt's path go where their blocks do. It is carried out in small write transactions
+beside whoever else has the store open. Each of them looks again, so what others have continued or saved meanwhile
+stays, and a kill between two leaves a store in order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import Changes
-from diskprefix.store.schema import decode_prompt, history_sequence, node_root
+from diskprefix.store.schema import Kind, decode_prompt, history_sequence, node_kind, node_root
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.tenant import matches
@@ -133,12 +134,22 @@ class _Tree:
         self.parent_of: dict[bytes, bytes] = {}
         self.root_of: dict[bytes, bytes] = {}
         self.continuations: dict[bytes, list[bytes]] = {}
+        self.checkpoints: set[bytes] = set()
         for name, value in snapshot.nodes():
             parent = bytes(value[:HASH_BYTES])
             if len(value) < 2 * HASH_BYTES:
                 raise StoreCorrupt(f"the record of block {name.hex()} is cut short")
             self.parent_of[name], self.root_of[name] = parent, node_root(value)
             self.continuations.setdefault(parent, []).append(name)
+            if node_kind(value) == Kind.CHECKPOINT:
+                self.checkpoints.add(name)
+
+    def entry(self, name: bytes) -> set[bytes]:
+        """All blocks of the saved prompt that ends with `name`, and the checkpoints that continue them."""
+        path = set(self.path(name))
+        return path | {
+            child for block in path for child in self.continuations.get(block, ()) if child in self.checkpoints
+        }
 
     def path(self, name: bytes) -> Iterator[bytes]:
         """Blocks from `name` up to the first; damaged records may go round in a circle, which ends it too."""
@@ -176,12 +187,12 @@ class _Planner:
 
     def plan(self) -> Plan:
         chosen = {name for name in self._selection.entries & self._entry_names if self._is_wanted(name)}
-        nodes = self._tree.removable(self._wanted_nodes(chosen))
+        nodes = self._removable(chosen)
         doomed = frozenset(nodes)
         prompts = self._prompts(chosen)
         entries = chosen | (self._entry_names & doomed)
-        on_other_paths = {node for name in self._entry_names - entries for node in self._tree.path(name)}
-        kept = {node for name in chosen for node in self._tree.path(name)} - doomed
+        on_other_paths = {node for name in self._entry_names - entries for node in self._tree.entry(name)}
+        kept = {node for name in chosen for node in self._tree.entry(name)} - doomed
         return Plan(
             entries=tuple(sorted(entries)),
             nodes=tuple(nodes),
@@ -213,11 +224,15 @@ class _Planner:
             return False
         return self._cutoff is None or self._last_used.get(node, 0.0) < self._cutoff
 
-    def _wanted_nodes(self, chosen: Collection[bytes]) -> set[bytes]:
+    def _removable(self, chosen: Collection[bytes]) -> list[bytes]:
+        """The nodes that go, children first."""
         if not self._selection.entries:
-            return {name for name in self._tree.parent_of if self._is_wanted(name)}
-        paths = {node for name in chosen for node in self._tree.path(name)}
-        return paths - (self._entry_names - set(chosen))
+            return self._tree.removable({name for name in self._tree.parent_of if self._is_wanted(name)})
+        wanted = {node for name in chosen for node in self._tree.entry(name)} - (self._entry_names - set(chosen))
+        nodes = self._tree.removable(wanted)
+        # What stays of the path can be restored as before: others go on from it.
+        blocks = set(nodes) - self._tree.checkpoints
+        return [name for name in nodes if name in blocks or self._tree.parent_of[name] in blocks]
 
     def _prompts(self, chosen: Collection[bytes]) -> list[bytes]:
         """Keys of the recent prompts that go: under the wanted roots, or those that begin with a chosen entry."""

@@ -66,6 +66,7 @@ FORMAT_VERSION = 2
 DATABASES = ("meta", "roots", "nodes", "usage", "payloads", "entries", "history")
 
 _HEADER = struct.Struct("<16s16sIIBBHxxxxQQ")
+_KIND_AT = 40
 _GENERATED = 1
 _CHECKSUM = struct.Struct("<Q")
 _POSITION = struct.Struct("<I")
@@ -229,6 +230,21 @@ def is_node(
 def node_root(value: bytes | memoryview) -> bytes:
     """The root in a node record, unchecked."""
     return bytes(value[HASH_BYTES : 2 * HASH_BYTES])
+
+
+def node_kind(value: bytes | memoryview) -> int:
+    """The kind in a node record, unchecked."""
+    return value[_KIND_AT] if len(value) >= _HEADER.size else Kind.BLOCK
+
+
+def is_generated(value: bytes | memoryview) -> bool:
+    """Whether a node record is marked as generated, unchecked."""
+    return len(value) >= _HEADER.size and bool(value[_KIND_AT + 1] & _GENERATED)
+
+
+def node_stored_bytes(value: bytes | memoryview) -> int:
+    """The size of the stored payload in a node record, unchecked."""
+    return int.from_bytes(value[_HEADER.size - 8 : _HEADER.size], "little") if len(value) >= _HEADER.size else 0
 
 
 def node_position(value: bytes | memoryview) -> int:

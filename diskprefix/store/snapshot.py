@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import lmdb
@@ -11,6 +12,7 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.eviction import UsageTable
+from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
     DATABASES,
     USAGE_DTYPE,
@@ -27,7 +29,9 @@ from diskprefix.store.schema import (
     history_key,
     history_sequence,
     is_node,
+    node_kind,
     node_position,
+    node_root,
     piece_index,
     piece_key,
 )
@@ -110,6 +114,19 @@ class Snapshot:
             names.append(bytes(key))
             values.append(value)
         return UsageTable(names, np.frombuffer(b"".join(values), USAGE_DTYPE))
+
+    def saves_nothing(self) -> Callable[[bytes], bool]:
+        """Tells of a node that nothing continues whether nothing can be restored from it.
+
+        That is so of the blocks of a layout with states: they are of use to the checkpoints and tails behind them only.
+        """
+        roots = {root for root, value in self.records("roots") if _has_states(root, bytes(value))}
+
+        def is_bare_block(name: bytes) -> bool:
+            value = self._get("nodes", name) if roots else None
+            return value is not None and node_kind(value) == Kind.BLOCK and node_root(value) in roots
+
+        return is_bare_block
 
     def parent(self, name: bytes) -> bytes:
         """The node or root that a node continues; empty if there is no such node."""
@@ -225,3 +242,12 @@ class Snapshot:
 
     def _stat(self, database: str) -> Any:
         return self._txn.stat(self._databases[database])
+
+
+@lru_cache(maxsize=1024)
+def _has_states(root: bytes, record: bytes) -> bool:
+    """Whether the layout in a root's record has states. What cannot be read is `verify`'s to find."""
+    try:
+        return bool(PayloadLayout.parse(decode_root(root, record).layout).states)
+    except StoreCorrupt:
+        return False

@@ -218,7 +218,7 @@ class Store:
                 raise PrefixGone("the prefix that it continues was evicted meanwhile")
             need = sum(node.most_bytes for node in publication.nodes if snapshot.usage(node.name) is None)
         self.check_fits(need)
-        keep = _parents(publication)
+        keep = _used_by(publication)
         evicted = self._make_room(need, keep)
         if self._may_grow(need) and self._try_write(publication):
             return evicted
@@ -502,6 +502,7 @@ class Store:
                 bytes_wanted=max(excess, self.budget_bytes // _EVICT_AHEAD),
                 pinned=keep | self._pinned(),
                 now=self._clock(),
+                saves_nothing=snapshot.saves_nothing(),
             )
             sizes = dict(zip(table.names, table.records["stored_bytes"].tolist(), strict=True))
             if need and sum(sizes[name] for name in victims) < excess:
@@ -593,7 +594,8 @@ def _names(path: Path, meta: Snapshot) -> Names:
     return Names(store_id, secret)
 
 
-def _parents(publication: Publication) -> frozenset[bytes]:
-    """Nodes that the publication continues: they must not be evicted to make room for it."""
-    parents = {node.parent for node in publication.nodes if node.position > 0}
-    return frozenset(parents | ({publication.tip} if publication.tip else set()))
+def _used_by(publication: Publication) -> frozenset[bytes]:
+    """Nodes that the publication continues or holds: they must not be evicted to make room for it."""
+    names = {node.parent for node in publication.nodes if node.position > 0}
+    names |= {node.name for node in publication.nodes}
+    return frozenset(names | ({publication.tip} if publication.tip else set()))

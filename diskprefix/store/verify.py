@@ -45,7 +45,7 @@ class ProblemKind(StrEnum):
     MISNAMED = "misnamed"
     """Its name is not the hash of what it holds."""
     DETACHED = "detached"
-    """What it continues is not there, or ends elsewhere."""
+    """What it continues is not there, ends elsewhere, or cannot be continued so."""
     ROOTLESS = "rootless"
     """Nothing says whose numbers it holds and how they are laid out."""
     MISSHAPEN = "misshapen"
@@ -115,6 +115,7 @@ class Place(NamedTuple):
     num_pieces: int
     raw_bytes: int
     stored_bytes: int
+    generated: bool
 
     @property
     def end(self) -> int:
@@ -183,19 +184,23 @@ class NodeCheck:
         parent = self.place(place.parent)
         if parent is None:
             yield _of_node(ProblemKind.DETACHED, name, f"the block {place.parent.hex()} that it continues is missing")
-        elif isinstance(parent, Place) and (parent.root, parent.end, parent.kind) != (
-            place.root,
-            place.position,
-            Kind.BLOCK,
-        ):
-            message = f"it starts at token {place.position}, the block {place.parent.hex()} that it continues "
-            yield _of_node(ProblemKind.DETACHED, name, message + f"ends at {parent.end}, or is of another kind or root")
+        elif isinstance(parent, Place):
+            if (parent.root, parent.end, parent.kind) != (place.root, place.position, Kind.BLOCK):
+                message = f"it starts at token {place.position}, the block {place.parent.hex()} that it continues ends "
+                yield _of_node(ProblemKind.DETACHED, name, message + f"at {parent.end}, or is of another kind or root")
+            elif not _may_continue(parent, place):
+                message = f"the block {place.parent.hex()} that it continues is generated and it is not, or it is a "
+                yield _of_node(ProblemKind.DETACHED, name, message + "generated checkpoint of one that is not")
 
     def _judge_shape(self, name: bytes, place: Place) -> Iterator[Problem]:
         block_size = self.roots[place.root].block_size
         if place.position % block_size or not _has_right_length(place, block_size):
             what = f"a {place.kind.name.lower()} of {place.num_tokens} tokens at {place.position}"
             yield _of_node(ProblemKind.MISSHAPEN, name, f"{what}, the root's blocks have {block_size}")
+            return
+        if place.kind == Kind.CHECKPOINT and not (place.position and self._layouts[place.root].states):
+            message = f"a checkpoint at {place.position}: there are none at 0, nor where the layout has no states"
+            yield _of_node(ProblemKind.MISSHAPEN, name, message)
             return
         wanted = self._wanted(place.root, place.num_tokens, place.kind)
         if (place.num_pieces, place.raw_bytes) != wanted:
@@ -423,6 +428,13 @@ def _has_right_length(place: Place, block_size: int) -> bool:
     return place.num_tokens == (0 if place.kind == Kind.CHECKPOINT else block_size)
 
 
+def _may_continue(parent: Place, place: Place) -> bool:
+    """What continues generated state is generated; a checkpoint is what its block is."""
+    if place.kind == Kind.CHECKPOINT:
+        return place.generated == parent.generated
+    return place.generated >= parent.generated
+
+
 def _of_node(kind: ProblemKind, name: bytes, message: str) -> Problem:
     return Problem(kind, "nodes", name.hex(), message)
 
@@ -437,4 +449,5 @@ def _place_of(node: NodeRecord) -> Place:
         num_pieces=node.num_pieces,
         raw_bytes=node.raw_bytes,
         stored_bytes=node.stored_bytes,
+        generated=node.generated,
     )

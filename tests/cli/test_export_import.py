@@ -24,6 +24,7 @@ from diskprefix.cli import main
 from diskprefix.kv.fingerprint import Fingerprint
 from diskprefix.kv.layout import LAYOUT_VERSION
 from diskprefix.store.store import Store
+from tests.architectures import tiny_model
 from tests.server.daemon_process import DaemonProcess, running_daemon
 from tests.store.building import BLOCK, is_whole, open_store, prompt
 from tests.store.exported import TENANT, entry_of, identity_of, large_layout
@@ -331,6 +332,12 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny_llama(torch.bfloat16, request.param)
 
 
+@pytest.fixture(scope="module", params=["qwen3_next", "mamba2", "gemma3"])
+def other_model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """A hybrid of linear and full attention, one of states alone, one with windows of less than two blocks."""
+    return tiny_model(request.param, torch.bfloat16)
+
+
 def saved(model: PreTrainedModel, folder: Path, token_ids: Any, **settings: object) -> Answer:
     """The answer of a cold run that saves the whole prompt."""
     runner = FingerprintedRunner(model, tiny_settings(folder, **settings))
@@ -362,6 +369,35 @@ def test_a_model_restores_what_another_store_computed_bit_for_bit(
         assert extended.report.restored == 10 * BLOCK
         assert torch.equal(extended.logits, computed.logits)
         assert extended.greedy == computed.greedy
+
+
+@pytest.mark.parametrize("ends", ["with its tail", "with a checkpoint"])
+def test_checkpoints_and_windows_restore_in_another_store_bit_for_bit(
+    invoke: Invoke, other_model: PreTrainedModel, tmp_path: Path, ends: str
+) -> None:
+    token_ids = random_prompt(1, 10 * BLOCK + 7)
+    runner = FingerprintedRunner(other_model, tiny_settings(tmp_path / "a", kv_cache_interval=4 * BLOCK))
+    cold = runner.run(token_ids, "full" if ends == "with its tail" else 10 * BLOCK, reply=8)
+    shorter, longer = token_ids[: 7 * BLOCK], np.concatenate([token_ids, random_prompt(3, 2 * BLOCK)])
+    computed = [runner.run(ids, "off", reply=8) for ids in (shorter, longer)]
+    runner.close()
+    path = tmp_path / "e.safetensors"
+    exported = invoke("export", entry_id(tmp_path / "a"), "-o", path, "--kv-cache-dir", tmp_path / "a")
+    assert exported.exit_code == 0, exported.stderr
+    flags = ("--kv-cache-min-free", "0", "--force", "--kv-cache-budget", "64MiB")
+    imported = invoke("import", path, "--kv-cache-dir", tmp_path / "b", *flags)
+    assert imported.exit_code == 0, imported.stderr
+    runner = FingerprintedRunner(other_model, tiny_settings(tmp_path / "b"))
+    cuttable = runner.layout.is_cuttable
+    warm = runner.run(token_ids, "full", reply=8)
+    extended = [runner.run(ids, "full", reply=8) for ids in (shorter, longer)]
+    runner.close()
+    whole = len(token_ids) if ends == "with its tail" else 10 * BLOCK
+    assert (warm.report.restored, warm.report.source) == (whole, "disk")
+    assert [answer.report.restored for answer in extended] == [(6 if cuttable else 4) * BLOCK, 10 * BLOCK]
+    for answer, same in zip([warm, *extended], [cold, *computed], strict=True):
+        assert torch.equal(answer.logits, same.logits)
+        assert answer.greedy == same.greedy
 
 
 def test_a_file_continues_in_transformers_own_cache(invoke: Invoke, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from diskprefix.cli import main
 from diskprefix.store.schema import RootRecord
-from diskprefix.store.store import Store
+from diskprefix.store.store import Publication, Store
 from diskprefix.tenant import Tenant, matches
-from tests.store.building import BLOCK, Clock, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, layout_of, open_store, prompt, publication
 
 BLOCK_BYTES = 19_968
 """Raw bytes of a block in these tests, one piece each."""
@@ -75,7 +75,7 @@ def test_json_lists_every_entry_with_the_documented_keys(invoke: Invoke, folder:
     first, second = listed(invoke, folder)
     assert set(first) == {
         "id", "model", "num_tokens", "raw_bytes", "stored_bytes", "shared_bytes", "hits", "created_at",
-        "last_used_at", "scope", "tenant", "preview",
+        "last_used_at", "scope", "tenant", "preview", "checkpoints", "checkpoint_bytes", "generated_tokens",
     }  # fmt: skip
     assert (first["hits"], first["last_used_at"], second["hits"]) == (2, 2000.0, 0)
     assert {e["num_tokens"] for e in (first, second)} == {4 * BLOCK}
@@ -99,6 +99,79 @@ def test_one_entry_shows_its_blocks(invoke: Invoke, folder: Path) -> None:
     blocks = json.loads(invoke("--kv-cache-dir", folder, name, "--json").stdout)["blocks"]
     assert [(b["position"], b["num_tokens"], b["kind"]) for b in blocks][-1] == (4 * BLOCK, 0, "tail")
     assert blocks[-1]["hash"] == name
+
+
+STATE_BYTES = 32_000
+"""Raw bytes of the states in the store below, one piece."""
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> tuple[Path, Publication, Publication]:
+    """Two prompts of a model with states. They share two blocks and the checkpoint there, where the second one ends."""
+    store = open_store(tmp_path / "hybrid")
+    layout = layout_of(20_000, STATE_BYTES)
+    token_ids = prompt(1, 4 * BLOCK + 3)
+    whole = publication(store, token_ids, layout=layout, checkpoints=(2 * BLOCK, 4 * BLOCK), generated_from=3 * BLOCK)
+    store.publish(whole)
+    boundary = publication(store, token_ids[: 2 * BLOCK], layout=layout, checkpoints=(2 * BLOCK,))
+    assert boundary.entry is not None
+    boundary = replace(boundary, nodes=boundary.nodes[:-1], tip=boundary.nodes[-2].name)
+    store.publish(boundary)
+    store.close()
+    return tmp_path / "hybrid", whole, boundary
+
+
+def test_checkpoints_and_what_was_generated_are_shown(
+    invoke: Invoke, hybrid: tuple[Path, Publication, Publication]
+) -> None:
+    folder, whole, boundary = hybrid
+    assert whole.tip is not None
+    assert boundary.tip is not None
+    entries = {entry["id"]: entry for entry in listed(invoke, folder)}
+    long, short = entries[whole.tip.hex()], entries[boundary.tip.hex()]
+    one = STATE_BYTES + PIECE_HEADER_BYTES
+    assert (long["checkpoints"], long["checkpoint_bytes"]) == ([2 * BLOCK, 4 * BLOCK], 2 * one)
+    assert (short["checkpoints"], short["checkpoint_bytes"]) == ([2 * BLOCK], one)
+    assert (long["generated_tokens"], short["generated_tokens"]) == (BLOCK + 3, 0)
+    shared = 2 * (BLOCK_BYTES + PIECE_HEADER_BYTES) + one
+    assert long["shared_bytes"] == short["shared_bytes"] == short["stored_bytes"] == shared
+    assert long["raw_bytes"] == sum(len(node.payload) for node in whole.nodes)
+    totals = json.loads(invoke("--kv-cache-dir", folder, "--json").stdout)
+    del totals["entries"]
+    assert totals == {"blocks": 5, "generated_blocks": 2, "checkpoints": 2, "checkpoint_bytes": 2 * one}
+
+
+def test_the_table_has_a_column_for_checkpoints_and_one_for_generated_tokens_where_there_are_any(
+    invoke: Invoke, folder: Path, hybrid: tuple[Path, Publication, Publication]
+) -> None:
+    plain = invoke("--kv-cache-dir", folder).stdout
+    assert "checkpoint" not in plain
+    assert "generated" not in plain
+    shown = invoke("--kv-cache-dir", hybrid[0]).stdout
+    assert " checkpoints " in shown.splitlines()[0]
+    assert " generated " in shown.splitlines()[0]
+    assert "2 saved prompts, 5 blocks (2 generated), 2 checkpoints (62.6 KiB), " in shown
+
+
+def test_an_entry_that_ends_with_a_checkpoint_shows_it_after_its_block(
+    invoke: Invoke, hybrid: tuple[Path, Publication, Publication]
+) -> None:
+    folder, whole, boundary = hybrid
+    assert whole.tip is not None
+    assert boundary.tip is not None
+    shown = invoke("--kv-cache-dir", folder, boundary.tip.hex())
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    assert lines[-2].endswith(f"  block       tokens {BLOCK}–{2 * BLOCK}")
+    assert lines[-1] == f"  {boundary.tip.hex()}  checkpoint  at token {2 * BLOCK}"
+    assert f"checkpoints 31.3 KiB at {2 * BLOCK}" in lines
+    assert "generated   none" in lines
+    assert "blocks      2" in lines
+    blocks = json.loads(invoke("--kv-cache-dir", folder, whole.tip.hex(), "--json").stdout)["blocks"]
+    assert [(b["kind"], b["position"], b["generated"]) for b in blocks] == [
+        ("block", 0, False), ("block", BLOCK, False), ("checkpoint", 2 * BLOCK, False), ("block", 2 * BLOCK, False),
+        ("block", 3 * BLOCK, True), ("checkpoint", 4 * BLOCK, True), ("tail", 4 * BLOCK, True),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("entry", ["zzzz", "", "0" * 33])
@@ -211,5 +284,5 @@ def test_tenants_are_shown_where_there_are_any_as_purge_takes_them(invoke: Invok
     assert digits
     assert matches(str(tenant), digits[0])
     assert pub.tip is not None
-    assert f"tenant     {tenant}\n" in invoke("--kv-cache-dir", folder, pub.tip.hex()).stdout
-    assert "tenant     none\n" in invoke("--kv-cache-dir", folder, listed(invoke, folder)[0]["id"]).stdout
+    assert f"tenant      {tenant}\n" in invoke("--kv-cache-dir", folder, pub.tip.hex()).stdout
+    assert "tenant      none\n" in invoke("--kv-cache-dir", folder, listed(invoke, folder)[0]["id"]).stdout

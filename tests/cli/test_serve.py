@@ -73,6 +73,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "api_keys": "/keys",
         "block_size": "64",
         "disk_prefix_cache": "FULL",
+        "reuse_generated": "on",
         "kv_cache_dir": "/elsewhere",
         "kv_cache_budget": "8GiB",
         "kv_cache_min_free": "2GiB",
@@ -89,7 +90,9 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "log_level": "debug",
     }
     assert other.keys() == {field.name for field in dataclasses.fields(Settings)}
-    by_flags = settings_of(*(part for name, value in other.items() for part in (flag_of(name), value)))
+    switches = {field.name for field in dataclasses.fields(Settings) if isinstance(field.default, bool)}
+    flags = [[flag_of(name)] if name in switches else [flag_of(name), value] for name, value in other.items()]
+    by_flags = settings_of(*(part for parts in flags for part in parts))
     for name, value in other.items():
         monkeypatch.setenv(variable_of(flag_of(name)), value)
     assert settings_of() == by_flags
@@ -112,6 +115,18 @@ def test_a_flag_wins_over_a_variable_over_a_policy_over_the_default(
     assert settings.kv_cache_min_tokens == 100
     assert settings.disk_prefix_cache == "1000"
     assert settings.kv_cache_interval == Settings().kv_cache_interval
+
+
+def test_a_switch_can_be_turned_off_again_by_what_wins(
+    monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf, tmp_path: Path
+) -> None:
+    policy = tmp_path / "mine.toml"
+    policy.write_text("reuse-generated = true\n")
+    assert settings_of("--policy", str(policy)).reuse_generated
+    assert not settings_of("--policy", str(policy), "--no-reuse-generated").reuse_generated
+    monkeypatch.setenv("DISKPREFIX_REUSE_GENERATED", "false")
+    assert not settings_of("--policy", str(policy)).reuse_generated
+    assert settings_of("--reuse-generated").reuse_generated
 
 
 def test_the_policy_may_come_from_its_variable(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
@@ -177,11 +192,17 @@ def test_a_wrong_flag_is_one_line_that_names_it_and_exit_code_2(
     assert all(word in line for word in words)
 
 
-def test_a_wrong_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DISKPREFIX_PORT", "http")
+@pytest.mark.parametrize(
+    ("variable", "value"), [("DISKPREFIX_PORT", "http"), ("DISKPREFIX_REUSE_GENERATED", "sometimes")]
+)
+def test_a_wrong_variable_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
     code, line = error_line(capsys, "serve")
     assert code == 2
-    assert "DISKPREFIX_PORT" in line
+    assert variable in line
+    assert value in line
 
 
 def test_a_wrong_type_in_a_policy_file_is_traced_to_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -190,6 +211,25 @@ def test_a_wrong_type_in_a_policy_file_is_traced_to_it(capsys: pytest.CaptureFix
     code, line = error_line(capsys, "serve", "--policy", str(policy))
     assert code == 2
     assert "from the policy file" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("reuse_generated", '"yes"', "true or false"),
+        ("reuse-generated", "1", "true or false"),
+        ("port", "true", "a number or a text"),
+        ("host", "[]", "a number or a text"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_in_a_policy_file_is_named_with_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, key: str, value: str, expected: str
+) -> None:
+    policy = tmp_path / "mine.toml"
+    policy.write_text(f"# mine\n\n{key} = {value}\n")
+    code, line = error_line(capsys, "serve", "--policy", str(policy))
+    assert code == 2
+    assert f"{policy}:3: {key!r} must be {expected}" in line
 
 
 def test_a_wrong_key_in_a_policy_file_is_named_with_its_line(

@@ -15,6 +15,7 @@ from tests.cli.terminal import Terminal
 from tests.store.building import BLOCK, open_store, prompt, publication
 
 TOOLS = sorted(set(COMMANDS) - {"serve"})
+STORE_TOOLS = sorted(set(TOOLS) - {"models"})
 
 
 @pytest.mark.parametrize("command", TOOLS)
@@ -32,8 +33,13 @@ def test_a_tool_starts_without_torch_and_server(command: str) -> None:
 def test_the_help_of_a_tool_teaches(run: Run, command: str) -> None:
     shown = run(command, "--help").stdout
     assert shown.count(f"  diskprefix {command}") >= 2, "examples"
-    assert "--kv-cache-dir" in shown
     assert "--json" in shown
+
+
+@pytest.mark.parametrize("command", STORE_TOOLS)
+def test_the_help_of_a_tool_names_the_folder_of_the_store(run: Run, command: str) -> None:
+    shown = run(command, "--help").stdout
+    assert "--kv-cache-dir" in shown
     assert "DISKPREFIX_KV_CACHE_DIR" in shown
     assert "$XDG_CACHE_HOME/diskprefix/kv" in shown
 

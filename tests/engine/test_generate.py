@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diskprefix.engine import generate
 from diskprefix.engine.generate import Engine
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, StoreFormatError
+from diskprefix.kv import probe
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.probe import probe_layout
 from diskprefix.policy.boundary import Prompt
@@ -196,7 +198,7 @@ def test_little_memory_is_taken_ahead_where_little_is_free(monkeypatch: pytest.M
 def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def starved(*_args: Any) -> None:
+    def starved(*_args: Any, **_kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
 
     for step in ("probe_layout", "KVArena"):
@@ -230,8 +232,9 @@ def test_a_reply_that_outgrows_the_memory_at_hand_is_not_changed(tmp_path: Path)
 
 
 def test_a_model_with_unknown_layers_bypasses_the_cache_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delitem(probe.KINDS, DynamicSlidingWindowLayer)
     torch.manual_seed(0)
     config = MistralConfig(
         hidden_size=32,

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaModel, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM
 
 from diskprefix.engine import loader
 from diskprefix.engine.loader import LoadedModel, load_model
@@ -248,17 +249,56 @@ def test_code_from_a_model_folder_is_never_run(folder: Path, tmp_path: Path) -> 
     assert not trap.exists()
 
 
-def test_models_that_do_not_generate_text_are_refused(tmp_path: Path) -> None:
-    t5 = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
-    bert = BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    models = {
-        "T5ForConditionalGeneration": T5ForConditionalGeneration(t5),
-        "BertModel": BertModel(bert),
-        "LlamaModel": LlamaModel(tiny.llama().config),
-    }
-    for name, model in models.items():
-        model.save_pretrained(tmp_path / name)
-        assert f"is not a causal language model but {name}" in refusal(tmp_path / name)
+_T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+_BART = {"vocab_size": 64, "d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 16}
+_BART |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+_WHISPER = _BART | {"max_source_positions": 8, "max_target_positions": 8, "num_mel_bins": 4, "pad_token_id": 0}
+_ENCODER = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_ENCODER |= {"intermediate_size": 16, "pad_token_id": 0}
+_DECODER = _ENCODER | {"num_key_value_heads": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "sizes", "kind"),
+    [
+        ("T5ForConditionalGeneration", "T5Config", _T5, "an encoder–decoder model"),
+        ("BartForConditionalGeneration", "BartConfig", _BART, "an encoder–decoder model"),
+        ("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER, "an encoder–decoder model"),
+        ("T5EncoderModel", "T5Config", _T5, "an embedding model"),
+        ("BertModel", "BertConfig", _ENCODER, "an embedding model"),
+        ("ModernBertModel", "ModernBertConfig", _ENCODER, "an embedding model (it has no language-model head)"),
+        ("LlamaModel", "LlamaConfig", _DECODER, "an embedding model (it has no language-model head)"),
+        ("Qwen3Model", "Qwen3Config", _DECODER, "an embedding model (it has no language-model head)"),
+        ("BertForMaskedLM", "BertConfig", _ENCODER, "a masked language model"),
+        ("BertForSequenceClassification", "BertConfig", _ENCODER, "a classifier"),
+        ("LlamaForSequenceClassification", "LlamaConfig", _DECODER, "a classifier"),
+        ("Qwen3ForTokenClassification", "Qwen3Config", _DECODER, "a token classifier"),
+        ("BertForQuestionAnswering", "BertConfig", _ENCODER, "a model that marks answers in a text"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused_by_the_name_of_its_kind(
+    architecture: str, config: str, sizes: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    model = getattr(transformers, architecture)(getattr(transformers, config)(**sizes))
+    model.save_pretrained(tmp_path / "m")
+    assert refusal(tmp_path / "m") == (
+        f"{tmp_path / 'm'} holds {kind}: {architecture}; diskprefix serves decoder models that generate text"
+    )
+
+
+def test_a_sentence_encoder_is_refused_though_its_class_could_generate(folder: Path) -> None:
+    """As Qwen3-Embedding is published: a causal language model's class, and a pooling layer behind it."""
+    modules = [{"type": "sentence_transformers.models.Transformer"}, {"type": "sentence_transformers.models.Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert "holds an embedding model: LlamaForCausalLM" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"), [("diffusion_gemma", "DiffusionGemmaForBlockDiffusion"), ("vit", "OfTomorrow")]
+)
+def test_what_is_no_decoder_at_all_is_refused(model_type: str, architecture: str, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [architecture]}))
+    assert f"is not a decoder {'model' if model_type == 'vit' else 'that generates text'}" in refusal(folder)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_loading_with_both_figures(

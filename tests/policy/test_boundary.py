@@ -15,6 +15,7 @@ from diskprefix.policy.boundary import (
     raw_boundaries,
     system_end,
     template_boundaries,
+    template_markers,
 )
 from diskprefix.tokens import as_token_ids
 
@@ -334,3 +335,88 @@ def test_the_system_end_is_a_boundary_that_any_other_first_message_shares(
 )
 def test_the_last_safe_cut_is_at_or_below_the_limit(boundaries: tuple[int, ...], limit: int, cut: int) -> None:
     assert last_safe(Prompt(as_token_ids(range(10)), boundaries), limit) == cut
+
+
+def template_of(*, user: str = "<u>", reply: str = "<a>", end: str = "<e>", thinks: bool = False) -> Any:
+    """A chat template with these markers; `thinks`: it drops what an assistant's message says before </t>."""
+
+    def write(messages: Any, *, add_generation_prompt: bool) -> str:
+        text = "<s>"
+        for message in messages:
+            content = message["content"]
+            if message["role"] == "assistant" and thinks and "</t>" in content:
+                content = content.split("</t>")[0].split("<t>")[-1] + "|" + content.split("</t>")[-1]
+            for called in message.get("tool_calls", []):
+                content += f"<c>{called['function']['name']}"
+            text += {"user": user, "assistant": reply, "tool": "<r>"}[message["role"]] + content + end
+        return text + reply * add_generation_prompt
+
+    return write
+
+
+def test_special_tokens_are_markers_and_words_are_none() -> None:
+    assert template_markers(
+        {"<s>", "<u>", "<a>", "<e>", "<other>", ""}, {"user", " ", "\n\n", "<x>"}, template_of()
+    ) == {*("<s>", "<u>", "<a>", "<e>", "<other>")}
+
+
+def test_other_added_tokens_are_markers_where_special_ones_leave_messages_unparted() -> None:
+    others = {"<u>", "<a>", "<e>", "<c>", "<r>", "<t>", "disk", "▁", "__"}
+    assert template_markers({"<s>"}, others, template_of()) == {"<s>", "<u>", "<a>", "<e>", "<c>", "<r>"}
+
+
+def test_other_added_tokens_are_none_where_special_ones_part_every_message() -> None:
+    """What every message ends with is enough; <u> may be anything."""
+    assert template_markers({"<s>", "<e>"}, {"<u>", "<a>", "<c>"}, template_of()) == {"<s>", "<e>"}
+
+
+def test_other_added_tokens_that_only_part_tool_calls_count_too() -> None:
+    def write(messages: Any, *, add_generation_prompt: bool) -> str:
+        """As Gemma 4: calls and results are one turn of the model."""
+        text = template_of(end="")(messages, add_generation_prompt=False).replace("<r>", "</c>")
+        return str(text + "<a>" * (add_generation_prompt and messages[-1]["role"] == "user"))
+
+    special = {"<s>", "<u>", "<a>"}
+    assert template_markers(special, {"</c>", "<c>"}, write) == {"<s>", "<u>", "<a>", "</c>", "<c>"}
+
+
+def test_tokens_that_change_with_the_next_turn_are_none() -> None:
+    """As Qwen3.5: the prompt ends in an opening tag that the same reply has no more when it is history."""
+
+    def write(messages: Any, *, add_generation_prompt: bool) -> str:
+        return str(template_of()(messages, add_generation_prompt=add_generation_prompt) + "<t>" * add_generation_prompt)
+
+    assert template_markers({"<s>"}, {"<u>", "<a>", "<e>", "<t>"}, write) == {"<s>", "<u>", "<a>", "<e>"}
+
+
+def test_tokens_that_the_template_looks_for_in_messages_are_none() -> None:
+    """<t> makes a difference only with </t> behind it."""
+    special = {"<s>", "<u>", "<a>", "<e>", "<t>", "</t>"}
+    assert template_markers(special, (), template_of(thinks=True)) == {"<s>", "<u>", "<a>", "<e>"}
+    assert template_markers(special, (), template_of(thinks=False)) == special
+
+
+def test_special_tokens_between_turns_are_markers_even_if_the_template_takes_them_out_of_messages() -> None:
+    def cleaning(messages: Any, *, add_generation_prompt: bool) -> str:
+        cleaned = [{**message, "content": message["content"].replace("<e>", "")} for message in messages]
+        return str(template_of()(cleaned, add_generation_prompt=add_generation_prompt))
+
+    assert "<e>" in template_markers({"<s>", "<u>", "<a>", "<e>"}, (), cleaning)
+
+
+@pytest.mark.parametrize("refused", ["user", "assistant"])
+def test_of_a_template_that_refuses_plain_conversations_the_special_tokens_are_known(refused: str) -> None:
+    def write(messages: Any, *, add_generation_prompt: bool) -> str:
+        last = messages[-1]["role"]
+        return "" if last == refused else str(template_of()(messages, add_generation_prompt=add_generation_prompt))
+
+    assert template_markers({"<s>", "<e>", ""}, {"<u>"}, write) == {"<s>", "<e>"}
+
+
+def test_a_template_without_tool_calls_still_has_markers() -> None:
+    def write(messages: Any, *, add_generation_prompt: bool) -> str:
+        if any(message["role"] == "tool" for message in messages):
+            return ""
+        return str(template_of()(messages, add_generation_prompt=add_generation_prompt))
+
+    assert template_markers({"<s>"}, {"<u>", "<a>", "<e>", "<c>"}, write) == {"<s>", "<u>", "<a>", "<e>"}

@@ -94,6 +94,7 @@ class ScriptedEngine:
             dtype="torch.float32",
         )
         self.tokenizer: Any = None
+        self.media: Any = None
         self.max_positions = POSITIONS
         self.model_name = "scripted"
         self.identity = {"root": "0123456789abcdef0123456789abcdef"}

@@ -408,7 +408,7 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
         "top_logprobs": 3,
         "presence_penalty": 1,
         "n": 2,
-        "prefix_cache": {"scope": "AUTO", "window": 8},
+        "prefix_cache": {"scope": "AUTO", "window": 8, "reuse_generated": True},
         "user": "me",
         "some_other_field": {"ignored": True},
     }
@@ -420,6 +420,17 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
     assert (sampling.min_p, sampling.seed, sampling.stop, sampling.n) == (0.1, 11, ("END",), 2)
     assert (sampling.logit_bias, sampling.logprobs, sampling.presence_penalty) == ({5: -100.0}, 3, 1.0)
     assert str(request.scope) == "auto:8"
+    assert request.reuse_generated
+
+
+def test_the_daemons_word_on_replies_holds_for_requests_that_say_nothing(
+    chat_model: Path, engine: ScriptedEngine
+) -> None:
+    with scripted_app(chat_model, engine, reuse_generated=True) as server, server.client() as client:
+        for fields in ({}, {"prefix_cache": {"scope": "full"}}, {"prefix_cache": {"reuse_generated": False}}):
+            assert client.post(CHAT, json=HELLO | fields).status_code == 200
+            assert client.post("/v1/completions", json={"prompt": "hello"} | fields).status_code == 200
+    assert [request.reuse_generated for request in engine.requests] == [True] * 4 + [False] * 2
 
 
 def test_a_stopping_daemon_refuses_what_waits_and_cancels_what_runs(chat_model: Path, engine: ScriptedEngine) -> None:

@@ -315,3 +315,54 @@ def test_what_a_template_repeats_of_a_message_is_cut_and_escaped(tmp_path: Path)
         renderer.chat(body_of(("user", "\x1b[31m" + "x" * 5000)))
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 300
+
+
+TURNS = "<BOS>{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture
+def tokenizer_with_ordinary_turns(tmp_path: Path) -> Any:
+    """As DeepSeek's: the tokens that begin turns are added, but not called special."""
+    from tokenizers import AddedToken
+
+    tokenizer = tokenizer_with(tmp_path, TURNS)
+    tokenizer.backend_tokenizer.add_special_tokens(["<BOS>"])
+    tokens = ("<user>", "<assistant>", "<system>", "<unused>")
+    tokenizer.backend_tokenizer.add_tokens([AddedToken(text, special=False) for text in tokens])
+    return tokenizer
+
+
+def test_added_tokens_that_begin_turns_are_boundaries(tokenizer_with_ordinary_turns: Any) -> None:
+    prompt = renderer_of(tokenizer_with_ordinary_turns).chat(body_of(("system", "Be <user> brief."), ("user", "hello")))
+    text = "<BOS><system>Be <user> brief.<user>hello<assistant>"
+    cuts = [text_of(tokenizer_with_ordinary_turns, prompt, end) for end in prompt.boundaries]
+    assert cuts == [text[: text.index(end) + len(end)] for end in ("<BOS>", "<system>", "brief.<user>", "<assistant>")]
+    assert prompt.system_end == prompt.boundaries[2]
+
+
+def test_they_are_boundaries_of_a_text_too(tokenizer_with_ordinary_turns: Any) -> None:
+    prompt = renderer_of(tokenizer_with_ordinary_turns).completion(CompletionRequest(prompt="a<user>b<unused>c"))
+    assert [text_of(tokenizer_with_ordinary_turns, prompt, end) for end in prompt.boundaries] == ["a<user>"]
+
+
+def test_the_templates_markers_are_found_out_once(tokenizer: Any) -> None:
+    rendered = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            return tokenizer(text, **options)
+
+        def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+            rendered.append(messages)
+            return tokenizer.apply_chat_template(messages, **options)
+
+    renderer = renderer_of(Counting())
+    renderer.warm_up()
+    tried = len(rendered)
+    assert tried > 2
+    for _ in range(3):
+        renderer.chat(body_of(("user", "hello")))
+    assert len(rendered) - tried == 3 * 2  # the prompt, and the end of its system part

@@ -55,6 +55,7 @@ def metrics_of(client: httpx.Client) -> dict[str, float]:
         ({"prefix_cache": {"scope": "auto", "window": "8"}}, "prefix_cache.window"),
         ({"prefix_cache": {"scope": "full", "window": 8}}, "prefix_cache.window"),
         ({"prefix_cache": {"mode": "full"}}, "prefix_cache.mode"),
+        ({"prefix_cache": {"reuse_generated": "yes"}}, "prefix_cache.reuse_generated"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
@@ -218,7 +219,8 @@ def test_a_response_has_exactly_the_documented_fields(client: httpx.Client) -> N
         "id", "object", "created", "model", "system_fingerprint", "choices", "usage", "prefix_cache", "timings"
     }  # fmt: skip
     assert answer["prefix_cache"].keys() - {"diverged_at"} == {
-        "scope", "selected", "aligned", "restored", "source", "restore_ms", "saved", "miss_reason"
+        "scope", "selected", "aligned", "checkpoints", "restored", "matched", "refused", "retained", "exact", "source",
+        "restore_ms", "saved", "miss_reason"
     }  # fmt: skip
     assert answer["timings"].keys() == {
         "queue_ms", "lookup_ms", "restore_ms", "prefill_ms", "ttft_ms", "decode_ms", "decode_tokens_per_s"
@@ -248,6 +250,7 @@ def test_props_tell_policy_counts_settings_and_start_up(client: httpx.Client) ->
     after = client.get("/props").json()
     assert before["full_cache"]["disk_policy"]["scope"] == "full"
     assert before["full_cache"]["disk_policy"]["block_size"] == 16
+    assert before["full_cache"]["disk_policy"]["reuse_generated"] is False
     assert before["model"]["max_positions"] == POSITIONS
     assert before["model"]["identity"]["weights_digest"]
     assert before["settings"]["kv_cache_min_tokens"] == 16

@@ -109,6 +109,9 @@ def refusal(**fields: Any) -> InvalidRequest:
         ({"prefix_cache": {"window": True}}, "prefix_cache.window"),
         ({"prefix_cache": {"window": 10**40}}, "prefix_cache.window"),
         ({"prefix_cache": {"widow": 8}}, "prefix_cache.widow"),
+        ({"prefix_cache": {"reuse_generated": "true"}}, "prefix_cache.reuse_generated"),
+        ({"prefix_cache": {"reuse_generated": 1}}, "prefix_cache.reuse_generated"),
+        ({"prefix_cache": {"reuse_generated": None}}, "prefix_cache.reuse_generated"),
         ({"prefix_cache": {"salt": ""}}, "prefix_cache.salt"),
         ({"prefix_cache": {"salt": 5}}, "prefix_cache.salt"),
         ({"prefix_cache": {"salt": ["a"]}}, "prefix_cache.salt"),
@@ -126,11 +129,38 @@ def test_a_wrong_field_is_named_by_its_path(fields: dict[str, Any], param: str) 
     assert error.http_status == 400
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_content_that_is_not_text_is_refused_as_such(kind: str) -> None:
-    error = refusal(messages=[{"role": "user", "content": [{"type": "text", "text": "see:"}, {"type": kind}]}])
-    assert error.param == "messages.0.content.1.type"
-    assert "this model takes text only" in error.message
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "image_url"}, ".image_url"),
+        ({"type": "image_url", "image_url": "data:"}, ".image_url"),
+        ({"type": "image_url", "image_url": {}}, ".image_url.url"),
+        ({"type": "image_url", "image_url": {"url": 5}}, ".image_url.url"),
+        ({"type": "image_url", "image_url": {"url": "data:", "detail": "some"}}, ".image_url.detail"),
+        ({"type": "input_audio", "input_audio": {"data": "x"}}, ".input_audio.format"),
+        ({"type": "input_audio", "input_audio": {"format": "wav"}}, ".input_audio.data"),
+        ({"type": "smell"}, ""),
+        ({"type": 5}, ""),
+        ({"type": ["text"]}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_wrong_content_part_is_named_by_its_path(part: dict[str, Any], param: str) -> None:
+    error = refusal(messages=[{"role": "user", "content": [{"type": "text", "text": "see:"}, part]}])
+    assert error.param == f"messages.0.content.1{param}"
+
+
+def test_content_of_every_known_kind_is_understood() -> None:
+    """Whether the model takes it is asked later."""
+    parts: list[dict[str, Any]] = [
+        {"type": "text", "text": "see:"},
+        {"type": "image_url", "image_url": {"url": "data:", "detail": "low"}},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        {"type": "video_url", "video_url": {"url": "x"}},
+        {"type": "file", "file": {"file_id": "x"}},
+    ]
+    content = chat(messages=[{"role": "user", "content": parts}]).messages[0].content
+    assert [part.type for part in content or () if not isinstance(part, str)] == [part["type"] for part in parts]
 
 
 def test_the_value_at_fault_is_shown_if_it_is_short() -> None:
@@ -178,6 +208,17 @@ def test_the_scope_of_a_request_replaces_the_daemons(options: dict[str, Any], de
     body = chat(prefix_cache=options)
     assert body.prefix_cache is not None
     assert str(body.prefix_cache.applied_to(defaults[default])) == expected
+
+
+@pytest.mark.parametrize("default", [False, True])
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_a_request_says_itself_whether_it_reuses_replies_or_leaves_it_to_the_daemon(
+    asked: bool | None, default: bool
+) -> None:
+    options = {} if asked is None else {"reuse_generated": asked}
+    for body in (chat(prefix_cache=options), completion(prompt="x", prefix_cache=options)):
+        assert body.prefix_cache is not None
+        assert body.prefix_cache.reuses_generated(default) is (default if asked is None else asked)
 
 
 def test_a_window_beside_a_scope_without_one_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec import decode_piece, piece_seed
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import EntryRecord, Kind, RootRecord, identity_checksum
+from diskprefix.store.schema import EntryRecord, Kind, RootRecord, identity_checksum, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, block_hash
@@ -49,10 +50,15 @@ def prompt(seed: int, num_tokens: int) -> TokenIds:
     return np.random.default_rng(seed).integers(0, 1000, num_tokens).astype(np.int32)
 
 
-def layout_of(block_bytes: int) -> str:
-    """The layout text of a model whose blocks of `BLOCK` tokens take about that much: two tensors of two heads."""
+def layout_of(block_bytes: int, state_bytes: int = 0) -> str:
+    """The layout text of a model whose blocks of `BLOCK` tokens take about that much: two tensors of two heads. With
+    `state_bytes` it has a layer more, whose two states take about that much."""
     group = {"heads": 2, "head_dim": max(1, block_bytes // (8 * BLOCK)), "dtype": "bfloat16", "tensors": ["0.k", "0.v"]}
-    return json.dumps({"version": 1, "groups": [group], "logits": [25, "float32"]})
+    text: dict[str, object] = {"version": 1, "groups": [group], "logits": [25, "float32"]}
+    if state_bytes:
+        width = max(1, state_bytes // 32)
+        text["states"] = [{"shape": [4, width], "rows": 4, "dtype": "float32", "tensors": ["1.conv0", "1.recurrent0"]}]
+    return json.dumps(text)
 
 
 def payload_of(token_ids: TokenIds, num_bytes: int) -> memoryview:
@@ -61,27 +67,48 @@ def payload_of(token_ids: TokenIds, num_bytes: int) -> memoryview:
     return memoryview(np.random.default_rng(seed).bytes(num_bytes))
 
 
-def new_node(name: bytes, parent: bytes, position: int, token_ids: TokenIds, kind: Kind, layout: str) -> NewNode:
-    """A node whose payload has the size that the layout says."""
+def new_node(
+    secret: int, parent: bytes, prompt: TokenIds, start: int, end: int, kind: Kind, layout: str, *, generated: bool
+) -> NewNode:
+    """The node of tokens `start` to `end` of a prompt, whose payload has the size that the layout says."""
+    token_ids = prompt[start:end]
+    name = node_name(secret, parent, token_ids, kind, generated=generated)
     pieces = PayloadLayout.parse(layout).pieces(len(token_ids), kind)
-    payload = payload_of(token_ids, sum(piece.num_bytes for piece in pieces))
-    return NewNode(name, parent, position, token_ids, kind, payload, pieces, prefill_s=0.5)
+    seen = prompt[:end] if kind == Kind.CHECKPOINT else token_ids
+    payload = payload_of(seen, sum(piece.num_bytes for piece in pieces))
+    return NewNode(name, parent, start, token_ids, kind, payload, pieces, prefill_s=0.5, generated=generated)
 
 
 def publication(
-    store: Store, token_ids: TokenIds, *, payload_bytes: int = 20_000, root: bytes = ROOT, layout: str = ""
+    store: Store,
+    token_ids: TokenIds,
+    *,
+    payload_bytes: int = 20_000,
+    root: bytes = ROOT,
+    layout: str = "",
+    checkpoints: Collection[int] = (),
+    generated_from: int | None = None,
 ) -> Publication:
-    """The whole prompt: its full blocks, its tail, its entry and its place in the history."""
+    """The whole prompt: its full blocks, its tail, its entry and its place in the history.
+
+    `checkpoints`: after how many tokens there is one, multiples of `BLOCK`. From token `generated_from` on it was
+    decoded.
+    """
     layout = layout or layout_of(payload_bytes)
-    parent, nodes = root, []
-    for i, name in enumerate(chain(store.secret, root, token_ids, BLOCK)):
-        tokens = token_ids[i * BLOCK : (i + 1) * BLOCK]
-        nodes.append(new_node(name, parent, i * BLOCK, tokens, Kind.BLOCK, layout))
-        parent = name
-    start = len(nodes) * BLOCK
-    rest = token_ids[start:]
-    tip = block_hash(store.secret, parent, rest)
-    nodes.append(new_node(tip, parent, start, rest, Kind.TAIL, layout))
+    nodes: list[NewNode] = []
+    parent, end = root, len(token_ids)
+    rest = end - end % BLOCK
+
+    def add(start: int, end: int, kind: Kind) -> bytes:
+        generated = generated_from is not None and end > generated_from
+        nodes.append(new_node(store.secret, parent, token_ids, start, end, kind, layout, generated=generated))
+        return nodes[-1].name
+
+    for start in range(0, rest, BLOCK):
+        parent = add(start, start + BLOCK, Kind.BLOCK)
+        if start + BLOCK in checkpoints:
+            add(start + BLOCK, start + BLOCK, Kind.CHECKPOINT)
+    tip = add(rest, end, Kind.TAIL)
     return Publication(
         store_id=store.store_id,
         root=root,

@@ -28,6 +28,10 @@ class Records:
         self._databases = {name: env.open_db(name.encode(), txn=txn) for name in DATABASES}
         self._txn = txn
 
+    @property
+    def secret(self) -> int:
+        return int.from_bytes(self.get("meta", b"secret"), "little")
+
     def get(self, database: str, key: bytes) -> bytes:
         value = self._txn.get(key, db=self._databases[database])
         assert value is not None, f"no record {key.hex()} in {database}"

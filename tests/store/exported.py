@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,17 @@ LAYOUT = json.dumps(
     separators=(",", ":"),
 )
 """A model of two layers whose second has keys of another form: 60 bytes a token."""
+HYBRID = json.dumps(
+    json.loads(LAYOUT)
+    | {
+        "states": [
+            {"shape": [6, 3], "rows": 6, "dtype": "bfloat16", "tensors": ["2.conv0", "3.conv0"]},
+            {"shape": [2, 4, 5], "rows": 2, "dtype": "float32", "tensors": ["2.recurrent0", "3.recurrent0"]},
+        ]
+    },
+    separators=(",", ":"),
+)
+"""The same with two layers more, of states at one position: 392 bytes."""
 TENANT = "0123456789abcdef" * 2
 
 
@@ -49,11 +61,15 @@ def entry_of(
     tenant: str = "",
     model: str = "tiny",
     with_tail: bool = True,
+    checkpoints: Collection[int] = (),
+    generated_from: int | None = None,
 ) -> Publication:
-    """What saving this prompt publishes; without its tail, it ends with its last full block."""
+    """What saving this prompt publishes; without its tail, it ends with its last full block or the checkpoint there."""
     identity = identity or identity_of(layout, tenant=tenant)
     root = root_hash(identity)
-    pub = publication(store, token_ids, root=root, layout=layout)
+    pub = publication(
+        store, token_ids, root=root, layout=layout, checkpoints=checkpoints, generated_from=generated_from
+    )
     nodes = pub.nodes if with_tail else pub.nodes[:-1]
     return replace(
         pub,

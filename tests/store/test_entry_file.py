@@ -20,7 +20,7 @@ from diskprefix.store.entry_file import EntryReader
 from diskprefix.store.exchange import verify_payloads
 from diskprefix.tokens import checksum, root_hash
 from tests.store.building import BLOCK, open_store, prompt
-from tests.store.exported import LAYOUT, TENANT, entry_of, export, identity_of
+from tests.store.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of
 
 OURS = b'"diskprefix-entry"'
 """What a header that an export wrote holds."""
@@ -31,9 +31,18 @@ MOST_BYTES = 8 << 20
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A sound file."""
-    folder = tmp_path_factory.mktemp("sound")
+    return exported(tmp_path_factory.mktemp("sound"), LAYOUT)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A sound file of a layout with states."""
+    return exported(tmp_path_factory.mktemp("hybrid"), HYBRID, checkpoints=(BLOCK, 2 * BLOCK))
+
+
+def exported(folder: Path, layout: str, checkpoints: tuple[int, ...] = ()) -> bytes:
     store = open_store(folder / "kv")
-    pub = entry_of(store, prompt(1, 2 * BLOCK + 5))
+    pub = entry_of(store, prompt(1, 2 * BLOCK + 5), layout=layout, checkpoints=checkpoints)
     store.publish(pub)
     data = export(store, pub, folder / "e.safetensors").read_bytes()
     store.close()
@@ -74,11 +83,12 @@ def sealed(header: dict[str, Any], data: bytes) -> bytes:
     return joined(header, data)
 
 
-def test_a_sound_file_is_sound(sound: bytes, path: Path) -> None:
-    path.write_bytes(sound)
-    check(path)
-    path.write_bytes(sealed(*split(sound)))
-    check(path)
+def test_a_sound_file_is_sound(sound: bytes, hybrid: bytes, path: Path) -> None:
+    for data in (sound, hybrid):
+        path.write_bytes(data)
+        check(path)
+        path.write_bytes(sealed(*split(data)))
+        check(path)
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -93,7 +103,7 @@ def tensor(name: str, **changes: object) -> Change:
     return lambda header: header[name].update(changes)
 
 
-def relaid(layout: str, **changes: str) -> Change:
+def relaid(layout: str, **changes: object) -> Change:
     """Another layout, with the identity and the root that belong to it."""
     identity = identity_of(layout)
     return metadata(layout=layout, identity=identity, root=root_hash(identity).hex(), **changes)
@@ -109,7 +119,9 @@ def identified(**changes: object) -> Change:
     [
         (metadata(format="pt"), "`diskprefix export` did not write it"),
         (lambda header: header.pop("__metadata__"), "`diskprefix export` did not write it"),
-        (metadata(version="2"), "version 2, this diskprefix reads version 1"),
+        (metadata(version="3"), "version 3, this diskprefix reads 1 and 2"),
+        (metadata(version="2"), "its layout is one for version 1 of the form"),
+        (metadata(states="16"), "states and its layout has none"),
         (metadata(version=1), "metadata cannot be read"),
         (lambda header: header["__metadata__"].pop("root"), "has no 'root'"),
         (metadata(root="zz" * 16), "metadata cannot be read"),
@@ -158,8 +170,8 @@ def identified(**changes: object) -> Change:
         (relaid(LAYOUT.replace('"heads":2', '"heads":-2')), "tensor of bfloat16 of shape"),
         (relaid(LAYOUT.replace('"heads":2', f'"heads":{2**62}')), "layers.* is BF16 of shape"),
         (relaid(LAYOUT.replace('"1.keys"', '"0.keys"')), "a tensor twice"),
-        (relaid('{"version":1,"groups":[],"logits":[25,"float32"]}'), "holds no state"),
-        (relaid('{"version":1,"groups":[],"logits":[0,"float32"]}'), "holds no state|of shape"),
+        (relaid('{"version":1,"groups":[],"logits":[25,"float32"]}'), "holds no tensor"),
+        (relaid('{"version":1,"groups":[],"logits":[0,"float32"]}'), "holds no tensor|of shape"),
     ],
 )
 def test_what_does_not_agree_is_one_clear_error(sound: bytes, path: Path, change: Change, problem: str) -> None:
@@ -167,6 +179,44 @@ def test_what_does_not_agree_is_one_clear_error(sound: bytes, path: Path, change
     change(header)
     path.write_bytes(joined(header, data))
     with pytest.raises((StoreCorrupt, StoreFormatError, SettingsError), match=f"(?s)^{path}.*({problem})") as caught:
+        check(path)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (metadata(version="1"), "its layout is one for version 2 of the form"),
+        (lambda header: header["__metadata__"].pop("states"), "states and its layout has none, or the other way round"),
+        (metadata(states=""), "metadata cannot be read"),
+        (metadata(states="16,32,x"), "metadata cannot be read"),
+        (metadata(states="0,32,37"), "metadata cannot be read"),
+        (metadata(states="16,32,37,"), "metadata cannot be read"),
+        (metadata(states="16,99999999999"), "metadata cannot be read"),
+        (metadata(states="32,16,37"), "at no positions that can be"),
+        (metadata(states="16,16,37"), "at no positions that can be"),
+        (metadata(states="16,31,37"), "at no positions that can be"),
+        (metadata(states="16,48,37"), "at no positions that can be"),
+        (metadata(states="16,32,36"), "at no positions that can be"),
+        (metadata(states="16,32"), "at no positions that can be"),
+        (metadata(states="16,37"), "is .* of shape"),
+        (lambda header: header.pop("layers.2.conv0"), "too many or too few: layers.2.conv0"),
+        (tensor("layers.3.recurrent0", shape=[2, 2, 4, 5]), "layers.3.recurrent0 is F32 of shape"),
+        (tensor("layers.3.recurrent0", dtype="BF16"), "layers.3.recurrent0 is BF16 of shape"),
+        (relaid(HYBRID.replace('"3.conv0"', '"2.conv0"')), "a tensor twice"),
+        (relaid(HYBRID.replace('"3.conv0"', '"0.keys"')), "holds no tensor, or one twice"),
+        (relaid(HYBRID.replace("[6,3]", "[6,0]")), "tensor of bfloat16 of shape"),
+        (relaid(HYBRID.replace("[6,3]", "[6,-3]")), "tensor of bfloat16 of shape"),
+        (relaid(HYBRID.replace('"rows":6', '"rows":5')), "rows that do not fit"),
+        (relaid(HYBRID.replace('"rows":6', '"rows":0')), "rows that do not fit"),
+        (relaid(LAYOUT, states=None), "metadata cannot be read|version 1 of the form|other way round"),
+    ],
+)
+def test_states_that_do_not_agree_are_one_clear_error(hybrid: bytes, path: Path, change: Change, problem: str) -> None:
+    header, data = split(hybrid)
+    change(header)
+    path.write_bytes(joined(header, data))
+    with pytest.raises(StoreCorrupt, match=f"(?s)^{path}.*({problem})") as caught:
         check(path)
     assert len(str(caught.value)) < 600
 
@@ -211,14 +261,15 @@ def test_a_truncated_file_is_one_clear_error(sound: bytes, path: Path, cut: int)
             check(path)
 
 
-def test_a_flipped_bit_anywhere_in_the_data_is_found(sound: bytes, path: Path) -> None:
-    _, data = split(sound)
-    for at in range(len(sound) - len(data), len(sound), 7):
-        flipped = bytearray(sound)
-        flipped[at] ^= 1 << (at % 8)
-        path.write_bytes(flipped)
-        with pytest.raises(StoreCorrupt, match="checksum of"):
-            check(path)
+def test_a_flipped_bit_anywhere_in_the_data_is_found(sound: bytes, hybrid: bytes, path: Path) -> None:
+    for whole in (sound, hybrid):
+        _, data = split(whole)
+        for at in range(len(whole) - len(data), len(whole), 7):
+            flipped = bytearray(whole)
+            flipped[at] ^= 1 << (at % 8)
+            path.write_bytes(flipped)
+            with pytest.raises(StoreCorrupt, match="checksum of"):
+                check(path)
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), -1.0, 1e300])
@@ -322,8 +373,8 @@ JSON = st.recursive(
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_value_of_the_header_changed(sound: bytes, fuzzed: Path, data: st.DataObject) -> None:
-    header, rest = split(sound)
+def test_any_value_of_the_header_changed(sound: bytes, hybrid: bytes, fuzzed: Path, data: st.DataObject) -> None:
+    header, rest = split(data.draw(st.sampled_from([sound, hybrid])))
     for _ in range(data.draw(st.integers(1, 3))):
         place: Any = header
         for _ in range(data.draw(st.integers(0, 2))):
@@ -341,9 +392,11 @@ def test_any_value_of_the_header_changed(sound: bytes, fuzzed: Path, data: st.Da
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_text_of_the_metadata_changed_and_sealed_again(sound: bytes, fuzzed: Path, data: st.DataObject) -> None:
+def test_any_text_of_the_metadata_changed_and_sealed_again(
+    sound: bytes, hybrid: bytes, fuzzed: Path, data: st.DataObject
+) -> None:
     """What a checksum does not find, because whoever changed it knew how to compute one."""
-    header, rest = split(sound)
+    header, rest = split(data.draw(st.sampled_from([sound, hybrid])))
     values = header["__metadata__"]
     name = data.draw(st.sampled_from(sorted(values)))
     values[name] = data.draw(st.text(max_size=30) | st.integers(-5, 2**65).map(str) | st.just(LAYOUT))

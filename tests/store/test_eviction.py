@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -56,10 +57,19 @@ def victims(
     *,
     wanted: int = 10**9,
     pinned: frozenset[bytes] = frozenset(),
+    bare: Container[bytes] = (),
     now: float = NOW,
 ) -> list[bytes]:
+    """`bare`: nodes that save nothing by themselves."""
     parent_of = (parents or dict.fromkeys(records, b"")).__getitem__
-    return choose_victims(UsageTable.of(records), parent_of, bytes_wanted=wanted, pinned=pinned, now=now)
+    return choose_victims(
+        UsageTable.of(records),
+        parent_of,
+        bytes_wanted=wanted,
+        pinned=pinned,
+        now=now,
+        saves_nothing=lambda node: node in bare,
+    )
 
 
 def order(*records: UsageRecord, now: float = NOW) -> list[int]:
@@ -117,15 +127,17 @@ def test_only_free_leaves_are_taken_and_no_more_than_needed(tree: Tree, wanted: 
         assert all(node in pinned or just_written(nodes[node]) or node in continued for node in kept)
 
 
-@given(trees(), pins)
-def test_each_victim_is_worth_least_of_those_that_may_go(tree: Tree, pinned: frozenset[bytes]) -> None:
+@given(trees(), pins, st.sets(st.integers(0, 24).map(name)))
+def test_each_victim_is_worth_least_of_those_that_may_go(
+    tree: Tree, pinned: frozenset[bytes], bare: set[bytes]
+) -> None:
     nodes, parents = tree
     worth = dict(zip(nodes, scores(UsageTable.of(nodes), NOW).tolist(), strict=True))
     kept = set(nodes)
-    for victim in victims(nodes, parents, pinned=pinned):
+    for victim in victims(nodes, parents, pinned=pinned, bare=bare):
         continued = {parents[child] for child in kept}
         free = [n for n in kept if n not in continued | pinned and not just_written(nodes[n])]
-        assert victim == min(free, key=lambda n: (worth[n], n))
+        assert victim == min(free, key=lambda n: (n not in bare, n not in bare and worth[n], n))
         kept.remove(victim)
 
 
@@ -252,6 +264,72 @@ def test_the_last_child_of_a_node_makes_it_compete_by_its_own_score() -> None:
     assert victims(records, parents) == [name(1), name(0), name(2)]
     records[name(0)] = replace(records[name(0)], last_used=NOW)
     assert victims(records, parents) == [name(1), name(2), name(0)]
+
+
+@dataclass
+class Hybrid:
+    """Prompts of a layout with states: a path of blocks, and leaves (checkpoints, tails) by the block they continue."""
+
+    blocks: Tree
+    leaves: dict[bytes, tuple[int, UsageRecord]]
+
+    def victims(self, *, wanted: int = 10**9, pinned: frozenset[bytes] = frozenset()) -> list[bytes]:
+        records, parents = dict(self.blocks[0]), dict(self.blocks[1])
+        for leaf, (block, record) in self.leaves.items():
+            records[leaf], parents[leaf] = record, name(block)
+            records[name(block)] = replace(records[name(block)], children=records[name(block)].children + 1)
+        return victims(records, parents, wanted=wanted, pinned=pinned, bare=self.blocks[0])
+
+
+SHORT, LONG, TAIL, OTHER = (letter.encode() * 16 for letter in "slto")
+
+
+def test_the_blocks_behind_a_checkpoint_go_with_it_back_to_the_next_checkpoint() -> None:
+    blocks = chain(*[usage(age_s=1, hits=1.0)] * 6)
+    short, long = usage(age_s=5), usage(age_s=400)
+    chosen = Hybrid(blocks, {SHORT: (1, short), LONG: (3, long), TAIL: (5, usage(age_s=9000))}).victims()
+    assert chosen == [TAIL, name(5), name(4), LONG, name(3), name(2), SHORT, name(1), name(0)]
+
+
+def test_blocks_that_no_checkpoint_needs_go_before_what_is_worth_least() -> None:
+    """Even if they were used a moment ago: a request that matched them could not go on from them."""
+    blocks = chain(*[usage(age_s=0, hits=5.0, prefill_s=100.0)] * 4)
+    old = usage(age_s=YEAR_S)
+    assert Hybrid(blocks, {OTHER: (1, old)}).victims(wanted=11) == [name(3), name(2)]
+
+
+def test_the_shorter_checkpoint_that_others_share_outlives_the_tail_of_a_long_prompt() -> None:
+    blocks = chain(*[usage(age_s=60)] * 8)
+    # The tail is the younger one, and it would save four times the prefill.
+    shared = usage(age_s=120, hits=1.0, prefill_s=2.0, stored_bytes=40)
+    tail = usage(age_s=60, prefill_s=2.0, stored_bytes=50)
+    chosen = Hybrid(blocks, {SHORT: (1, shared), TAIL: (7, tail)}).victims(wanted=100)
+    assert chosen == [TAIL, *map(name, (7, 6, 5, 4, 3))]
+
+
+def test_of_checkpoints_side_by_side_the_one_that_saves_least_goes_first() -> None:
+    """Equally large and equally old: each is worth the prefill between it and the one before."""
+    blocks = chain(*[usage()] * 9)
+    seconds = {SHORT: (1, 4.0), LONG: (7, 1.0), OTHER: (3, 2.0), TAIL: (8, 8.0)}
+    leaves = {leaf: (block, usage(prefill_s=s, stored_bytes=40)) for leaf, (block, s) in seconds.items()}
+    chosen = Hybrid(blocks, leaves).victims()
+    assert [victim for victim in chosen if victim in leaves] == [LONG, OTHER, SHORT, TAIL]
+    # The tail still needs all blocks: the checkpoints before it go without any.
+    assert chosen[:4] == [LONG, OTHER, SHORT, TAIL]
+
+
+def test_a_checkpoint_of_large_states_goes_before_one_of_small_states_that_saves_as_much() -> None:
+    blocks = chain(*[usage()] * 4)
+    small, large = (usage(prefill_s=1.0, stored_bytes=size) for size in (10, 1000))
+    assert Hybrid(blocks, {SHORT: (1, large), LONG: (3, small)}).victims(wanted=1) == [SHORT]
+
+
+def test_blocks_that_were_just_written_wait_for_their_checkpoint() -> None:
+    records, parents = chain(*[usage(written_s_ago=1)] * 3)
+    assert victims(records, parents, bare=records) == []
+    pinned = frozenset([name(2)])
+    records, parents = chain(*[usage()] * 3)
+    assert victims(records, parents, bare=records, pinned=pinned) == []
 
 
 @pytest.mark.parametrize("pinned", [0, 1, 2])

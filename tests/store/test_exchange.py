@@ -32,10 +32,13 @@ from diskprefix.store import exchange
 from diskprefix.store.codec import Codec
 from diskprefix.store.entry_file import EntryReader
 from diskprefix.store.exchange import open_target, plan_import, require_known_model, use_codec, verify_payloads
-from diskprefix.store.schema import CodecRecord, encode_record, piece_key
+from diskprefix.store.schema import CodecRecord, Kind, encode_record, piece_key
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import verify_index
+from diskprefix.tokens import TokenIds
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
 from tests.store.exported import (
+    HYBRID,
     LAYOUT,
     TENANT,
     entry_of,
@@ -210,6 +213,133 @@ def test_an_entry_that_ends_with_a_block_has_no_logits(store: Store, target: Sto
     assert tensors["token_ids"].tolist() == PROMPT[: 3 * BLOCK].tolist()
     assert import_file(target, path).num_nodes == 3
     assert is_whole(target, entry_of(target, PROMPT, with_tail=False))
+
+
+POINTS = (BLOCK, 3 * BLOCK)
+
+
+def of_hybrid(store: Store, token_ids: TokenIds = PROMPT, **how: Any) -> Publication:
+    return entry_of(store, token_ids, layout=HYBRID, checkpoints=how.pop("checkpoints", POINTS), **how)
+
+
+def exported(store: Store, pub: Publication, path: Path) -> Path:
+    store.publish(pub)
+    return export(store, pub, path)
+
+
+@pytest.mark.parametrize("with_tail", [True, False])
+@pytest.mark.parametrize("codec", list(Codec), ids=lambda codec: codec.name)
+def test_states_come_along_with_every_checkpoint_on_the_path(
+    store: Store, target: Store, tmp_path: Path, with_tail: bool, codec: Codec
+) -> None:
+    target.codec = codec
+    done = import_file(target, exported(store, of_hybrid(store, with_tail=with_tail), tmp_path / "e.safetensors"))
+    theirs = of_hybrid(target, with_tail=with_tail)
+    assert is_whole(target, theirs)
+    assert theirs.tip is not None
+    assert (done.id, done.num_nodes, done.new_nodes) == (theirs.tip.hex(), len(theirs.nodes), len(theirs.nodes))
+    assert done.new_bytes == theirs.payload_bytes
+    with target.snapshot() as snapshot:
+        assert snapshot.entry(theirs.tip) == theirs.entry
+    assert verify_index(target).problems == ()
+
+
+def test_a_model_of_states_alone_comes_back(store: Store, target: Store, tmp_path: Path) -> None:
+    layout = json.dumps(json.loads(HYBRID) | {"groups": []}, separators=(",", ":"))
+    for num_tokens in (3, len(PROMPT)):
+        pub, theirs = (entry_of(s, PROMPT[:num_tokens], layout=layout) for s in (store, target))
+        import_file(target, exported(store, pub, tmp_path / f"{num_tokens}.safetensors"))
+        assert is_whole(target, theirs)
+
+
+def test_states_are_where_the_file_says_they_are(store: Store, tmp_path: Path) -> None:
+    pub = of_hybrid(store)
+    path = exported(store, pub, tmp_path / "e.safetensors")
+    with safe_open(path, "pt") as opened:
+        metadata = opened.metadata()
+    assert (metadata["version"], metadata["states"]) == ("2", f"{BLOCK},{3 * BLOCK},{len(PROMPT)}")
+    tensors = load_file(path)
+    assert tensors["layers.3.conv0"].shape == (3, 6, 3)
+    assert tensors["layers.2.recurrent0"].shape == (3, 2, 4, 5)
+    with_states = [node for node in pub.nodes if node.kind != Kind.BLOCK]
+    for row, node in enumerate(with_states):
+        states = bytes(node.payload)[60 * len(node.token_ids) :][:392]
+        names = ("2.conv0", "3.conv0", "2.recurrent0", "3.recurrent0")
+        found = [tensors[f"layers.{name}"][row].contiguous().view(torch.uint8).numpy().tobytes() for name in names]
+        assert b"".join(found) == states
+
+
+def test_what_has_no_states_is_written_as_before_there_were_any(file: Path) -> None:
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    assert metadata["version"] == "1"
+    assert "states" not in metadata
+
+
+def test_a_layer_with_a_window_is_exported_for_all_tokens(store: Store, target: Store, tmp_path: Path) -> None:
+    groups = json.loads(LAYOUT)["groups"]
+    layout = json.dumps(json.loads(LAYOUT) | {"groups": [groups[0], groups[1] | {"window": 5}]}, separators=(",", ":"))
+    path = exported(store, entry_of(store, PROMPT, layout=layout), tmp_path / "e.safetensors")
+    assert load_file(path)["layers.1.keys"].shape == (1, 1, len(PROMPT), 3)
+    import_file(target, path)
+    assert is_whole(target, entry_of(target, PROMPT, layout=layout))
+
+
+def test_an_entry_that_ends_with_a_block_brings_the_checkpoints_before_it(
+    store: Store, target: Store, tmp_path: Path
+) -> None:
+    def pub_of(store: Store) -> Publication:
+        return of_hybrid(store, checkpoints=(BLOCK, 2 * BLOCK), with_tail=False)
+
+    import_file(target, exported(store, pub_of(store), tmp_path / "e.safetensors"))
+    assert pub_of(store).nodes[-1].kind == Kind.BLOCK
+    assert is_whole(target, pub_of(target))
+
+
+def test_an_entry_that_lost_all_its_checkpoints_is_not_exported(store: Store, tmp_path: Path) -> None:
+    pub = of_hybrid(store, checkpoints=(), with_tail=False)
+    with pytest.raises(SettingsError, match="has lost the checkpoint that it could be restored at; send the prompt"):
+        exported(store, pub, tmp_path / "e.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, HYBRID])
+def test_what_was_generated_is_not_exported(store: Store, tmp_path: Path, layout: str) -> None:
+    reply = entry_of(store, PROMPT, layout=layout, generated_from=2 * BLOCK)
+    with pytest.raises(SettingsError, match=r"holds a reply from token 32 on.*not exported\. Send the prompt"):
+        exported(store, reply, tmp_path / "e.safetensors")
+    # The same prompt beside it, prefilled, has nodes of its own.
+    exported(store, entry_of(store, PROMPT, layout=layout), tmp_path / "e.safetensors")
+
+
+def test_a_damaged_checkpoint_is_not_exported(store: Store, tmp_path: Path) -> None:
+    pub = of_hybrid(store)
+    store.publish(pub)
+    checkpoint = pub.nodes[1]
+    damage(store, checkpoint.name)
+    with pytest.raises(StoreCorrupt, match=f"checkpoint {checkpoint.name.hex()} .at token {BLOCK}.*verify --fix"):
+        export(store, pub, tmp_path / "e.safetensors")
+
+
+def test_a_checkpoint_that_is_missing_is_brought_and_what_is_there_is_not_stored_again(
+    store: Store, target: Store, tmp_path: Path
+) -> None:
+    path = exported(store, of_hybrid(store), tmp_path / "e.safetensors")
+    target.publish(of_hybrid(target, checkpoints=(3 * BLOCK,)))
+    done = import_file(target, path)
+    assert (done.new_nodes, done.new_bytes, done.is_new) == (1, 392, False)
+    assert is_whole(target, of_hybrid(target))
+
+
+def test_a_damaged_checkpoint_in_a_file_is_named(store: Store, target: Store, tmp_path: Path) -> None:
+    path = exported(store, of_hybrid(store), tmp_path / "e.safetensors")
+    data = bytearray(path.read_bytes())
+    (length,) = struct.unpack_from("<Q", data)
+    start, _ = json.loads(data[8 : 8 + length])["layers.2.conv0"]["data_offsets"]
+    data[8 + length + start + 36] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StoreCorrupt, match=f"the checksum of the checkpoint at token {3 * BLOCK} does not match"):
+        import_file(target, path)
 
 
 def test_the_file_is_its_owner_s_alone(file: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store import purge as purging
+from diskprefix.store.changes import NewNode
 from diskprefix.store.codec import Codec
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.folder import FolderLock
@@ -17,7 +18,7 @@ from diskprefix.store.verify import verify_index
 from diskprefix.store.verify_payloads import verify_payloads
 from diskprefix.tenant import SHARED, Tenant
 from diskprefix.tokens import TokenIds, root_hash
-from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
 from tests.store.damage import damaged
 
 ALICE, BOB = SHARED.with_salt("alice"), SHARED.with_salt("bob")
@@ -348,4 +349,72 @@ def test_after_purge_and_compact_no_byte_of_a_tenant_is_in_the_file(store: Store
     store = open_store(tmp_path)
     assert all(is_whole(store, pub) for pub in bob)
     assert is_clean(store)
+    store.close()
+
+
+HYBRID = layout_of(20_000, 8_000)
+
+
+def of_hybrid(store: Store, token_ids: TokenIds, *points: int, with_tail: bool = True) -> Publication:
+    """A published prompt of a model with states; without its tail it ends with its last checkpoint."""
+    pub = publication(store, token_ids, layout=HYBRID, checkpoints=points)
+    assert pub.entry is not None
+    if not with_tail:
+        nodes = pub.nodes[:-1]
+        entry = EntryRecord(root=pub.root, num_tokens=nodes[-1].position, scope="full", preview="", created_at=1.0)
+        pub = replace(pub, nodes=nodes, tip=nodes[-1].name, entry=entry)
+    store.publish(pub)
+    return pub
+
+
+def only(pub: Publication, *nodes: NewNode) -> Publication:
+    return replace(pub, nodes=nodes)
+
+
+def purged(store: Store, *pubs: Publication) -> Purged:
+    return purge(store, Selection(entries=frozenset(map(tip, pubs))), 2000.0, lambda _: None)
+
+
+def test_a_prompt_goes_with_the_checkpoints_on_its_path(store: Store) -> None:
+    pub = of_hybrid(store, prompt(1, 4 * BLOCK + 3), BLOCK, 3 * BLOCK)
+    gone = purged(store, pub)
+    assert (gone.blocks, gone.entries, gone.left_blocks) == (len(pub.nodes), 1, 0)
+    assert store.counts()["blocks"] == 0
+    store.close()
+
+
+def test_checkpoints_on_blocks_that_another_prompt_needs_stay(store: Store) -> None:
+    token_ids = prompt(1, 4 * BLOCK + 3)
+    pub, other = (of_hybrid(store, ids, 2 * BLOCK, 4 * BLOCK) for ids in (token_ids, fork(token_ids, 3 * BLOCK)))
+    with store.snapshot() as snapshot:
+        plan = plan_purge(snapshot, Selection(entries=frozenset([tip(pub)])), 2000.0)
+    # Three blocks, and the checkpoint after the second one, are the other's too.
+    assert (plan.shared_blocks, plan.continued_blocks, len(plan.nodes)) == (4, 0, 3)
+    assert purged(store, pub).blocks == 3
+    assert is_whole(store, other)
+    assert verify_index(store).problems == ()
+    store.close()
+
+
+def test_a_prompt_that_ends_with_a_checkpoint_loses_its_entry_while_a_longer_one_goes_on_from_it(store: Store) -> None:
+    token_ids = prompt(1, 4 * BLOCK + 3)
+    short = of_hybrid(store, token_ids[: 2 * BLOCK], 2 * BLOCK, with_tail=False)
+    long = of_hybrid(store, token_ids, 2 * BLOCK)
+    gone = purged(store, short)
+    assert (gone.entries, gone.blocks, gone.left_blocks) == (1, 0, 0)
+    assert is_whole(store, long)
+    assert purged(store, long).blocks == len(long.nodes)
+    assert store.counts()["blocks"] == 0
+    store.close()
+
+
+def test_a_longer_prompt_goes_up_to_the_checkpoint_that_a_saved_prompt_ends_with(store: Store) -> None:
+    token_ids = prompt(1, 4 * BLOCK + 3)
+    short = of_hybrid(store, token_ids[: 2 * BLOCK], 2 * BLOCK, with_tail=False)
+    long = of_hybrid(store, token_ids, BLOCK, 2 * BLOCK, 4 * BLOCK)
+    assert purged(store, long).blocks == 4
+    assert is_whole(store, short)
+    # The first block stays, and what could be restored there.
+    assert is_whole(store, only(long, *long.nodes[:2]))
+    assert verify_index(store).problems == ()
     store.close()

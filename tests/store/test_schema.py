@@ -22,18 +22,22 @@ from diskprefix.store.schema import (
     decode_usage,
     encode_node,
     encode_usage,
+    is_generated,
     is_node,
+    node_kind,
+    node_name,
+    node_stored_bytes,
     piece_index,
     piece_key,
 )
-from diskprefix.tokens import checksum
+from diskprefix.tokens import block_hash, checksum
 
 NAME = b"n" * 16
 
 
-def record(num_tokens: int = 3) -> NodeRecord:
+def record(num_tokens: int = 3, kind: Kind = Kind.TAIL, *, generated: bool = False) -> NodeRecord:
     tokens = np.arange(num_tokens, dtype=np.int32)
-    return NodeRecord(b"p" * 16, b"r" * 16, 512, tokens, Kind.TAIL, 5, 1000, 800)
+    return NodeRecord(b"p" * 16, b"r" * 16, 512, tokens, kind, 5, 1000, 800, generated)
 
 
 def test_a_node_record_has_the_documented_bytes() -> None:
@@ -47,6 +51,32 @@ def test_a_node_record_has_the_documented_bytes() -> None:
     assert int.from_bytes(value[56:64], "little") == 800
     assert int.from_bytes(value[64:72], "little") == checksum(NAME + value[:64] + value[72:])
     assert np.frombuffer(value[72:], "<i4").tolist() == [0, 1, 2]
+
+
+def test_a_generated_checkpoint_has_the_documented_bytes() -> None:
+    value = encode_node(NAME, record(0, Kind.CHECKPOINT, generated=True))
+    assert len(value) == 72
+    assert value[40:48] == bytes([2, 1, 5, 0, 0, 0, 0, 0])
+    assert decode_node(NAME, value).generated
+    assert (node_kind(value), is_generated(value), node_stored_bytes(value)) == (Kind.CHECKPOINT, True, 800)
+
+
+@pytest.mark.parametrize(("at", "byte"), [(40, 3), (41, 2), (41, 3), (41, 128)])
+def test_an_unknown_kind_or_flag_under_a_good_checksum_is_refused(at: int, byte: int) -> None:
+    value = bytearray(encode_node(NAME, record()))
+    value[at] = byte
+    value[64:72] = checksum(NAME + value[:64] + value[72:]).to_bytes(8, "little")
+    with pytest.raises(StoreCorrupt, match="claims 3 tokens of kind"):
+        decode_node(NAME, bytes(value))
+
+
+def test_checkpoints_and_generated_nodes_have_names_of_their_own() -> None:
+    ids = np.arange(16, dtype=np.int32)
+    names = {node_name(7, NAME, ids, kind, generated=mark) for kind in Kind for mark in (False, True)}
+    # A block and a tail are told apart by their lengths.
+    assert len(names) == 4
+    assert node_name(7, NAME, ids, Kind.BLOCK) == node_name(7, NAME, ids, Kind.TAIL) == block_hash(7, NAME, ids)
+    assert node_name(7, NAME, b"", Kind.CHECKPOINT) != node_name(7, NAME, b"", Kind.TAIL)
 
 
 def test_a_record_in_the_place_of_another_is_noticed() -> None:
@@ -70,6 +100,7 @@ def test_a_node_is_told_from_any_other_by_parent_place_kind_and_tokens() -> None
     assert not is_node(value, b"p" * 16, 512, Kind.BLOCK, ids.tobytes())
     assert not is_node(value, b"p" * 16, 512, Kind.TAIL, (ids + 1).tobytes())
     assert not is_node(value, b"p" * 16, 512, Kind.TAIL, ids[:2].tobytes())
+    assert not is_node(value, b"p" * 16, 512, Kind.TAIL, ids.tobytes(), generated=True)
     assert not is_node(value[:40], b"p" * 16, 512, Kind.TAIL, b"")
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFormatError, StoreFull, StoreUnavailable
 from diskprefix.store import environment
-from diskprefix.store.store import Store
-from tests.store.building import BLOCK, ROOT, Clock, is_whole, make_newer, open_store, prompt, publication
+from diskprefix.store.schema import Kind
+from diskprefix.store.store import Publication, Store
+from tests.store.building import BLOCK, ROOT, Clock, is_whole, layout_of, make_newer, open_store, prompt, publication
 
 
 def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
@@ -437,4 +438,87 @@ def test_a_store_of_thousands_of_blocks_is_shrunk_to_a_budget_it_has_long_outgro
     pub = publication(store, prompt(1000, 3 * BLOCK))
     store.publish(pub)
     assert is_whole(store, pub)
+    store.close()
+
+
+HYBRID = layout_of(400_000, 400_000)
+
+
+def ends(publication: Publication, names: set[bytes]) -> list[tuple[Kind, int]]:
+    """Kind and end in blocks, rounded up, of those nodes."""
+    return [
+        (node.kind, -(-(node.position + len(node.token_ids)) // BLOCK))
+        for node in publication.nodes
+        if node.name in names
+    ]
+
+
+@pytest.mark.parametrize("num_blocks", [20, 23, 26])
+def test_under_pressure_a_prompt_of_checkpoints_goes_from_its_end_and_the_shared_checkpoint_stays(
+    tmp_path: Path, num_blocks: int
+) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+    long = publication(store, prompt(1, 12 * BLOCK + 3), layout=HYBRID, checkpoints=(4 * BLOCK, 8 * BLOCK))
+    store.publish(long)
+    shared = next(node for node in long.nodes if node.kind == Kind.CHECKPOINT)
+    clock.now += 60
+    store.touch({shared.name: (clock.now, 1)})
+    clock.now += 60
+    other = publication(store, prompt(2, num_blocks * BLOCK), layout=HYBRID, root=b"o" * 16)
+    evicted = store.publish(other)
+    assert is_whole(store, other)
+    with store.snapshot() as snapshot:
+        left = set(snapshot.keys("nodes"))
+    gone = ends(long, {node.name for node in long.nodes} - left)
+    in_order = [
+        (Kind.TAIL, 13), *((Kind.BLOCK, end) for end in (12, 11, 10, 9)), (Kind.CHECKPOINT, 8),
+        *((Kind.BLOCK, end) for end in (8, 7, 6, 5)), (Kind.CHECKPOINT, 4),
+    ]  # fmt: skip
+    assert len(gone) == evicted > 0
+    assert sorted(gone) == sorted(in_order[:evicted])
+    assert shared.name in left
+    store.close()
+
+
+def test_blocks_without_a_checkpoint_make_room_first_whatever_else_is_stored(tmp_path: Path) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+    dense = publication(store, prompt(1, 10 * BLOCK), payload_bytes=400_000)
+    store.publish(dense)
+    clock.now += 3600
+    bare = publication(store, prompt(2, 18 * BLOCK), layout=HYBRID, root=b"h" * 16)
+    bare = replace(bare, nodes=bare.nodes[:-1], tip=None, entry=None)
+    store.publish(bare)
+    clock.now += 60
+    with store.changes() as changes:
+        # What cannot be read is not the evicting one's business.
+        changes._put("roots", b"x" * 16, b"damaged")
+    new = publication(store, prompt(3, 12 * BLOCK), payload_bytes=400_000)
+    assert store.publish(new) > 0
+    assert is_whole(store, dense)
+    assert is_whole(store, new)
+    assert not is_whole(store, bare)
+    store.close()
+
+
+def test_a_checkpoint_that_is_published_again_is_not_evicted_to_make_room_for_itself(tmp_path: Path) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+    token_ids = prompt(1, 30 * BLOCK)
+    known = publication(store, token_ids[: 16 * BLOCK], layout=HYBRID, checkpoints=(4 * BLOCK,))
+    store.publish(replace(known, nodes=known.nodes[:-1], tip=None, entry=None))
+    clock.now += 3600
+    whole = publication(store, token_ids, layout=HYBRID, checkpoints=(4 * BLOCK, 16 * BLOCK))
+    old = publication(store, prompt(2, 4 * BLOCK), payload_bytes=400_000)
+    store.publish(old)
+    clock.now += 3600
+    assert store.publish(whole) > 0
+    assert is_whole(store, whole)
+    assert not is_whole(store, old)
+    with store.snapshot() as snapshot:
+        checkpoint = snapshot.usage(known.nodes[4].name)
+    assert known.nodes[4].kind == Kind.CHECKPOINT
+    assert checkpoint is not None
+    assert checkpoint.created_at == 1000.0
     store.close()

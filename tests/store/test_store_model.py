@@ -36,29 +36,42 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.codec import Codec
 from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import JUST_WRITTEN_S
+from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.purge import Selection, purge
+from diskprefix.store.schema import Kind
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds
-from tests.store.building import BLOCK, Clock, open_store, publication, read_payload
+from tests.store.building import BLOCK, Clock, layout_of, open_store, publication, read_payload
 
 R = TypeVar("R")
 
 BUDGET, SMALLER_BUDGET = 5 << 20, 4 << 20
 BLOCK_BYTES = 540_000
 """Of a block's payload: two pieces. Six blocks fill the budget."""
+STATE_BYTES = 150_000
+"""Of a checkpoint's."""
 HISTORY_LIMIT = 3
 SALTS = {b"a" * 16: "a", b"b" * 16: "b"}
 """Two tenants' roots."""
+LAYOUTS = {b"a" * 16: layout_of(BLOCK_BYTES), b"b" * 16: layout_of(BLOCK_BYTES, STATE_BYTES)}
+"""The second one's model has states too."""
 
 
 class Prompt(NamedTuple):
-    """A prompt under one root: a choice for each full block, so that prompts share, branch and extend; and a rest."""
+    """A prompt under one root: a choice for each full block, so that prompts share, branch and extend; and a rest.
+
+    `points`: after how many blocks there is a checkpoint, if its model has states. All but the first `num_exact` blocks
+    were generated.
+    """
 
     root: bytes
     blocks: tuple[int, ...]
     num_rest: int
+    points: frozenset[int] = frozenset()
+    num_exact: int = 9
 
     @property
     def token_ids(self) -> TokenIds:
@@ -71,6 +84,8 @@ prompts = st.builds(
     st.sampled_from(sorted(SALTS)),
     st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple),
     st.integers(0, 2),
+    st.frozensets(st.integers(1, 4), max_size=3),
+    st.sampled_from([9, 9, 2, 0]),
 )
 processes = st.sampled_from(["here", "there"])
 delays_s = st.sampled_from([JUST_WRITTEN_S, 600.0, 0.0])
@@ -85,18 +100,22 @@ def payload(root: bytes, prefix: bytes, num_bytes: int) -> bytes:
 def publication_of(store: Store, prompt: Prompt, first: int = 0) -> Publication:
     """What a request publishes that found the first `first` nodes of its prompt in the store."""
     token_ids = prompt.token_ids
-    whole = publication(store, token_ids, payload_bytes=BLOCK_BYTES, root=prompt.root)
-    nodes = [
-        replace(
-            node,
-            payload=memoryview(
-                payload(prompt.root, token_ids[: node.position + len(node.token_ids)].tobytes(), len(node.payload))
-            ),
-        )
-        for node in whole.nodes
-    ]
+    layout = LAYOUTS[prompt.root]
+    points = {BLOCK * point for point in prompt.points} if has_states(prompt.root) else set()
+    whole = publication(
+        store,
+        token_ids,
+        root=prompt.root,
+        layout=layout,
+        checkpoints=points,
+        generated_from=BLOCK * prompt.num_exact,
+    )
+    nodes = []
+    for node in whole.nodes:
+        prefix = token_ids[: node.position + len(node.token_ids)].tobytes() + bytes([node.kind, node.generated])
+        nodes.append(replace(node, payload=memoryview(payload(prompt.root, prefix, len(node.payload)))))
     if prompt.num_rest == 0:
-        # As a boundary of the policy ends it: with a full block, which others may continue.
+        # As a boundary of the policy ends it: with a full block, which others may continue, or its checkpoint.
         nodes.pop()
     root_record = msgspec.structs.replace(whole.root_record, tenant=str(SHARED.with_salt(SALTS[prompt.root])))
     return replace(
@@ -106,6 +125,10 @@ def publication_of(store: Store, prompt: Prompt, first: int = 0) -> Publication:
         root_record=root_record,
         history_limit=HISTORY_LIMIT,
     )
+
+
+def has_states(root: bytes) -> bool:
+    return bool(PayloadLayout.parse(LAYOUTS[root]).states)
 
 
 @dataclass(eq=False)
@@ -135,6 +158,19 @@ class Model:
 
     def children(self, name: bytes) -> set[bytes]:
         return {child for child, node in self.nodes.items() if node.new.parent == name}
+
+    def entry(self, name: bytes) -> set[bytes]:
+        """The nodes of the saved prompt that ends there: its path, and the checkpoints on it."""
+        path = set(self.path(name))
+        return path | {child for block in path for child in self.children(block) if self.is_checkpoint(child)}
+
+    def is_checkpoint(self, name: bytes) -> bool:
+        return self.nodes[name].new.kind == Kind.CHECKPOINT
+
+    def is_bare(self, name: bytes) -> bool:
+        """Whether it would be of no use if nothing continued it."""
+        node = self.nodes[name]
+        return node.new.kind == Kind.BLOCK and has_states(node.root)
 
     def subtree(self, name: bytes) -> set[bytes]:
         return {node for node in self.nodes if name in self.path(node)}
@@ -198,6 +234,11 @@ def write(store: Store, prompt: Prompt, first: int, codec: Codec) -> Written:
         except StoreFull:
             return Written(fitted=False, evicted=0, scattered=waited.called)
     return Written(fitted=True, evicted=evicted, scattered=waited.called)
+
+
+def is_there(snapshot: Snapshot, node: NewNode) -> bool:
+    token_ids = node.token_ids.tobytes()
+    return snapshot.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated)
 
 
 def forget(store: Store, selection: Selection, now: float) -> int:
@@ -280,7 +321,8 @@ class StoreMachine(RuleBasedStateMachine):
     def save_the_next_turn(self, process: str, data: st.DataObject, more: list[int], after_s: float) -> None:
         last = data.draw(st.sampled_from(self.prompts[-3:]))
         self.clock.now += after_s
-        self.publish(process, Prompt(last.root, (*last.blocks, *more)[:5], 1), Codec.PLANES, matched=True)
+        prompt = last._replace(blocks=(*last.blocks, *more)[:5], num_rest=1)
+        self.publish(process, prompt, Codec.PLANES, matched=True)
 
     def publish(self, process: str, prompt: Prompt, codec: Codec, matched: bool) -> None:
         self.prompts.append(prompt)
@@ -288,7 +330,7 @@ class StoreMachine(RuleBasedStateMachine):
         new = publication_of(self.store, prompt, self.model.stored_prefix(whole.nodes) if matched else 0)
         sizes, used = self.sizes(), self.store.counts()["used_bytes"]
         need = sum(node.most_bytes for node in new.nodes)
-        continued = {node.parent for node in whole.nodes} | {whole.nodes[-1].name}
+        continued = {node.parent for node in whole.nodes} | {node.name for node in (*new.nodes, whole.nodes[-1])}
         protected = self.pinned(process) | self.model.just_written(self.clock.now) | continued
         protected = self.model.with_ancestors(protected)
         free = self.model.nodes.keys() - protected
@@ -316,12 +358,14 @@ class StoreMachine(RuleBasedStateMachine):
         elif gone:
             assert excess > 0
             assert sum(sizes[name] for name in gone) < max(excess, BUDGET // 64) + max(sizes[name] for name in gone)
+            bare = {name for name in free if self.model.is_bare(name) and not self.model.children(name)}
+            assert bare <= gone or all(map(self.model.is_bare, gone))
 
     @rule(process=processes, prompt=prompts)
     def save_what_continues_a_prefix_that_is_gone(self, process: str, prompt: Prompt) -> None:
         nodes = publication_of(self.store, prompt).nodes
         first = self.model.stored_prefix(nodes) + 1
-        if first < len(nodes):
+        if first < len(nodes) and nodes[first - 1].kind != Kind.CHECKPOINT:
             # The refusal may come after room was made: what had to go for it is gone.
             protected = self.pinned(process) | self.model.just_written(self.clock.now)
             with suppress(PrefixGone):
@@ -334,10 +378,7 @@ class StoreMachine(RuleBasedStateMachine):
     def match(self, prompt: Prompt) -> None:
         nodes = publication_of(self.store, prompt).nodes
         with self.store.snapshot() as snapshot:
-            found = [
-                snapshot.has(node.name, node.parent, node.position, node.kind, node.token_ids.tobytes())
-                for node in nodes
-            ]
+            found = [is_there(snapshot, node) for node in nodes]
         assert (*found, False).index(False) == self.model.stored_prefix(nodes)
 
     @rule(process=processes, prompt=prompts, hits=st.integers(0, 3), late_s=st.sampled_from([0.0, 0.5, 100.0]))
@@ -404,7 +445,7 @@ class StoreMachine(RuleBasedStateMachine):
     def remove(self, process: str, data: st.DataObject, what: str) -> None:
         tip = data.draw(st.sampled_from(sorted(self.model.entries)))
         if what == "damage":
-            self.quarantine(process, data.draw(st.sampled_from(list(self.model.path(tip)))))
+            self.quarantine(process, data.draw(st.sampled_from(sorted(self.model.entry(tip)))))
         elif what == "prompt":
             # The one that continues most of the others: those must stay.
             self.forget_prompt(process, max(sorted(self.model.entries), key=self.num_entries_within))
@@ -428,8 +469,13 @@ class StoreMachine(RuleBasedStateMachine):
     def forget_prompt(self, process: str, tip: bytes) -> None:
         path = list(self.model.path(tip))[::-1]
         token_ids = np.concatenate([self.model.nodes[name].new.token_ids for name in path]).tolist()
-        others = (self.model.entries.keys() | self.model.nodes.keys() - set(path)) - {tip}
-        doomed = set(path) - self.model.with_ancestors(others)
+        whole = self.model.entry(tip)
+        others = (self.model.entries.keys() | self.model.nodes.keys() - whole) - {tip}
+        free = whole - self.model.with_ancestors(others)
+        # A checkpoint goes where its block does.
+        doomed = {
+            name for name in free if not self.model.is_checkpoint(name) or self.model.nodes[name].new.parent in free
+        }
         assert self.do(process, forget, Selection(entries=frozenset([tip])), self.clock.now) == len(doomed)
         root = self.model.nodes[tip].root
         self.model.remove(doomed)
@@ -474,10 +520,9 @@ class StoreMachine(RuleBasedStateMachine):
     def what_must_be_there_is_there_bit_for_bit_and_nothing_else(self) -> None:
         with self.store.snapshot() as snapshot:
             assert set(snapshot.keys("nodes")) == self.model.nodes.keys()
-            for name, node in self.model.nodes.items():
-                new = node.new
-                assert snapshot.has(name, new.parent, new.position, new.kind, new.token_ids.tobytes())
-                assert read_payload(snapshot, new) == new.payload.obj
+            for node in self.model.nodes.values():
+                assert is_there(snapshot, node.new)
+                assert read_payload(snapshot, node.new) == node.new.payload.obj
             assert {name: entry.num_tokens for name, entry in snapshot.entries()} == self.model.entries
             for root, history in self.model.history.items():
                 found = [prompt.tolist() for prompt in snapshot.recent_prompts(root, 99)]

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store import repair
+from diskprefix.store.changes import NewNode
 from diskprefix.store.repair import mend, repair_index
 from diskprefix.store.schema import (
     Kind,
+    NodeRecord,
     RootRecord,
     decode_entry,
     decode_node,
@@ -23,33 +26,43 @@ from diskprefix.store.schema import (
     encode_prompt,
     encode_record,
     history_key,
+    node_name,
     piece_key,
 )
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import Problem, ProblemKind, verify_index
 from diskprefix.store.verify_payloads import verify_payloads
-from diskprefix.tokens import root_hash
+from diskprefix.tokens import checksum, root_hash
 from tests.store.building import BLOCK, ROOT, is_whole, layout_of, open_store, prompt, publication, read_payload
 from tests.store.damage import Records, damaged
 
 IDENTITY = "whose numbers these are"
 OTHER_ROOT = root_hash(IDENTITY)
+HYBRID_ROOT = b"h" * 16
 LAYOUT = layout_of(1_200_000)
 """Blocks of three pieces."""
+HYBRID = layout_of(60_000, 1_200_000)
+"""Blocks of one piece, checkpoints of three."""
 
 
 @dataclass
 class Stored:
-    """A closed store: two prompts under one root that share three blocks, and one under a root with an identity."""
+    """A closed store: two prompts under one root that share three blocks, one under a root with an identity, and one of
+    a layout with states, checkpoints after its second and its last block, and an end that was generated."""
 
     folder: Path
     first: Publication
     second: Publication
     other: Publication
+    hybrid: Publication
 
     @property
     def publications(self) -> tuple[Publication, ...]:
-        return self.first, self.second, self.other
+        return self.first, self.second, self.other, self.hybrid
+
+    def node(self, kind: Kind, end: int) -> bytes:
+        """The name of a node of the prompt with states."""
+        return next(node.name for node in self.hybrid.nodes if (node.kind, node_end(node)) == (kind, end))
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +74,16 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     first, second = (publication(store, tokens, layout=LAYOUT) for tokens in (one, two))
     other = publication(store, prompt(2, 2 * BLOCK), root=OTHER_ROOT, layout=LAYOUT)
     other = replace(other, root_record=replace_root(other.root_record, identity=IDENTITY, tenant="a" * 32))
-    for pub in (first, second, other):
+    token_ids = prompt(3, 4 * BLOCK + 5)
+    points = (2 * BLOCK, 4 * BLOCK)
+    hybrid = publication(
+        store, token_ids, root=HYBRID_ROOT, layout=HYBRID, checkpoints=points, generated_from=3 * BLOCK
+    )
+    stored = Stored(folder, first, second, other, hybrid)
+    for pub in stored.publications:
         store.publish(pub)
     store.close()
-    return Stored(folder, first, second, other)
+    return stored
 
 
 @pytest.fixture
@@ -75,6 +94,10 @@ def stored(template: Stored, tmp_path: Path) -> Stored:
 
 def replace_root(record: RootRecord, **changes: object) -> RootRecord:
     return RootRecord(**{name: getattr(record, name) for name in record.__struct_fields__} | changes)
+
+
+def node_end(node: NewNode) -> int:
+    return node.position + len(node.token_ids)
 
 
 def nothing(_num_bytes: int) -> None:
@@ -96,7 +119,7 @@ def test_a_sound_store_is_clean_and_every_piece_is_counted(stored: Stored) -> No
     index = verify_index(store)
     nodes = {node.name: node for pub in stored.publications for node in pub.nodes}
     assert index.problems == ()
-    assert (index.num_nodes, index.num_entries, index.num_prompts, index.num_roots) == (len(nodes), 3, 3, 2)
+    assert (index.num_nodes, index.num_entries, index.num_prompts, index.num_roots) == (len(nodes), 4, 4, 3)
     done: list[int] = []
     payloads = verify_payloads(store, index.stored_bytes, done.append)
     assert payloads.problems == ()
@@ -195,6 +218,69 @@ def continue_a_tail(records: Records, stored: Stored) -> None:
     assert tail.kind == Kind.TAIL
     assert not len(tail.token_ids)
     records.change_node(tail.name, kind=Kind.BLOCK)
+
+
+def move_a_checkpoint(records: Records, stored: Stored) -> None:
+    """A checkpoint under the name that one of another block would have, its payload too."""
+    name, to = stored.node(Kind.CHECKPOINT, 2 * BLOCK), bytes(16)
+    record = replace(decode_node(name, records.get("nodes", name)), parent=stored.node(Kind.BLOCK, 3 * BLOCK))
+    records.delete("nodes", name)
+    records.put("nodes", to, encode_node(to, replace(record, position=3 * BLOCK)))
+    for index in range(record.num_pieces):
+        records.put("payloads", piece_key(to, index), records.get("payloads", piece_key(name, index)))
+
+
+def swap_checkpoints(records: Records, stored: Stored) -> None:
+    """The states of two positions change places."""
+    first, second = stored.node(Kind.CHECKPOINT, 2 * BLOCK), stored.node(Kind.CHECKPOINT, 4 * BLOCK)
+    for index in range(decode_node(first, records.get("nodes", first)).num_pieces):
+        swap("payloads", piece_key(first, index), piece_key(second, index))(records, stored)
+
+
+def renamed(kind: Kind, end: int, *, nodes: str = "misnamed", **changes: object) -> tuple[Damage, set[tuple[str, str]]]:
+    """A node of the prompt with states whose record says something else, under the name that goes with it."""
+
+    def apply(records: Records, stored: Stored) -> None:
+        name = stored.node(kind, end)
+        old = decode_node(name, records.get("nodes", name))
+        new = replace(old, **changes)  # type: ignore[arg-type]
+        to = node_name(records.secret, new.parent, new.token_ids, new.kind, generated=new.generated)
+        records.delete("nodes", name)
+        records.put("nodes", to, encode_node(to, new))
+        for index in range(old.num_pieces):
+            records.put("payloads", piece_key(to, index), records.get("payloads", piece_key(name, index)))
+
+    return apply, {(nodes, "nodes"), ("orphaned", "usage"), ("orphaned", "payloads")}
+
+
+def checkpoint_without_states(records: Records, stored: Stored) -> None:
+    """A checkpoint of no bytes under a root whose layout has no states."""
+    block = stored.other.nodes[1]
+    name = node_name(records.secret, block.name, b"", Kind.CHECKPOINT)
+    none = np.empty(0, np.int32)
+    record = NodeRecord(block.name, OTHER_ROOT, 2 * BLOCK, none, Kind.CHECKPOINT, 0, 0, 0)
+    records.put("nodes", name, encode_node(name, record))
+
+
+def checkpoint_at_the_start(records: Records, stored: Stored) -> None:
+    name = node_name(records.secret, HYBRID_ROOT, b"", Kind.CHECKPOINT)
+    there = stored.node(Kind.CHECKPOINT, 2 * BLOCK)
+    record = replace(decode_node(there, records.get("nodes", there)), parent=HYBRID_ROOT, position=0)
+    records.put("nodes", name, encode_node(name, record))
+
+
+def add_a_child_to_a_checkpoint(records: Records, stored: Stored) -> None:
+    """A tail of no tokens that continues a checkpoint, which ends where the tail starts."""
+    parent = stored.node(Kind.CHECKPOINT, 2 * BLOCK)
+    renamed(Kind.TAIL, 4 * BLOCK + 5, parent=parent, position=2 * BLOCK)[0](records, stored)
+
+
+def with_flag(records: Records, name: bytes) -> bytes:
+    """A node's record with a flag that no version has, under a good checksum."""
+    value = bytearray(records.get("nodes", name))
+    value[41] = 4
+    value[64:72] = checksum(name + value[:64] + value[72:]).to_bytes(8, "little")
+    return bytes(value)
 
 
 STRANGE_KEY = b"short"
@@ -321,6 +407,57 @@ DAMAGE: dict[str, tuple[Damage, set[tuple[str, str]]]] = {
         lambda r, _: r.put("history", history_key(GONE, 1), encode_prompt(history_key(GONE, 1), prompt(1, 9))),
         {("rootless", "history")},
     ),
+    "a checkpoint's record damaged": (
+        lambda r, s: r.flip("nodes", s.node(Kind.CHECKPOINT, 2 * BLOCK), 50),
+        {("damaged", "nodes")},
+    ),
+    "a checkpoint's payload damaged": (
+        lambda r, s: r.flip("payloads", piece_key(s.node(Kind.CHECKPOINT, 2 * BLOCK), 2), 1000),
+        {("damaged", "payloads")},
+    ),
+    "a checkpoint that lost a piece": (
+        lambda r, s: r.delete("payloads", piece_key(s.node(Kind.CHECKPOINT, 2 * BLOCK), 0)),
+        {("incomplete", "payloads")},
+    ),
+    "a checkpoint under another name": (
+        move_a_checkpoint,
+        {("misnamed", "nodes"), ("orphaned", "payloads"), ("orphaned", "usage")},
+    ),
+    "two checkpoints swapped": (swap_checkpoints, {("damaged", "payloads")}),
+    "a checkpoint whose block is gone": (
+        lambda r, s: r.delete("nodes", s.node(Kind.BLOCK, 2 * BLOCK)),
+        {("detached", "nodes"), ("orphaned", "payloads"), ("orphaned", "usage")},
+    ),
+    "a checkpoint said to be elsewhere": (
+        lambda r, s: r.change_node(s.node(Kind.CHECKPOINT, 2 * BLOCK), position=3 * BLOCK),
+        {("detached", "nodes")},
+    ),
+    "a checkpoint off the grid": (
+        lambda r, s: r.change_node(s.node(Kind.CHECKPOINT, 2 * BLOCK), position=2 * BLOCK - 1),
+        {("misshapen", "nodes")},
+    ),
+    "a checkpoint at the start": (checkpoint_at_the_start, {("misshapen", "nodes")}),
+    "a checkpoint of a layout without states": (checkpoint_without_states, {("misshapen", "nodes")}),
+    "a checkpoint with tokens": (
+        lambda r, s: r.change_node(s.node(Kind.BLOCK, BLOCK), kind=Kind.CHECKPOINT),
+        {("misnamed", "nodes")},
+    ),
+    "a checkpoint that is continued": (add_a_child_to_a_checkpoint, {("detached", "nodes")}),
+    "a checkpoint said to be a tail": (
+        lambda r, s: r.change_node(s.node(Kind.CHECKPOINT, 2 * BLOCK), kind=Kind.TAIL),
+        {("misnamed", "nodes")},
+    ),
+    "a generated block said to be exact": renamed(Kind.BLOCK, 4 * BLOCK, nodes="detached", generated=False),
+    "an exact end of a generated prompt": renamed(Kind.TAIL, 4 * BLOCK + 5, nodes="detached", generated=False),
+    "a generated checkpoint of an exact block": renamed(Kind.CHECKPOINT, 2 * BLOCK, nodes="detached", generated=True),
+    "a generated mark without its name": (
+        lambda r, s: r.change_node(s.node(Kind.BLOCK, BLOCK), generated=True),
+        {("misnamed", "nodes")},
+    ),
+    "an unknown flag": (
+        lambda r, s: r.put("nodes", s.first.nodes[1].name, with_flag(r, s.first.nodes[1].name)),
+        {("damaged", "nodes")},
+    ),
     "a flipped bit in the choice of codec": (
         lambda r, _: r.put("meta", b"codec", b"x"),
         {("damaged", "meta")},
@@ -395,6 +532,21 @@ def _damage_at_random(records: Records, rng: random.Random) -> None:
             records.put(database, rng.randbytes(rng.choice((1, len(key)))), value)
         case "zero":
             records.put(database, key, bytes(len(value)))
+
+
+def test_a_damaged_checkpoint_goes_alone(stored: Stored) -> None:
+    """Nothing continues a checkpoint: what is behind it is restorable as before."""
+    name = stored.node(Kind.CHECKPOINT, 2 * BLOCK)
+    with damaged(stored.folder) as records:
+        records.flip("payloads", piece_key(name, 1), 1000)
+    store = open_store(stored.folder)
+    before = store.counts()
+    mended = mend(store, problems_of(store))
+    assert (mended.blocks, mended.entries, mended.left) == (1, (), ())
+    assert store.counts()["blocks"] == before["blocks"] - 1
+    others = tuple(node for node in stored.hybrid.nodes if node.name != name)
+    assert is_whole(store, replace(stored.hybrid, nodes=others))
+    store.close()
 
 
 def test_a_long_subtree_goes_in_several_transactions_and_a_stop_between_them_leaves_a_tree(
@@ -525,7 +677,7 @@ def test_a_damaged_root_that_the_daemon_knows_is_mended_alone(stored: Stored) ->
     assert store.counts()["blocks"] == before
     assert problems_of(store) == []
     with store.snapshot() as snapshot:
-        assert set(snapshot.keys("roots")) == {ROOT, OTHER_ROOT}
+        assert set(snapshot.keys("roots")) == {ROOT, OTHER_ROOT, HYBRID_ROOT}
     store.close()
 
 

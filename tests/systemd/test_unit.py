@@ -77,7 +77,9 @@ def test_the_environment_file_names_every_setting_with_its_default() -> None:
     assert variables.keys() == {f"DISKPREFIX_{name.upper()}" for name in SETTING_NAMES} | {"DISKPREFIX_POLICY"}
     for setting in dataclasses.fields(Settings):
         shown = variables[f"DISKPREFIX_{setting.name.upper()}"]
-        if isinstance(setting.default, int):
+        if isinstance(setting.default, bool):
+            assert shown == ("on" if setting.default else "off")
+        elif isinstance(setting.default, int):
             assert parse_size(shown, param=setting.name) == setting.default
         elif isinstance(setting.default, str) or setting.default is None:
             assert shown == (setting.default or "")

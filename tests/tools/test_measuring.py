@@ -1,8 +1,9 @@
-"""The tools that measure the store, with as little as they can be run with. What they measure here means nothing."""
+"""The tools that measure, with as little as they can be run with. What they measure here means nothing."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +50,38 @@ def test_the_store_benchmark_measures_all_that_it_has_goals_for(tmp_path: Path) 
     assert all(found["snapshot_bytes"] > found["stored_bytes"] > 0 for found in report["sharing"])
     goals = {goal["what"]: goal["holds"] for goal in report["goals"]}
     assert goals["planes: times smaller than raw"] is None, "made-up KV proves nothing"
+
+
+@pytest.fixture
+def long_model(chat_model: Path, tmp_path: Path) -> Path:
+    """The tiny chat model with as many positions as a conversation takes in its bytes."""
+    folder = tmp_path / "long-chat"
+    shutil.copytree(chat_model, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.slow
+def test_the_turns_of_a_conversation_are_restored_and_say_the_same(long_model: Path) -> None:
+    report = run("bench.py", "conversation", "--model", str(long_model), "--rounds", "1")
+    assert report["texts_equal"]
+    first, second, third = report["turns"]
+    assert first["restored"] == 0
+    assert second["restored"] == first["prompt_tokens"] // 256 * 256
+    assert third["restored"] == second["prompt_tokens"] // 256 * 256
+    assert third["computed"] < second["computed"] < first["computed"] == first["prompt_tokens"]
+    assert all(turn["ratios"].keys() == {"prefill", "ttft"} for turn in report["turns"])
+
+
+@pytest.mark.slow
+def test_a_prompt_is_restored_exactly_and_up_to_where_its_end_differs(long_model: Path) -> None:
+    report = run("bench.py", "prefix", "--model", str(long_model), "--tokens", "1500", "--runs", "1")
+    assert report["texts_equal"]
+    (prompt,) = report["prompts"]
+    restored = {case: figures["restored"] for case, figures in prompt["cases"].items()}
+    assert restored == {"cold": 0, "cold_nearest": 0, "exact": 1500, "nearest": (1500 - 64) // 256 * 256}
+    texts = {sample["case"]: sample["text"] for sample in report["samples"]}
+    assert texts["cold"] == texts["exact"]
+    assert texts["cold_nearest"] == texts["nearest"]
+    assert report["goals"] == [], "goals are for the real models"

@@ -1,0 +1,116 @@
+"""What kind of model a configuration describes: one that is served, or one that is not, by its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diskprefix.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_ENCODER_DECODER = "an encoder–decoder model"
+_EMBEDDING = "an embedding model"
+
+_OTHER_KINDS = (
+    ("SEQUENCE_CLASSIFICATION", "a classifier"),
+    ("TOKEN_CLASSIFICATION", "a token classifier"),
+    ("MULTIPLE_CHOICE", "a multiple-choice classifier"),
+    ("NEXT_SENTENCE_PREDICTION", "a classifier"),
+    ("IMAGE_CLASSIFICATION", "an image classifier"),
+    ("AUDIO_CLASSIFICATION", "an audio classifier"),
+    ("QUESTION_ANSWERING", "a model that marks answers in a text"),
+    ("MASKED_LM", "a masked language model"),
+    ("CTC", "a speech recognition model"),
+    ("RNNT", "a speech recognition model"),
+    ("TDT", "a speech recognition model"),
+    ("TEXT_TO_WAVEFORM", "a speech synthesis model"),
+    ("TEXT_TO_SPECTROGRAM", "a speech synthesis model"),
+    ("TEXT_ENCODING", _EMBEDDING),
+)
+"""Registries of transformers and what the models in them are. Its registry of models without any head comes last."""
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """A served kind: `loader` is transformers' auto class for it. `has_own_generate`: the class replaces transformers'
+    `generate`, so what it does with media is not known."""
+
+    loader: Any
+    is_multimodal: bool
+    has_own_generate: bool
+
+
+def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
+    """The kind of the model in `folder`. Imports its code as a side effect.
+
+    Raises `ModelError` that says what it is, where it is not a decoder that generates text.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers.models.auto import modeling_auto as registry
+
+    if _is_sentence_encoder(folder):
+        raise _not_served(folder, config, _EMBEDDING)
+    if config.is_encoder_decoder:
+        raise _not_served(folder, config, _ENCODER_DECODER)
+    named = set(config.architectures or [])
+    # Multimodal first: what is in both registries under one name takes more than text.
+    for loader, name in ((AutoModelForMultimodalLM, "MULTIMODAL_LM"), (AutoModelForCausalLM, "CAUSAL_LM")):
+        is_listed = type(config) in (mapping := getattr(registry, f"MODEL_FOR_{name}_MAPPING"))
+        # Without a name, a text model is the smaller promise.
+        is_meant = bool(named & _classes(name)) if named else loader is AutoModelForCausalLM
+        if is_listed and is_meant:
+            return _served(folder, config, loader, mapping)
+    if not named and type(config) in registry.MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return _served(folder, config, AutoModelForMultimodalLM, registry.MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    raise _not_served(folder, config, _other_kind(named))
+
+
+def _served(folder: Path, config: PreTrainedConfig, loader: Any, mapping: Any) -> ModelKind:
+    """Some of the multimodal registry generate no text: diffusion models, robot policies."""
+    from transformers import AutoModelForMultimodalLM, GenerationMixin
+
+    found = mapping[type(config)]
+    classes = found if isinstance(found, tuple) else (found,)
+    if not any(issubclass(cls, GenerationMixin) for cls in classes):
+        raise _not_served(folder, config, "not a decoder that generates text token by token")
+    return ModelKind(
+        loader,
+        is_multimodal=loader is AutoModelForMultimodalLM,
+        has_own_generate=any(cls.generate is not GenerationMixin.generate for cls in classes),
+    )
+
+
+def _is_sentence_encoder(folder: Path) -> bool:
+    """Whether sentence-transformers wrote the folder: its models end in a pooling layer, whatever the class says."""
+    try:
+        return "Pooling" in (folder / "modules.json").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _other_kind(named: set[str]) -> str:
+    for name, words in _OTHER_KINDS:
+        if named & _classes(name):
+            return words
+    if named & _classes(None):
+        return f"{_EMBEDDING} (it has no language-model head)"
+    return "not a decoder model"
+
+
+def _classes(name: str | None) -> set[str]:
+    """The class names in transformers' registry of a task; None stands for the models without a head."""
+    from transformers.models.auto import modeling_auto as registry
+
+    mapping = getattr(registry, f"MODEL_FOR_{name}_MAPPING_NAMES" if name else "MODEL_MAPPING_NAMES", {})
+    return {cls for classes in mapping.values() for cls in (classes if isinstance(classes, tuple) else (classes,))}
+
+
+def _not_served(folder: Path, config: PreTrainedConfig, kind: str) -> ModelError:
+    architectures = ", ".join(config.architectures or []) or config.model_type
+    is_or_holds = "is" if kind.startswith("not ") else "holds"
+    return ModelError(
+        f"{folder} {is_or_holds} {kind}: {architectures}; diskprefix serves decoder models that generate text"
+    )

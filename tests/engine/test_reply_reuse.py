@@ -1,0 +1,149 @@
+"""The engine keeps a reply's blocks where it is asked to: of the first choice, and only of replies that ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diskprefix.cache_report import CacheReport
+from diskprefix.engine.generate import Engine
+from diskprefix.engine.prefill import Cancelled
+from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
+from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.scope import parse_scope
+from diskprefix.settings import Settings
+from diskprefix.store.schema import decode_node
+from diskprefix.store.verify import verify_index
+from diskprefix.tokens import TokenIds
+from tests.engine import tiny
+
+BLOCK = 16
+PROMPT = 3 * BLOCK + 4
+NO_END = {0: -100.0, 2: -100.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_folder(tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16, max_position_embeddings=512)
+
+
+@pytest.fixture
+def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+    kv = tmp_path / "kv"
+    settings = Settings(
+        model=str(folder), kv_cache_dir=kv, block_size=BLOCK, kv_cache_min_tokens=BLOCK, kv_cache_budget=32 << 20
+    )
+    engine = Engine.load(settings, lambda _: None)
+    yield engine
+    engine.close()
+
+
+def prompt(seed: int) -> TokenIds:
+    return np.random.default_rng(seed).integers(3, 250, PROMPT).astype(np.int32)
+
+
+def run(
+    engine: Engine,
+    token_ids: TokenIds,
+    *,
+    reuse: bool = True,
+    scope: str = "full",
+    is_cancelled: Callable[[], bool] = lambda: False,
+    **params: Any,
+) -> list[Event]:
+    events: list[Event] = []
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": 40, "logit_bias": NO_END} | params
+    request = GenerateRequest(
+        id="test",
+        prompt=Prompt(token_ids),
+        sampling=SamplingParams(**sampling),
+        scope=parse_scope(scope, param="scope"),
+        reuse_generated=reuse,
+    )
+    engine.run(request, events.append, is_cancelled, time.perf_counter())
+    return events
+
+
+def tokens_of(events: list[Event], choice: int = 0) -> list[int]:
+    return [token for e in events if isinstance(e, TextEvent) and e.choice == choice for token in e.token_ids]
+
+
+def report_of(events: list[Event]) -> CacheReport:
+    assert isinstance(events[-1], DoneEvent)
+    return events[-1].cache
+
+
+def next_turn(token_ids: TokenIds, reply: list[int]) -> TokenIds:
+    return np.concatenate([token_ids, np.array([*reply, *range(3, 20)], dtype=np.int32)])
+
+
+def generated_ends(engine: Engine) -> list[int]:
+    """Where the generated nodes that are stored end; the store is in order."""
+    engine.cache.settle()
+    assert engine.cache.writer.flush(30)
+    assert not verify_index(engine.cache.store).problems
+    with engine.cache.store.snapshot() as snapshot:
+        nodes = [decode_node(name, value) for name, value in snapshot.nodes()]
+    return sorted(node.end for node in nodes if node.generated)
+
+
+def test_the_next_turn_goes_on_inside_the_reply_and_says_that_it_is_not_exact(engine: Engine) -> None:
+    token_ids = prompt(1)
+    first = run(engine, token_ids)
+    assert len(tokens_of(first)) == 40
+    second = report_of(run(engine, next_turn(token_ids, tokens_of(first))))
+    assert (second.restored, second.exact, second.retained) == (5 * BLOCK, False, {"full": (0, 5 * BLOCK)})
+
+
+def test_nothing_is_kept_of_a_reply_unless_it_is_asked_for(engine: Engine) -> None:
+    token_ids = prompt(2)
+    whole = next_turn(token_ids, tokens_of(run(engine, token_ids, reuse=False)))
+    assert generated_ends(engine) == []
+    second = report_of(run(engine, whole))
+    assert (second.restored, second.exact) == (3 * BLOCK, True)
+
+
+def test_of_several_choices_the_first_is_kept_and_the_others_are_what_they_would_be_alone(engine: Engine) -> None:
+    token_ids = prompt(3)
+    together = run(engine, token_ids, n=3)
+    assert [e.choice for e in together if isinstance(e, FinishEvent)] == [0, 1, 2]
+    assert generated_ends(engine) == [4 * BLOCK, 5 * BLOCK]
+    for choice in range(3):
+        alone = run(engine, token_ids, scope="off", seed=1 + choice)
+        assert tokens_of(together, choice) == tokens_of(alone)
+    restored = [
+        report_of(run(engine, next_turn(token_ids, tokens_of(together, choice)), reuse=choice < 1)).restored
+        for choice in range(3)
+    ]
+    assert restored == [5 * BLOCK, 3 * BLOCK, 3 * BLOCK]
+
+
+@pytest.mark.parametrize("checks", [5, 20, 35])
+def test_a_reply_that_is_cancelled_is_not_kept(engine: Engine, checks: int) -> None:
+    """Four steps of prefill, then one check for each token: the prompt is saved by then, and a block complete."""
+    asked = iter(range(1000))
+    with pytest.raises(Cancelled):
+        run(engine, prompt(4), is_cancelled=lambda: next(asked) >= checks)
+    assert generated_ends(engine) == []
+    assert engine.cache.stats()["pending_bytes"] == 0
+    again = report_of(run(engine, prompt(4)))
+    assert (again.restored, again.exact) == (PROMPT, True)
+
+
+def test_a_reply_that_ends_by_itself_or_by_a_stop_string_is_kept_as_far_as_it_was_run(engine: Engine) -> None:
+    token_ids = prompt(5)
+    free = run(engine, token_ids, reuse=False)
+    reply = tokens_of(free)
+    end = reply.index(next(token for token in reply[20:] if token not in reply[:20]))
+    stop = engine.tokenizer.decode(reply[end : end + 1])
+    stopped = tokens_of(run(engine, token_ids, stop=(stop,)))
+    assert generated_ends(engine) == list(range(4 * BLOCK, PROMPT + len(stopped), BLOCK))
+    at_once = run(engine, prompt(6), logit_bias={2: 100.0})
+    assert tokens_of(at_once) == [2]
+    assert len(generated_ends(engine)) == len(range(4 * BLOCK, PROMPT + len(stopped), BLOCK))

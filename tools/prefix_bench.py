@@ -1,0 +1,267 @@
+"""The prefix benchmark: real models at lengths for which other systems have published figures.
+
+Cold, an exact repeat, and the nearest prefix: the same prompt with another end. What is restored is the first request
+of a server that was killed and started again. Each text is compared with that of a run that restored nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from live_server import Answer, LiveServer, LiveServerError, step
+from restart_bench import TABLE_STYLE, machine, short, show_machine
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+SIZES = {"gemma3-270m": (2_000, 20_000), "smollm2": (2_000, 7_900)}
+TAIL_TOKENS = 64
+"""By so many tokens the nearest prompt ends otherwise."""
+MAX_TOKENS = 16
+MOST_CHARS_A_TOKEN = 8
+"""More than a token of any known tokenizer spells on average, so that not all of the text need be cut into tokens."""
+CASES = {"cold": "cold", "exact": "exact repeat", "nearest": "other end", "cold_nearest": "that one, cold"}
+TIMES = ("lookup_ms", "restore_ms", "prefill_ms", "server_ttft_ms", "ttft_ms", "total_ms")
+PUBLISHED = {
+    2_000: {"cold": 0.73, "exact": 0.118, "nearest": 0.151},
+    20_000: {"cold": 14.5, "exact": 0.353, "nearest": 1.17},
+    100_000: {"cold": 269.0, "exact": 13.3, "nearest": 17.1},
+}
+"""Seconds, by prompt length: mlx-lm, a model of 0.6B in 4 bits, M1 Max."""
+GOALS = {("gemma3-270m", 20_000, "exact"): 100.0, ("gemma3-270m", 20_000, "nearest"): 30.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One request. Times in milliseconds, as `Answer.times_ms`."""
+
+    model: str
+    case: str
+    tokens: int
+    run: int
+    restored: int
+    text: str
+    lookup_ms: float
+    restore_ms: float
+    prefill_ms: float
+    server_ttft_ms: float
+    ttft_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Prompts of exact lengths, cut from this project's own texts."""
+
+    tokenizer: Any
+
+    def prompt(self, num_tokens: int, run: int) -> list[int]:
+        """The first words depend on the arguments, so that no two prompts share a block."""
+        return self._ids(num_tokens, run)[:num_tokens]
+
+    def other_end(self, num_tokens: int, run: int) -> list[int]:
+        """The same prompt, its last tokens replaced by those that follow it in the text."""
+        ids = self._ids(num_tokens, run)
+        return ids[: num_tokens - TAIL_TOKENS] + ids[num_tokens : num_tokens + TAIL_TOKENS]
+
+    def _ids(self, num_tokens: int, run: int) -> list[int]:
+        heading = f"Reading number {run + 1}, of {num_tokens} tokens.\n\n"
+        text = heading + _corpus()[: MOST_CHARS_A_TOKEN * num_tokens]
+        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        if len(ids) < num_tokens + TAIL_TOKENS:
+            raise LiveServerError(f"the project's texts are {len(ids)} tokens long, too short for {num_tokens}")
+        return ids
+
+
+def _corpus() -> str:
+    prose = [ROOT / "README.md", ROOT / "tools" / "prompts" / "agent_system.md", ROOT / "CHANGELOG.md"]
+    files = [*prose, *sorted((ROOT / "diskprefix").rglob("*.py"))]
+    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+class PrefixBench:
+    """Collects the samples of one model from one server that is killed and started again and again."""
+
+    def __init__(self, model: str, server: LiveServer, prompts: Prompts, console: Console, runs: int) -> None:
+        self.samples: list[Sample] = []
+        self._model = model
+        self._server = server
+        self._prompts = prompts
+        self._console = console
+        self._runs = runs
+
+    def run(self, run: int, tokens: int) -> None:
+        prompt, other = self._prompts.prompt(tokens, run), self._prompts.other_end(tokens, run)
+        with self._step(run, tokens, "cold"):
+            self._ask("cold", run, prompt)
+        with self._step(run, tokens, "restart, exact repeat"):
+            self._server.restart()
+            self._ask("exact", run, prompt)
+        with self._step(run, tokens, "restart, another end"):
+            self._server.restart()
+            self._ask("nearest", run, other)
+        with self._step(run, tokens, "that prompt without the cache, to compare"):
+            self._ask("cold_nearest", run, other, scope="off")
+
+    def _step(self, run: int, tokens: int, what: str) -> Any:
+        return step(self._console, f"{self._model}, {tokens} tokens, run {run + 1} of {self._runs}: {what}")
+
+    def _ask(self, case: str, run: int, prompt: Sequence[int], scope: str | None = None) -> None:
+        answer = self._server.complete(prompt, max_tokens=MAX_TOKENS, scope=scope)
+        if answer.prompt_tokens != len(prompt):
+            raise LiveServerError(f"a prompt of {len(prompt)} tokens became {answer.prompt_tokens}")
+        if bool(answer.restored) != (case in ("exact", "nearest")):
+            raise LiveServerError(f"{case} of {len(prompt)} tokens restored {answer.restored}: {answer.cache}")
+        self.samples.append(self._sample(case, run, answer))
+
+    def _sample(self, case: str, run: int, answer: Answer) -> Sample:
+        return Sample(
+            model=self._model,
+            case=case,
+            tokens=answer.prompt_tokens,
+            run=run,
+            restored=answer.restored,
+            text=answer.text,
+            **answer.times_ms,
+        )
+
+
+def measure(
+    workspace: Path,
+    folders: dict[str, Path],
+    sizes: Mapping[str, Sequence[int]],
+    runs: int,
+    codec: str,
+    console: Console,
+) -> dict[str, Any]:
+    """Run the benchmark; what it measured as plain JSON values. Raises `LiveServerError`.
+
+    `folders` and `sizes`: of each model, by its name. The server's log is `server.log` in `workspace`.
+    """
+    samples: list[Sample] = []
+    for model, folder in folders.items():
+        samples += _measure_model(workspace, model, folder, sizes[model], runs, codec, console)
+    prompts = [_prompt_report(samples, model, tokens) for model in folders for tokens in sizes[model]]
+    return {
+        "benchmark": "prefix",
+        "runs": runs,
+        "codec": codec,
+        "machine": machine(),
+        "texts_equal": all(prompt["texts_equal"] for prompt in prompts),
+        "prompts": prompts,
+        "goals": list(_goals(prompts)),
+        "samples": [asdict(sample) for sample in samples],
+    }
+
+
+def _measure_model(
+    workspace: Path, model: str, folder: Path, sizes: Sequence[int], runs: int, codec: str, console: Console
+) -> list[Sample]:
+    from transformers import AutoTokenizer
+
+    flags = ("--model", str(folder), "--disk-prefix-cache", "full", "--kv-cache-codec", codec)
+    prompts = Prompts(AutoTokenizer.from_pretrained(folder))
+    kv_cache_dir, log_path = workspace / f"kv-{folder.name}", workspace / "server.log"
+    with LiveServer(kv_cache_dir=kv_cache_dir, log_path=log_path, flags=flags) as server:
+        bench = PrefixBench(model, server, prompts, console, runs)
+        with step(console, f"{model}: server starting") as note:
+            server.start(note)
+        for tokens in sizes:
+            for run in range(runs):
+                bench.run(run, tokens)
+    return bench.samples
+
+
+def _prompt_report(samples: Sequence[Sample], model: str, tokens: int) -> dict[str, Any]:
+    by_case = {
+        case: [sample for sample in samples if (sample.model, sample.tokens, sample.case) == (model, tokens, case)]
+        for case in CASES
+    }
+    ratios = {
+        "exact": _comparison(by_case["cold"], by_case["exact"]),
+        "nearest": _comparison(by_case["cold_nearest"], by_case["nearest"]),
+    }
+    return {
+        "model": model,
+        "tokens": tokens,
+        "cases": {case: _medians(of_case) for case, of_case in by_case.items()},
+        "ratios": ratios,
+        "texts_equal": all(ratio["same_text"] for ratio in ratios.values()),
+        "published_s": PUBLISHED.get(tokens),
+    }
+
+
+def _medians(samples: Sequence[Sample]) -> dict[str, float]:
+    medians = {name: round(statistics.median(getattr(sample, name) for sample in samples), 3) for name in TIMES}
+    return medians | {"restored": samples[0].restored}
+
+
+def _comparison(cold: Sequence[Sample], restored: Sequence[Sample]) -> dict[str, Any]:
+    """Of the same prompts, run by run."""
+    before, after = _medians(cold), _medians(restored)
+    return {
+        "ttft": round(before["ttft_ms"] / after["ttft_ms"], 1),
+        "total": round(before["total_ms"] / after["total_ms"], 1),
+        "same_text": [sample.text for sample in cold] == [sample.text for sample in restored],
+    }
+
+
+def _goals(prompts: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for prompt in prompts:
+        for case, ratio in prompt["ratios"].items():
+            key = (prompt["model"], prompt["tokens"], case)
+            if key in GOALS:
+                facts = {"model": key[0], "tokens": key[1], "case": case}
+                yield facts | {"ratio": ratio["ttft"], "goal": GOALS[key], "holds": ratio["ttft"] >= GOALS[key]}
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    for model in dict.fromkeys(prompt["model"] for prompt in report["prompts"]):
+        console.print(_table(model, report))
+        console.print()
+    console.print(
+        f"Restored: the first request after kill -9; {MAX_TOKENS} tokens of reply. Other end: the last {TAIL_TOKENS} "
+        f"tokens differ. mlx-lm's figures are published ones, of a 0.6B model in 4 bits on an M1 Max.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for goal in report["goals"]:
+        console.print(
+            f"goal: {goal['model']}, {goal['tokens']} tokens, {CASES[goal['case']]}: {short(goal['ratio'])}× of "
+            f"{goal['goal']:.0f}× {'reached' if goal['holds'] else '[red]missed[/red]'}",
+            highlight=False,
+        )
+    if not report["texts_equal"]:
+        console.print("[red]a text differs from that of the cold run[/red]")
+    show_machine(report["machine"], console)
+
+
+def _table(model: str, report: dict[str, Any]) -> Table:
+    table = Table(title=f"{model}: time to first token and in all, ms, median of {report['runs']}", **TABLE_STYLE)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("case", no_wrap=True)
+    for name in ("restored", "TTFT", "total", "TTFT\nratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("same\ntext", no_wrap=True)
+    for name in ("mlx-lm\nms", "mlx-lm\nratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for prompt in report["prompts"]:
+        if prompt["model"] == model:
+            for case, title in CASES.items():
+                table.add_row(f"{prompt['tokens']}", title, *_figures(prompt, case))
+    return table
+
+
+def _figures(prompt: dict[str, Any], case: str) -> list[str]:
+    figures, ratios = prompt["cases"][case], prompt["ratios"].get(case)
+    published = prompt["published_s"] or {}
+    row = [f"{figures['restored']}", short(figures["ttft_ms"]), short(figures["total_ms"])]
+    row.append(f"{short(ratios['ttft'])}×" if ratios else "")
+    row.append(("yes" if ratios["same_text"] else "NO") if ratios else "")
+    row.append(short(published[case] * 1e3) if case in published else "")
+    row.append(f"{short(published['cold'] / published[case])}×" if ratios and case in published else "")
+    return row
