@@ -1,3 +1,20 @@
 """diskprefix: an OpenAI-compatible model server whose prefix (KV) cache survives restarts, bit for bit."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diskprefix.session import PrefixCacheSession
+
 __version__ = "0.1.0"
+__all__ = ["PrefixCacheSession", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """The library door brings torch along: whoever does not go through it starts without."""
+    if name == "PrefixCacheSession":
+        from diskprefix.session import PrefixCacheSession
+
+        return PrefixCacheSession
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

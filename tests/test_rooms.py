@@ -14,11 +14,18 @@ PACKAGE = Path(__file__).parent.parent / "diskprefix"
 
 ROOMS_BELOW: dict[str, frozenset[str]] = {}
 """For each room, the rooms that it may import: every one to its right or below in the plan, but not its neighbours."""
-for _row in ("errors", "tokens settings cache_report tenant", "policy store kv", "prefix_cache", "engine", "server"):
+for _row in (
+    "errors",
+    "tokens settings cache_report tenant",
+    "policy store kv",
+    "prefix_cache",
+    "engine",
+    "server session",
+):
     ROOMS_BELOW |= dict.fromkeys(_row.split(), frozenset(ROOMS_BELOW))
 ROOMS_BELOW["cli"] = frozenset(ROOMS_BELOW)
 ROOMS_BELOW["__main__"] = frozenset({"cli"})
-ROOMS_BELOW["__init__"] = frozenset()
+ROOMS_BELOW["__init__"] = frozenset({"session"})
 
 ONLY_IMPORTERS = {"xxhash": {"tokens"}, "lmdb": {"store"}, "zstandard": {"store"}}
 WITHOUT_TORCH = {"errors", "settings", "tokens", "cache_report", "tenant", "policy", "store"}
@@ -80,6 +87,9 @@ def test_a_module_imports_only_rooms_below_its_own(module: Path) -> None:
         ("prefix_cache", "from zstandard import ZstdError", "prefix_cache imports zstandard"),
         ("engine", "from importlib import import_module\nimport_module('lmdb')", "engine imports lmdb"),
         ("server", "from .errors import reply", "server uses a relative import"),
+        ("server", "from diskprefix.session import PrefixCacheSession", "server imports session"),
+        ("session", "import diskprefix.server.chat", "session imports server"),
+        ("__init__", "from diskprefix.engine.generate import Engine", "__init__ imports engine"),
     ],
 )
 def test_the_checker_catches(room: str, source: str, violation: str) -> None:
@@ -100,7 +110,7 @@ def test_the_checker_allows(room: str, source: str) -> None:
     assert violations(room, source) == []
 
 
-@pytest.mark.parametrize("module", ["diskprefix.cli", "diskprefix.cli.inspect"])
+@pytest.mark.parametrize("module", ["diskprefix", "diskprefix.cli", "diskprefix.cli.inspect"])
 def test_the_command_line_starts_without_torch(module: str) -> None:
     code = f"import {module}, sys; print(*sorted({{'torch', 'transformers', 'uvicorn'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

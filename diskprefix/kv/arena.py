@@ -246,7 +246,7 @@ class KVArena:
             states = [self._zeros((len(g.specs), 1, *g.shape), g.dtype) for g in self.layout.states]
         for group, tensor in zip(self.layout.states, states, strict=True):
             for spec, state in zip(group.specs, tensor, strict=True):
-                self.layers[spec.layer].bind_state(spec.part, spec.index, state)
+                self.layers[spec.layer].bind_state(spec.part, spec.index, state.detach())
         for layer in self._state_layers:
             layer.set_has_state(False)
         return states
@@ -269,7 +269,8 @@ class KVArena:
         self._rows = [_bytes_of(t.flatten(0, 2).flatten(1)) for t in self._tensors] if in_main_memory else []
         for group, tensor in zip(self.layout.groups, self._tensors, strict=True):
             for spec, part in zip(group.specs, tensor, strict=True):
-                self.layers[spec.layer].bind(spec.part, part)
+                # Detached: who runs the model outside `no_grad` writes to it with autograd looking on.
+                self.layers[spec.layer].bind(spec.part, part.detach())
 
 
 def _copy_into(payload: Bytes, part: torch.Tensor) -> None:

@@ -147,14 +147,21 @@ class PrefixCache:
         list(self.readers.map(read, range(READER_THREADS)))
 
     def begin(
-        self, prompt: Prompt, scope: Scope, tenant: Tenant = SHARED, *, reuse_generated: bool = False
+        self,
+        prompt: Prompt,
+        scope: Scope,
+        tenant: Tenant = SHARED,
+        *,
+        reuse_generated: bool = False,
+        goes_on: bool = False,
     ) -> CachedRequest:
         """Select what to save of `prompt`, and start a request. Waits until the arena is free to be overwritten.
 
-        `reuse_generated`: blocks that decoding completes are kept, and restored, though they are not exact.
+        `reuse_generated`: blocks that decoding completes are kept, and restored, though they are not exact. `goes_on`:
+        the prompt ends at a grid point and is only a beginning, so its next-token logits are neither needed nor kept.
         """
         self.settle()
-        return CachedRequest(self, self.realm(tenant), prompt, scope, reuse_generated=reuse_generated)
+        return CachedRequest(self, self.realm(tenant), prompt, scope, reuse_generated=reuse_generated, goes_on=goes_on)
 
     def start_capture(self, copy: Callable[[], None]) -> None:
         """Run `copy`, which reads the arena, beside the engine thread; at most one at a time."""

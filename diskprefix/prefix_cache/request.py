@@ -44,13 +44,21 @@ class CachedRequest:
     """One request's way through the cache. Call `close` when the request ends, however it ends."""
 
     def __init__(
-        self, cache: PrefixCache, realm: Realm, prompt: Prompt, scope: Scope, *, reuse_generated: bool = False
+        self,
+        cache: PrefixCache,
+        realm: Realm,
+        prompt: Prompt,
+        scope: Scope,
+        *,
+        reuse_generated: bool = False,
+        goes_on: bool = False,
     ) -> None:
         self._cache = cache
         self._realm = realm
         self._prompt = prompt
         self._scope = scope
         self._reuse_generated = reuse_generated
+        self._goes_on = goes_on
         names = cache.store.names
         self._store_id = names.store_id
         self._secret = names.secret
@@ -92,12 +100,12 @@ class CachedRequest:
         if self._bypass is None and arena.num_tokens in self.selection.checkpoints:
             self._states[arena.num_tokens] = arena.read_states()
 
-    def publish(self, arena: KVArena, logits: torch.Tensor, prefill_s: float) -> None:
+    def publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> None:
         """Have captured and written what the policy wants, with the entry and the history; waits for no disk.
 
-        `logits` are the next-token logits at the prompt's end, shape [vocab], as the model gave them; `prefill_s` is
-        how long computing what was not restored took, in seconds. Until the next `begin` the arena may grow but must
-        not be changed before the prompt's end.
+        `logits` are the next-token logits at the prompt's end, shape [vocab], as the model gave them (None if it goes
+        on, and was restored); `prefill_s` is how long computing what was not restored took, in seconds. Until the next
+        `begin` the arena may grow but must not be changed before the prompt's end.
         """
         if self._bypass is not None:
             return
@@ -201,6 +209,8 @@ class CachedRequest:
             interval=settings.kv_cache_interval,
             state="one_pass" if layout.is_one_pass else "cuttable" if layout.is_cuttable else "checkpoints",
         )
+        if self._goes_on:
+            selection = replace(selection, keep_tail=False)
         log.info("%s", selection.log_line())
         return selection
 
@@ -214,6 +224,7 @@ class CachedRequest:
             cache.writer,
             cache.readers,
             reuse_generated=self._reuse_generated,
+            needs_logits=not self._goes_on,
         )
         try:
             restored = restoration.run(arena)

@@ -106,7 +106,7 @@ class _Load(NamedTuple):
 
 class Restoration:
     """Restores one prompt. `run` is for the engine thread. `reuse_generated`: what a reply's decoding left behind will
-    do too."""
+    do too. Without `needs_logits`, the prompt may be restored to its end without them."""
 
     def __init__(
         self,
@@ -117,6 +117,7 @@ class Restoration:
         readers: Executor,
         *,
         reuse_generated: bool = False,
+        needs_logits: bool = True,
     ) -> None:
         self._nodes = nodes
         self._layout = layout
@@ -124,6 +125,7 @@ class Restoration:
         self._writer = writer
         self._readers = readers
         self._reuse_generated = reuse_generated
+        self._needs_logits = needs_logits
         self.pinned: bytes | None = None
         """The last node that matched, from then on pinned in the store; the caller unpins it."""
 
@@ -196,7 +198,7 @@ class Restoration:
         if found.tail is not None:
             return [*found.blocks, found.tail]
         blocks = found.blocks
-        if len(blocks) * self._nodes.block_size == len(self._nodes.token_ids):
+        if self._needs_logits and len(blocks) * self._nodes.block_size == len(self._nodes.token_ids):
             blocks = blocks[:-1]
         if self._layout.is_one_pass:
             return []

@@ -1,0 +1,44 @@
+"""Generate with a session in a process of its own, which then ends in one way or another.
+
+    python -m tests.session_worker ARCHITECTURE FOLDER close|save|exit
+
+`close` closes the session; `save` saves and dies of SIGKILL; `exit` just ends. FOLDER gets the store and `expected.pt`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from diskprefix import PrefixCacheSession
+from tests.architectures import tiny_model
+from tests.tiny import BLOCK, random_prompt, tiny_settings
+
+SEED, LENGTH = 5, 6 * BLOCK + 3
+
+
+def main(name: str, folder: Path, ending: str) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    prompt = random_prompt(SEED, LENGTH)
+    session = PrefixCacheSession(model, scope="full", settings=tiny_settings(folder / "kv"))
+    output = session.generate(
+        prompt, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    cache, _ = session.prefill(prompt)
+    with torch.no_grad():
+        ids = torch.from_numpy(prompt[6 * BLOCK :]).long()[None]
+        logits = model(input_ids=ids, **{session.cache_argument: cache}).logits
+    torch.save({"generated": torch.cat(output.logits), "next": logits[0, -1]}, folder / "expected.pt")
+    if ending == "close":
+        session.close()
+    elif ending == "save":
+        session.save()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,704 @@
+"""The library door: what a session restores is what it would compute, with plain transformers models."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+import diskprefix.session
+from diskprefix import PrefixCacheSession
+from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, SettingsError, StoreUnavailable
+from tests.architectures import tiny_model
+from tests.server.chat_model import write_chat_model
+from tests.session_worker import LENGTH, SEED
+from tests.tiny import BLOCK, DEVICES, VOCAB, random_prompt, tiny_llama, tiny_settings
+
+KINDS = ["llama", "gemma3", "qwen3_next", "falcon_h1", "mamba2", "minimax", "rwkv", "xlstm"]
+"""Dense, sliding, hybrid, both in one layer, state-space, and those with a cache of a kind of their own."""
+ONE_PASS = ["mamba", "jamba"]
+PROMPT = [int(token_id) for token_id in random_prompt(1, 5 * BLOCK + 7)]
+GRID_END = 5 * BLOCK
+REPLY: dict[str, Any] = {
+    "max_new_tokens": 8,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+
+def open_session(model: PreTrainedModel, folder: Path, scope: str | int = "full", **changes: Any) -> PrefixCacheSession:
+    return PrefixCacheSession(model, scope=scope, settings=tiny_settings(folder, **changes))
+
+
+def one(token_ids: list[int]) -> torch.Tensor:
+    return torch.tensor([token_ids])
+
+
+def bits(output: Any) -> torch.Tensor:
+    """The logits of every generated token, shape [tokens, vocab]."""
+    return torch.cat(output.logits)
+
+
+@torch.no_grad()
+def rest(session: PrefixCacheSession, cache: Any, position: int, token_ids: list[int]) -> torch.Tensor:
+    """The logits of the tokens from `position` on, by a plain forward on top of the cache."""
+    ids = torch.tensor([token_ids[position:]], device=session.model.device)
+    logits: torch.Tensor = session.model(input_ids=ids, **{session.cache_argument: cache}).logits
+    return logits.clone()
+
+
+def on_the_grid(model: PreTrainedModel, token_ids: list[int]) -> Any:
+    """Transformers alone, prefilling in the same steps."""
+    return model.generate(
+        one(token_ids), attention_mask=torch.ones(1, len(token_ids)), prefill_chunk_size=BLOCK, **REPLY
+    )
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_llama()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_forward_after_a_restored_prefill_gives_the_bits_of_a_cold_one(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = tiny_model(name, dtype)
+    with open_session(model, tmp_path / "kv") as cold:
+        cache, num_cached = cold.prefill(PROMPT)
+        expected = rest(cold, cache, GRID_END, PROMPT)
+        assert num_cached == 0
+    with open_session(model, tmp_path / "kv") as warm:
+        cache, num_cached = warm.prefill(PROMPT)
+        assert torch.equal(rest(warm, cache, GRID_END, PROMPT), expected)
+    assert num_cached == GRID_END
+
+
+@pytest.mark.parametrize("name", [*KINDS, *ONE_PASS])
+def test_generate_is_the_same_cold_restored_and_repeated(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    longer = PROMPT + PROMPT[:BLOCK]
+    outputs, restored = [], []
+    with open_session(model, tmp_path / "cold") as session:
+        expected = session.generate(longer, **REPLY)
+    for _ in range(2):
+        with open_session(model, tmp_path / "kv") as session:
+            session.generate(PROMPT, **REPLY)
+            for _ in range(2):
+                outputs.append(session.generate(one(longer), **REPLY))
+                assert session.report is not None
+                restored.append(session.report.restored)
+    assert all(torch.equal(bits(output), bits(expected)) for output in outputs)
+    assert all(torch.equal(output.sequences, expected.sequences) for output in outputs)
+    assert restored == [0 if name in ONE_PASS else GRID_END, *[len(longer)] * 3]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "falcon_h1", "deepseek_v32"])
+def test_generate_gives_what_transformers_gives_on_the_same_grid(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    expected = on_the_grid(model, PROMPT)
+    with open_session(model, tmp_path / "kv") as session:
+        for _ in range(2):
+            output = session.generate(PROMPT, **REPLY)
+            assert torch.equal(output.sequences, expected.sequences)
+            assert torch.equal(bits(output), bits(expected))
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_a_one_pass_model_answers_as_transformers_and_restores_exact_repeats_alone(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    expected = model.generate(one(PROMPT), attention_mask=torch.ones(1, len(PROMPT)), **REPLY)
+    with open_session(model, tmp_path / "kv") as session:
+        cache, num_cached = session.prefill(PROMPT)
+        assert (cache.get_seq_length(), num_cached, session.report) == (0, 0, None)
+        assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
+        assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
+        assert session.report is not None
+        assert session.report.restored == len(PROMPT)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "falcon_h1", "minimax"])
+def test_the_cache_of_prefill_goes_on_in_the_generate_of_transformers(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    with open_session(model, tmp_path / "kv") as session:
+        expected = session.generate(PROMPT, **REPLY)
+        cache, num_cached = session.prefill(PROMPT)
+        assert (cache.get_seq_length(), num_cached) == (GRID_END, GRID_END)
+        seen: list[int] = []
+        hook = model.register_forward_pre_hook(
+            lambda _module, _args, inputs: seen.append(inputs["input_ids"].shape[1]), with_kwargs=True
+        )
+        output = model.generate(one(PROMPT), past_key_values=cache, **REPLY)
+        hook.remove()
+        assert torch.equal(bits(output), bits(expected))
+        assert seen == [7] + [1] * 7
+
+
+def test_the_cache_grows_with_a_long_reply(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Past the memory that the prompt took."""
+    reply = REPLY | {"max_new_tokens": 1200}
+    expected = model.generate(one(PROMPT), attention_mask=torch.ones(1, len(PROMPT)), prefill_chunk_size=BLOCK, **reply)
+    with open_session(model, tmp_path / "kv") as session:
+        assert torch.equal(session.generate(PROMPT, **reply).sequences, expected.sequences)
+        cache, _ = session.prefill(PROMPT)
+        assert torch.equal(model.generate(one(PROMPT), past_key_values=cache, **reply).sequences, expected.sequences)
+
+
+def test_sampling_draws_the_same_tokens_from_a_restored_prompt(model: PreTrainedModel, tmp_path: Path) -> None:
+    sampling = {"do_sample": True, "top_k": 50, "temperature": 1.3, "repetition_penalty": 1.2, "max_new_tokens": 16}
+    replies = []
+    with open_session(model, tmp_path / "kv") as session:
+        for _ in range(2):
+            torch.manual_seed(3)
+            replies.append(session.generate(PROMPT, **sampling))
+    torch.manual_seed(3)
+    mask = torch.ones(1, len(PROMPT))
+    replies.append(model.generate(one(PROMPT), attention_mask=mask, prefill_chunk_size=BLOCK, **sampling))
+    assert torch.equal(replies[0], replies[1])
+    assert torch.equal(replies[0], replies[2])
+
+
+class _Collected(BaseStreamer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.values: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.values.append(-1)
+
+
+def test_streamers_and_stop_strings_work(tmp_path: Path) -> None:
+    folder = write_chat_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    streamer = _Collected()
+    with PrefixCacheSession(model, tokenizer, scope="full", settings=tiny_settings(tmp_path / "kv")) as session:
+        for _ in range(2):
+            reply = session.generate("Name three rivers. " * 20, max_new_tokens=6, do_sample=False, streamer=streamer)
+        sequence = reply[0].tolist()
+        assert streamer.values == [*sequence, -1] * 2
+        stop = tokenizer.decode(sequence[-4:-3])
+        stopped = session.generate(
+            "Name three rivers. " * 20, max_new_tokens=6, do_sample=False, stop_strings=[stop], tokenizer=tokenizer
+        )
+        assert len(stopped[0]) < len(sequence)
+
+
+def test_a_padding_token_in_the_prompt_is_a_token_like_any_other(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.generation_config.pad_token_id = PROMPT[3]
+    expected = on_the_grid(model, PROMPT)
+    with open_session(model, tmp_path / "kv") as session:
+        assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        PROMPT,
+        tuple(PROMPT),
+        np.array(PROMPT),
+        torch.tensor(PROMPT),
+        one(PROMPT),
+        {"input_ids": one(PROMPT), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)},
+        {"input_ids": PROMPT, "attention_mask": [1] * len(PROMPT)},
+    ],
+    ids=["list", "tuple", "array", "flat", "batch of one", "tokenizer's tensors", "tokenizer's lists"],
+)
+def test_a_prompt_may_come_in_many_forms(given: Any, model: PreTrainedModel, tmp_path: Path) -> None:
+    with open_session(model, tmp_path / "kv") as session:
+        assert session.prefill(PROMPT)[1] == 0
+        assert session.prefill(given)[1] == GRID_END
+        session.generate(PROMPT, max_new_tokens=2)
+        assert session.generate(given, max_new_tokens=2)[0, : len(PROMPT)].tolist() == PROMPT
+        assert session.report is not None
+        assert session.report.restored == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "at least one token id"),
+        ([[1, 2], [3, 4]], "at least one token id"),
+        ([[1, 2], [3]], "several lengths"),
+        ([1.5], "at least one token id"),
+        ([-1], "no vocabulary has"),
+        ([2**31], "no vocabulary has"),
+        ("text", "needs a session with a tokenizer"),
+        ({"input_ids": [1, 2], "attention_mask": [0, 1]}, "without padding"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(given: Any, message: str, model: PreTrainedModel, tmp_path: Path) -> None:
+    with open_session(model, tmp_path / "kv") as session:
+        for call in (session.prefill, session.generate):
+            with pytest.raises(InvalidRequest, match=message):
+                call(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_beams", 2),
+        ("num_return_sequences", 2),
+        ("past_key_values", object()),
+        ("prompt_lookup_num_tokens", 2),
+        ("attention_mask", torch.zeros(1, len(PROMPT))),
+    ],
+)
+def test_what_needs_more_than_one_sequence_or_another_cache_is_refused(
+    name: str, value: Any, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    with open_session(model, tmp_path / "kv") as session:
+        with pytest.raises(InvalidRequest, match=name):
+            session.generate(PROMPT, **{name: value})
+        assert session.generate(PROMPT, max_new_tokens=2).shape == (1, len(PROMPT) + 2)
+
+
+def test_what_the_generation_config_asks_for_is_refused_too(model: PreTrainedModel, tmp_path: Path) -> None:
+    with open_session(model, tmp_path / "kv") as session:
+        for name, value in (("num_beams", 2), ("prefill_chunk_size", 5)):
+            config = copy.deepcopy(model.generation_config)
+            setattr(config, name, value)
+            with pytest.raises(InvalidRequest, match="generate"):
+                session.generate(PROMPT, generation_config=config, max_new_tokens=2)
+        assert session.stats()["hits"] == session.stats()["blocks"] == 0
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"position_ids": torch.arange(len(PROMPT))[None]},
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+    ],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+def test_what_is_not_ours_to_answer_is_left_to_transformers(
+    foreign: dict[str, Any], model: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mask = torch.ones(1, len(PROMPT))
+    expected = model.generate(one(PROMPT), attention_mask=mask, **(REPLY | foreign))
+    with open_session(model, tmp_path / "kv") as session, caplog.at_level(logging.WARNING, "diskprefix"):
+        output = session.generate(PROMPT, **(REPLY | foreign))
+        assert session.report is None
+        assert session.stats()["blocks"] == 0
+    assert torch.equal(bits(output), bits(expected))
+    assert "bypassed: generate was given" in caplog.text
+
+
+def test_the_model_is_left_as_it_was(model: PreTrainedModel, tmp_path: Path) -> None:
+    before = vars(model).keys() | set()
+    with open_session(model, tmp_path / "kv") as session:
+        session.generate(PROMPT, max_new_tokens=2)
+        with pytest.raises(InvalidRequest):
+            session.generate(PROMPT, generation_config=model.generation_config, num_beams=2)
+    assert vars(model).keys() == before
+
+
+def test_a_forward_that_was_replaced_before_is_put_back(model: PreTrainedModel, tmp_path: Path) -> None:
+    """As accelerate does it."""
+    calls: list[int] = []
+    original = model.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    model.forward = counted
+    with open_session(model, tmp_path / "kv") as session:
+        session.generate(PROMPT, max_new_tokens=2)
+    assert model.forward is counted
+    assert calls
+
+
+def test_another_thread_may_use_the_model_meanwhile(model: PreTrainedModel, tmp_path: Path) -> None:
+    other = PROMPT[::-1]
+    expected = model.generate(one(other), max_new_tokens=4, do_sample=False)
+    found: list[torch.Tensor] = []
+
+    class Meanwhile(BaseStreamer):  # type: ignore[misc]
+        def put(self, _value: torch.Tensor) -> None:
+            """Called before the prompt's forward, and after each token."""
+            thread = threading.Thread(
+                target=lambda: found.append(model.generate(one(other), max_new_tokens=4, do_sample=False))
+            )
+            thread.start()
+            thread.join()
+
+        def end(self) -> None: ...
+
+    with open_session(model, tmp_path / "kv") as session:
+        reply = session.generate(PROMPT, max_new_tokens=2, do_sample=False, streamer=Meanwhile())
+    assert len(found) == 3
+    assert all(torch.equal(sequence, expected) for sequence in found)
+    assert reply[0, : len(PROMPT)].tolist() == PROMPT
+
+
+def test_an_unsupported_model_is_left_to_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_llama()
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = type(model)(model.config).eval()
+    expected = model.generate(one(PROMPT), max_new_tokens=4, do_sample=False)
+    with open_session(model, tmp_path / "kv") as session, caplog.at_level(logging.WARNING, "diskprefix"):
+        assert torch.equal(session.generate(PROMPT, max_new_tokens=4, do_sample=False), expected)
+        assert session.prefill(PROMPT) == (None, 0)
+        assert session.report is not None
+        assert session.report.miss_reason == "unsupported"
+    assert "dynamic RoPE" in caplog.text
+
+
+def test_a_cache_is_no_longer_usable_after_the_next_call(model: PreTrainedModel, tmp_path: Path) -> None:
+    with open_session(model, tmp_path / "kv") as session:
+        first, _ = session.prefill(PROMPT)
+        second, _ = session.prefill(PROMPT)
+        for use in (lambda: first.get_seq_length(), lambda: rest(session, first, GRID_END, PROMPT)):
+            with pytest.raises(InvalidRequest, match="no longer usable"):
+                use()
+        assert second.get_seq_length() == GRID_END
+        session.generate(PROMPT, max_new_tokens=2)
+        with pytest.raises(InvalidRequest, match="no longer usable"):
+            model.generate(one(PROMPT), past_key_values=second, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_copy_of_a_cache_stays_usable(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    with open_session(model, tmp_path / "kv") as session:
+        cache, _ = session.prefill(PROMPT)
+        kept = copy.deepcopy(cache)
+        expected = rest(session, cache, GRID_END, PROMPT)
+        session.prefill(PROMPT[::-1])
+        assert torch.equal(rest(session, kept, GRID_END, PROMPT), expected)
+
+
+def test_what_the_owner_of_a_cache_does_with_it_is_not_saved(model: PreTrainedModel, tmp_path: Path) -> None:
+    with open_session(model, tmp_path / "cold") as session:
+        expected = session.generate(PROMPT, **REPLY)
+    with open_session(model, tmp_path / "kv") as session:
+        cache, _ = session.prefill(PROMPT)
+        cache.crop(-3 * BLOCK)
+        rest(session, cache, 0, PROMPT[:BLOCK])
+        assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2"])
+def test_a_model_may_be_called_outside_no_grad(name: str, tmp_path: Path) -> None:
+    """Autograd then follows what is written to the cache."""
+    model = tiny_model(name, torch.float32)
+    with open_session(model, tmp_path / "kv") as session:
+        expected = session.generate(PROMPT, **REPLY)
+        cache, _ = session.prefill(PROMPT)
+        ids = one(PROMPT[GRID_END:])
+        assert model(input_ids=ids, **{session.cache_argument: cache}).logits.requires_grad
+        other = session.generate(PROMPT[::-1], **REPLY)
+        assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
+        session.save()
+    with open_session(model, tmp_path / "kv") as session:
+        assert torch.equal(bits(session.generate(PROMPT[::-1], **REPLY)), bits(other))
+        assert session.report is not None
+        assert session.report.restored == len(PROMPT)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("rwkv", "xlstm")])
+@pytest.mark.parametrize("length", [5 * BLOCK + 1, 5 * BLOCK + 7])
+def test_prefill_finds_all_that_generate_saved_and_keeps_no_tail(name: str, length: int, tmp_path: Path) -> None:
+    model, prompt = tiny_model(name, torch.bfloat16), [*PROMPT, *PROMPT][:length]
+    with open_session(model, tmp_path / "cold") as session:
+        cache, _ = session.prefill(prompt)
+        expected = rest(session, cache, GRID_END, prompt)
+        session.save()
+        is_cuttable = session._cache.layout.is_cuttable
+        assert session.stats()["blocks"] == (5 if is_cuttable else 6), "blocks, and the checkpoint at their end"
+    with open_session(model, tmp_path / "kv") as session:
+        session.generate([*prompt, 1, 2], max_new_tokens=2)
+        cache, num_cached = session.prefill(prompt)
+        assert (cache.get_seq_length(), num_cached) == (GRID_END, GRID_END)
+        assert torch.equal(rest(session, cache, GRID_END, prompt), expected)
+
+
+def test_the_generate_of_a_state_space_model_refuses_the_cache_it_cannot_continue(tmp_path: Path) -> None:
+    """It would add the whole prompt to the state once more."""
+    model = tiny_model("mamba2", torch.bfloat16)
+    with open_session(model, tmp_path / "kv") as session:
+        cache, _ = session.prefill(PROMPT)
+        assert session.cache_argument == "cache_params"
+        with pytest.raises(InvalidRequest, match=r"call session\.generate"):
+            model.generate(one(PROMPT), cache_params=cache, max_new_tokens=2)
+
+
+def _edit(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] += 1
+
+
+def _swap(model: PreTrainedModel) -> None:
+    model.model.norm.weight.data = model.model.norm.weight.data * 1.5
+
+
+def _eager(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("eager")
+
+
+def _float(model: PreTrainedModel) -> None:
+    model.float()
+
+
+@pytest.mark.parametrize("change", [_edit, _swap, _eager, _float])
+def test_a_changed_model_never_sees_what_was_saved_before(
+    change: Callable[[PreTrainedModel], None], model: PreTrainedModel, tmp_path: Path
+) -> None:
+    with open_session(model, tmp_path / "kv") as session:
+        session.generate(PROMPT, max_new_tokens=2)
+        change(model)
+        expected = on_the_grid(model, PROMPT)
+        for restored in (0, len(PROMPT)):
+            assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
+            assert session.report is not None
+            assert session.report.restored == restored
+    with open_session(model, tmp_path / "kv") as session:
+        session.generate(PROMPT, max_new_tokens=2)
+        assert session.report is not None
+        assert session.report.restored == len(PROMPT)
+
+
+def test_a_model_in_training_mode_is_not_cached(model: PreTrainedModel, tmp_path: Path) -> None:
+    with open_session(model, tmp_path / "kv") as session:
+        session.prefill(PROMPT)
+        model.train()
+        assert session.prefill(PROMPT) == (None, 0)
+        model.eval()
+        assert session.prefill(PROMPT)[1] == GRID_END
+
+
+def test_the_same_weights_share_wherever_they_came_from(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    for num_cached in (0, GRID_END):
+        loaded = type(model).from_pretrained(tmp_path / "model")
+        with open_session(loaded, tmp_path / "kv") as session:
+            assert session.prefill(PROMPT)[1] == num_cached
+    tiny_llama(seed=1).save_pretrained(tmp_path / "other")
+    with open_session(type(model).from_pretrained(tmp_path / "other"), tmp_path / "kv") as session:
+        assert session.prefill(PROMPT)[1] == 0
+
+
+def test_a_scope_limits_what_is_saved(model: PreTrainedModel, tmp_path: Path) -> None:
+    for scope, restored in (("off", 0), (2 * BLOCK, 2 * BLOCK), ("auto:30", GRID_END)):
+        folder = tmp_path / str(scope).replace(":", "-")
+        with open_session(model, folder, scope) as session:
+            session.prefill(PROMPT)
+            session.prefill(PROMPT)
+            assert session.prefill(PROMPT)[1] == restored
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])
+def test_at_least_one_token_is_left_to_compute(length: int, model: PreTrainedModel, tmp_path: Path) -> None:
+    prompt = PROMPT[:length]
+    end = (length - 1) // BLOCK * BLOCK
+    with open_session(model, tmp_path / "kv") as session:
+        for cached in (0, end):
+            cache, num_cached = session.prefill(prompt)
+            assert (cache.get_seq_length(), num_cached) == (end, cached)
+            logits = rest(session, cache, end, prompt)[0, -1]
+        assert torch.equal(logits.float(), bits(session.generate(prompt, **REPLY))[0])
+
+
+def test_special_tokens_part_a_prompt(tmp_path: Path) -> None:
+    folder = write_chat_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    shared = "<|im_start|>system\n" + "You are a careful assistant. " * 8 + "<|im_end|>\n"
+    with PrefixCacheSession(model, tokenizer, settings=tiny_settings(tmp_path / "kv")) as session:
+        for city in ("Oslo", "Rome"):
+            session.generate(f"{shared}<|im_start|>user\nWhere do rivers end in {city}?<|im_end|>\n", max_new_tokens=2)
+        assert session.report is not None
+        assert session.report.selected == len(tokenizer(f"{shared}<|im_start|>")["input_ids"])
+        session.save()
+        assert session.stats()["entries"] == 1
+
+
+def test_save_returns_when_it_is_on_the_disk(model: PreTrainedModel, tmp_path: Path) -> None:
+    with open_session(model, tmp_path / "kv") as session:
+        session.generate(PROMPT, max_new_tokens=2)
+        session.save()
+        stats = session.stats()
+        assert (stats["entries"], stats["blocks"], stats["pending_bytes"]) == (1, 6, 0)
+
+
+def test_save_says_what_the_store_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    with open_session(model, tmp_path / "kv", kv_cache_write_buffer=0) as session:
+        assert session.generate(PROMPT, max_new_tokens=2).shape == (1, len(PROMPT) + 2)
+        with pytest.raises(CacheError, match="1 prompts were not saved"):
+            session.save()
+        session.save()
+
+
+def test_a_failing_store_fails_no_request_but_save(model: PreTrainedModel, tmp_path: Path) -> None:
+    expected = on_the_grid(model, PROMPT)
+    with open_session(model, tmp_path / "kv") as session:
+        session._cache.store.close()
+        assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
+        assert session.prefill(PROMPT)[1] == 0
+        with pytest.raises(StoreUnavailable):
+            session.save()
+
+
+def test_an_error_in_generate_leaves_the_session_usable(model: PreTrainedModel, tmp_path: Path) -> None:
+    class Interrupted(BaseStreamer):  # type: ignore[misc]
+        def put(self, value: torch.Tensor) -> None:
+            if value.numel() == 1:
+                raise KeyboardInterrupt
+
+    with open_session(model, tmp_path / "kv") as session:
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(PROMPT, streamer=Interrupted(), max_new_tokens=2)
+        session.generate(PROMPT, max_new_tokens=2)
+        assert session.report is not None
+        assert session.report.restored == len(PROMPT)
+
+
+def test_a_folder_has_one_session_in_a_process(model: PreTrainedModel, tmp_path: Path) -> None:
+    session = open_session(model, tmp_path / "kv")
+    with pytest.raises(StoreUnavailable, match="another session of this process"):
+        open_session(model, tmp_path / "kv")
+    session.prefill(PROMPT)
+    session.close()
+    session.close()
+    with open_session(model, tmp_path / "kv") as again:
+        assert again.prefill(PROMPT)[1] == GRID_END
+
+
+def test_a_session_that_is_dropped_saves_and_frees_its_folder(model: PreTrainedModel, tmp_path: Path) -> None:
+    open_session(model, tmp_path / "kv").prefill(PROMPT)
+    with open_session(model, tmp_path / "kv") as session:
+        assert session.prefill(PROMPT)[1] == GRID_END
+
+
+def test_a_closed_session_says_so(model: PreTrainedModel, tmp_path: Path) -> None:
+    session = open_session(model, tmp_path / "kv")
+    cache, _ = session.prefill(PROMPT)
+    session.close()
+    for call in (lambda: session.prefill(PROMPT), lambda: session.generate(PROMPT), session.save):
+        with pytest.raises(StoreUnavailable, match="closed"):
+            call()
+    with pytest.raises(InvalidRequest, match="no longer usable"):
+        cache.get_seq_length()
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [("llama", "close"), ("llama", "exit"), *((name, "save") for name in ("llama", "gemma3", "qwen3_next", "mamba2"))],
+)
+def test_another_process_restores_the_same_bits(name: str, ending: str, tmp_path: Path) -> None:
+    """Also one that ended without closing its session, and one that was killed after `save`."""
+    prompt = [int(token_id) for token_id in random_prompt(SEED, LENGTH)]
+    command = [sys.executable, "-m", "tests.session_worker", name, str(tmp_path), ending]
+    subprocess.run(command, check=ending != "save", cwd=Path(__file__).parent.parent)
+    model = tiny_model(name, torch.bfloat16)
+    with open_session(model, tmp_path / "kv") as session:
+        output = session.generate(prompt, **REPLY)
+        assert session.report is not None
+        assert (session.report.restored, session.report.source) == (LENGTH, "disk")
+        cache, num_cached = session.prefill(prompt)
+        logits = rest(session, cache, num_cached, prompt)
+    saved = torch.load(tmp_path / "expected.pt")
+    assert torch.equal(bits(output), saved["generated"])
+    assert torch.equal(logits[0, -1], saved["next"])
+    assert num_cached > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_session_works_on_every_device(device: str, tmp_path: Path) -> None:
+    for name in ("llama", "gemma3", "qwen3_next", "mamba2"):
+        model = tiny_model(name, torch.bfloat16).to(device)
+        outputs = []
+        for expected in (0, GRID_END):
+            with open_session(model, tmp_path / name) as session:
+                cache, num_cached = session.prefill(PROMPT)
+                outputs.append(rest(session, cache, GRID_END, PROMPT)[:, -1].float())
+                outputs.append(bits(session.generate(PROMPT, **REPLY)))
+                assert num_cached == expected
+        assert torch.equal(outputs[0], outputs[2])
+        assert torch.equal(outputs[1], outputs[3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"scope": "auto:0"}, InvalidScope), ({"budget": "much"}, SettingsError), ({"budget": 1}, SettingsError)],
+)
+def test_a_setting_out_of_its_range_is_refused(
+    arguments: dict[str, Any], error: type[Exception], model: PreTrainedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(error):
+        PrefixCacheSession(model, cache_dir=tmp_path / "kv", **arguments)
+    assert not (tmp_path / "kv").exists()
+
+
+def test_the_arguments_go_before_the_settings(model: PreTrainedModel, tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path / "unused", disk_prefix_cache="off")
+    arguments: dict[str, Any] = {"cache_dir": str(tmp_path / "kv"), "scope": "full", "budget": "32MiB"}
+    with PrefixCacheSession(model, settings=settings, **arguments) as session:
+        session.prefill(PROMPT)
+        session.save()
+        stats = session.stats()
+    assert (stats["budget_bytes"], stats["scope"], stats["blocks"] > 0) == (32 << 20, "full", True)
+    assert not (tmp_path / "unused").exists()
+
+
+def test_what_is_no_model_of_transformers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"get_base_model"):
+        PrefixCacheSession(torch.nn.Linear(2, 2), cache_dir=tmp_path / "kv")
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def examples() -> list[str]:
+    """The example of the module, and the README's."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    document = diskprefix.session.__doc__ or ""
+    lines = [line.removeprefix("    ") for line in document.splitlines() if line.startswith("    ") or not line]
+    return [*(block for block in blocks if "PrefixCacheSession" in block), "\n".join(lines).strip() + "\n"]
+
+
+@pytest.mark.parametrize("example", examples())
+def test_the_example_runs_and_finds_its_prefix_again(example: str, chat_model: Path, tmp_path: Path) -> None:
+    assert len([line for line in example.splitlines() if line]) <= 10
+    code, count = re.subn(r'"[\w-]+/[\w.-]+"', json.dumps(str(chat_model)), example)
+    assert count == 1, "the example names one model of the hub"
+    (tmp_path / "document.txt").write_text("Name three rivers and tell me where each of them begins. " * 60)
+    environment = {"PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    printed = []
+    for _ in range(2):
+        answer = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        printed.append(answer.stdout)
+    cached = [int(line.split()[0]) for line in printed]
+    assert cached[0] == 0
+    assert cached[1] >= 256
+    assert printed[0].partition(": ")[2] == printed[1].partition(": ")[2]
+
+
+def test_the_prompts_of_these_tests_are_in_the_vocabulary() -> None:
+    assert max(PROMPT) < VOCAB
