@@ -14,6 +14,7 @@ from diskprefix.errors import DiskPrefixError
 
 COMMANDS = {
     "serve": "diskprefix.cli.serve:serve",
+    "models": "diskprefix.cli.models:models",
     "inspect": "diskprefix.cli.inspect:inspect",
     "verify": "diskprefix.cli.verify:verify",
     "purge": "diskprefix.cli.purge:purge",

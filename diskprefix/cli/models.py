@@ -1,0 +1,229 @@
+"""`diskprefix models`: which architectures there are, what their layers keep, and what was verified of them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import click
+
+from diskprefix.cli.tooling import counted, json_option, plain, print_json
+from diskprefix.errors import ModelError, SettingsError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Restored: TypeAlias = Literal["anywhere", "at checkpoints", "at the end only", "not", "unknown"]
+
+TABLE = Path(__file__).with_name("verified_models.json")
+"""Written by `tools/exactness --write-table`."""
+
+_RESTORED: dict[str, Restored] = {
+    "cut": "anywhere",
+    "checkpoint": "at checkpoints",
+    "one pass": "at the end only",
+    "unsupported": "not",
+}
+_SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+_PIPE_COLUMNS = 200
+"""Width of the table where no terminal says one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """One architecture. `layers` are those of the default configuration, or of the folder's own. `verified`: the dtypes
+    in which a restored run was the cold run, bit for bit."""
+
+    architecture: str
+    layers: str
+    restored: Restored
+    verified: tuple[str, ...] = ()
+    note: str = ""
+
+
+@click.command(short_help="List the architectures, and how each is restored.")
+@click.argument("names", nargs=-1, metavar="[NAME]…")
+@json_option
+def models(names: tuple[str, ...], as_json: bool) -> None:
+    """List the decoder architectures of the installed transformers: what their layers keep, how a prefix is restored,
+    and whether that was verified.
+
+    NAME is an architecture, as the model_type in a model's config.json says it, or the folder of a model: then the
+    layers are those of its own configuration. Nothing is downloaded, and no weights are read.
+
+    \b
+    layers     full, sliding(window), indexed: a state per token, which can be cut at every block
+               linear: linear attention, Mamba, short convolutions: a state at one position, kept at checkpoints
+               shared, stateless: the layer keeps nothing of its own
+    restored   anywhere: at every block; at checkpoints: where one was saved; at the end only: an exact repeat
+               not: requests run on transformers' own cache
+    verified   dtypes in which the answer after a restart was that of a cold run, bit for bit (tools/exactness)
+
+    When a model is loaded, a restore is rehearsed on it: what fails is not cached, verified or not.
+
+    \b
+    diskprefix models
+    diskprefix models gemma3 qwen3_next
+    diskprefix models ~/models/qwen --json
+
+    \b
+    Exit codes: 0 done; 2 wrong usage, or no such NAME; 3 the configuration in a folder cannot be read or served.
+    """
+    table = _read_table()
+    with _status():
+        rows = [_row_of(name, table) for name in names] if names else _all_rows(table)
+    verified_with = {name: table[name] for name in installed_versions()}
+    if as_json:
+        print_json(
+            {"installed": installed_versions(), "verified_with": verified_with, "models": [asdict(row) for row in rows]}
+        )
+    else:
+        _show(rows, verified_with)
+
+
+def installed_versions() -> dict[str, str]:
+    """Of what computes: without the label of a build, such as `+cpu`."""
+    return {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
+
+
+def _read_table() -> dict[str, Any]:
+    """The verified architectures, also by the type that their text decoder's configuration has."""
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    found = table["architectures"]
+    table["architectures"] = {entry["model_type"]: entry for entry in found.values()} | found
+    return table
+
+
+def _all_rows(table: dict[str, Any]) -> list[ModelRow]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *table["architectures"]})
+    return [_row_of_type(name, table) for name in names]
+
+
+def _row_of(name: str, table: dict[str, Any]) -> ModelRow:
+    """Raises `SettingsError` for what is neither an architecture nor a folder, `ModelError` for an unfit folder."""
+    from transformers import CONFIG_MAPPING
+
+    path = Path(os.path.expanduser(name))
+    if path.is_dir() and (name not in CONFIG_MAPPING or os.sep in name):
+        return _row_of_folder(path, table)
+    if name in CONFIG_MAPPING:
+        return _row_of_type(name, table)
+    close = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3)
+    hint = f"did you mean {', '.join(close)}?" if close else "`diskprefix models` lists them"
+    raise SettingsError(
+        f"{name!r} is neither an architecture of transformers {version('transformers')} nor a folder: {hint}",
+        param="NAME",
+    )
+
+
+def _row_of_folder(folder: Path, table: dict[str, Any]) -> ModelRow:
+    from transformers import AutoConfig
+
+    from diskprefix.engine.gguf import first_line
+    from diskprefix.engine.kinds import require_served_kind
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(f"cannot read the configuration of {folder}: {first_line(error)}") from error
+    require_served_kind(folder, config)
+    return _row(config.model_type, config, table)
+
+
+def _row_of_type(name: str, table: dict[str, Any]) -> ModelRow:
+    from transformers import CONFIG_MAPPING
+
+    try:
+        config = CONFIG_MAPPING[name]()
+    except Exception:  # noqa: BLE001 - some have no configuration that is valid by default
+        return ModelRow(architecture=name, layers="", restored="unknown", note="it has no default configuration")
+    return _row(name, config, table)
+
+
+def _row(name: str, config: PreTrainedConfig, table: dict[str, Any]) -> ModelRow:
+    """What the configuration says, and over that what was verified."""
+    found = _surveyed(name, config)
+    text = config.get_text_config(decoder=True)
+    entry = table["architectures"].get(name) or table["architectures"].get(text.model_type)
+    if entry is None or found.restored == "not":
+        return found
+    note = entry["reason"] or ("text alone: prompts with media are not cached" if text is not config else "")
+    restored = _RESTORED[entry["kind"]]
+    return replace(found, restored=restored, verified=tuple(entry["dtypes"]), note=note)
+
+
+def _surveyed(name: str, config: PreTrainedConfig) -> ModelRow:
+    from diskprefix.kv.survey import describe_layers, moving_ropes, survey
+
+    row = ModelRow(architecture=name, layers="", restored="not")
+    if config.is_encoder_decoder:
+        return replace(row, note="not served: an encoder–decoder model")
+    try:
+        layers, unknown = survey(config)
+    except Exception:  # noqa: BLE001 - configurations of any age and author may fail in any way
+        return replace(row, restored="unknown", note="transformers makes no cache from its configuration alone")
+    row = replace(row, layers=describe_layers(layers, config))
+    if reasons := (*unknown, *moving_ropes(config)):
+        return replace(row, note=f"unsupported: {', '.join(reasons)}")
+    has_states = any(layer.kind.startswith("linear") for layer in layers)
+    return replace(row, restored="at checkpoints" if has_states else "anywhere", note="not verified")
+
+
+def _show(rows: Sequence[ModelRow], verified_with: dict[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = _PIPE_COLUMNS
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("architecture", "layers", "restored", "verified"):
+        table.add_column(title, no_wrap=title != "layers")
+    table.add_column("note")
+    for row in rows:
+        verified = ", ".join(_SHORT_DTYPES.get(dtype, dtype) for dtype in row.verified) or "no"
+        table.add_row(plain(row.architecture), row.layers, row.restored, verified, plain(row.note))
+    # rich has a way of its own with a pipe that nobody reads.
+    with console.capture() as printed:
+        console.print(table)
+    click.echo(printed.get(), nl=False)
+    number = sum(bool(row.verified) for row in rows)
+    click.echo(f"{counted(len(rows), 'architecture')}, {number} verified with {_versions(verified_with)}")
+    installed = installed_versions()
+    if installed != verified_with:
+        click.echo(f"installed are {_versions(installed)}: run tools/exactness to verify them")
+
+
+def _versions(versions: dict[str, str]) -> str:
+    return " and ".join(f"{name} {number}" for name, number in versions.items())
+
+
+@contextmanager
+def _status() -> Iterator[None]:
+    """Importing transformers and asking two hundred configurations takes seconds: say so at a terminal."""
+    if not sys.stderr.isatty():
+        _quiet()
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("asking transformers …"):
+        _quiet()
+        yield
+
+
+def _quiet() -> None:
+    """Default configurations of some architectures make transformers complain."""
+    from diskprefix.engine.gguf import quiet_transformers
+
+    quiet_transformers()

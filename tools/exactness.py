@@ -1,0 +1,215 @@
+"""The exactness suite: what a restored run answers against what a cold run answers, for every architecture.
+
+One process computes the answers cold and saves a prompt, and dies of SIGKILL. Another one, with the same weights,
+restores that prompt, one that continues it, one that branches off, and shorter ones. Next-token logits, greedy text and
+the logits after each of its tokens must be the same bits, and what can be restored must have been.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from live_server import step
+from real_models import real_model
+from restart_bench import TABLE_STYLE
+from rich.console import Console
+from rich.table import Table
+from weight_files import RWKV, STORIES, converted
+
+from diskprefix.cli.models import installed_versions
+from diskprefix.errors import ModelError
+from tests.architectures import ARCHITECTURES
+from tests.exactness.jobs import Job, Lengths
+from tests.exactness.rows import DTYPES, Row, run_jobs
+
+ROOT = Path(__file__).parents[1]
+WEIGHTS = ROOT.parent / "shared/data"
+SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+REAL: dict[str, tuple[tuple[str, ...], Lengths]] = {
+    "smollm2": (DTYPES, Lengths.scaled(7900, block=256)),
+    "qwen2.5-coder-0.5b": (("bfloat16",), Lengths.scaled(8000, block=256)),
+    "gemma3-270m": (("bfloat16",), Lengths.scaled(20_500, block=256)),
+    STORIES.name: (DTYPES, Lengths.scaled(400, block=16)),
+    RWKV.name: (DTYPES, Lengths.scaled(400, block=16)),
+}
+"""In which dtypes, and how long the prompts are: the first has 8 192 positions, STORIES 512."""
+WEIGHT_FILES = {weights.name: weights for weights in (STORIES, RWKV)}
+
+
+def tiny_jobs(names: list[str], dtypes: tuple[str, ...], folder: Path, reply: int) -> list[Job]:
+    return [
+        Job(name=name, dtype=dtype, folder=str(folder / f"{name}-{dtype}"), reply=reply)
+        for name in names
+        for dtype in dtypes
+    ]
+
+
+def real_jobs(names: list[str], dtypes: tuple[str, ...], weights: Path, folder: Path, console: Console) -> list[Job]:
+    """Jobs of the real models that are there; the others are told."""
+    jobs = []
+    for name in names:
+        model = _real_folder(name, weights, folder, console)
+        if model is None:
+            continue
+        known, lengths = REAL[name]
+        job = Job(name=name, dtype="", folder="", model=str(model), lengths=lengths, threads=os.cpu_count() or 1)
+        chosen = [dtype for dtype in known if dtype in dtypes]
+        jobs += [replace(job, dtype=dtype, folder=str(folder / f"{name}-{dtype}")) for dtype in chosen]
+    return jobs
+
+
+def _real_folder(name: str, weights: Path, folder: Path, console: Console) -> Path | None:
+    if name not in WEIGHT_FILES:
+        model = real_model(name, lambda line: console.print(f"  {line}", highlight=False, markup=False))
+    else:
+        model = converted(WEIGHT_FILES[name], weights, folder)
+    if model is None:
+        place = f" ({WEIGHT_FILES[name].file} is not in {weights}; see --weights)" if name in WEIGHT_FILES else ""
+        console.print(f"  {name} is left out: it is not there{place}", highlight=False, markup=False)
+    return model
+
+
+def verified_table(rows: list[Row]) -> dict[str, Any]:
+    """What `diskprefix models` reads: by architecture, what its layers are and in which dtypes it was bitwise exact."""
+    by_name: dict[str, list[Row]] = {}
+    for row in rows:
+        by_name.setdefault(row.architecture, []).append(row)
+    return installed_versions() | {
+        "architectures": {name: _verified(found) for name, found in sorted(by_name.items()) if name not in REAL},
+        "real_models": {name: _verified(found) for name, found in sorted(by_name.items()) if name in REAL},
+    }
+
+
+def _verified(rows: list[Row]) -> dict[str, Any]:
+    first = rows[0]
+    reasons = list(dict.fromkeys(row.reason for row in rows if row.reason))
+    found: dict[str, Any] = {
+        "model_class": first.model_class,
+        "model_type": first.model_type,
+        "layers": first.layers,
+        "kind": first.kind,
+        "dtypes": [row.dtype for row in rows if row.bitwise],
+        "reason": "; ".join(reasons) or None,
+    }
+    if first.architecture in REAL:
+        found["prompt_tokens"] = REAL[first.architecture][1].prompt
+    return found
+
+
+def show(rows: list[Row], seconds: float, console: Console) -> None:
+    table = Table(title="Restored in another process, against a cold run", **TABLE_STYLE)
+    for name in ("architecture", "layers", "restored", "dtype", "bitwise"):
+        table.add_column(name, no_wrap=name != "layers")
+    table.add_column("reason")
+    for row in rows:
+        mark = "yes" if row.bitwise else "no" if row.is_as_it_should_be else "[bold red]no[/]"
+        where = {"cut": "anywhere", "checkpoint": "checkpoints", "one pass": "at the end", "unsupported": "never"}
+        table.add_row(row.architecture, row.layers, where[row.kind], row.dtype, mark, row.reason or "")
+    console.print(table)
+    for line in summary(rows):
+        console.print(line, highlight=False)
+    console.print(f"{seconds:.0f} s", highlight=False)
+
+
+def summary(rows: list[Row]) -> list[str]:
+    lines = []
+    for dtype in sorted({row.dtype for row in rows}):
+        of_dtype = [row for row in rows if row.dtype == dtype]
+        kinds = Counter(row.kind for row in of_dtype)
+        exact = sum(row.bitwise for row in of_dtype)
+        counted = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+        lines.append(f"{dtype}: {exact} of {len(of_dtype)} bitwise ({counted})")
+    return lines
+
+
+def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]:
+    """Names of tiny and of real models. Raises `click.UsageError` for others."""
+    if only is None:
+        return list(ARCHITECTURES), list(REAL) if real else []
+    names = list(dict.fromkeys(name.strip() for name in only.split(",") if name.strip()))
+    if unknown := [name for name in names if name not in ARCHITECTURES and name not in REAL]:
+        raise click.UsageError(f"no such architecture: {', '.join(unknown)}; real models are {', '.join(REAL)}")
+    return [name for name in names if name in ARCHITECTURES], [name for name in names if name in REAL]
+
+
+@click.command()
+@click.option("--only", metavar="NAMES", help="Comma-separated architectures or real models instead of all.")
+@click.option(
+    "--dtype", type=click.Choice([*SHORT_DTYPES, *DTYPES]), multiple=True, help="May be given twice.  [default: both]"
+)
+@click.option("--real", is_flag=True, help="The real models too, at real lengths: about fifteen minutes more.")
+@click.option(
+    "--weights",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=WEIGHTS,
+    show_default="../shared/data",
+    help="Folder of the weight files of stories260K and RWKV v4 660K.",
+)
+@click.option("--reply", type=click.IntRange(min=1), default=64, show_default=True, help="Greedy tokens per prompt.")
+@click.option("--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, help="Tiny models at the same time.")
+@click.option(
+    "--write-table",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write what was verified, for `diskprefix models`: diskprefix/cli/verified_models.json. Not with --only.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of rows to stdout instead of a table.")
+def main(
+    only: str | None,
+    dtype: tuple[str, ...],
+    real: bool,
+    weights: Path,
+    reply: int,
+    jobs: int,
+    write_table: Path | None,
+    as_json: bool,
+) -> None:
+    """Check of every architecture that what is restored after a restart is what a cold run computes, bit for bit.
+
+    Exits with 1 if a row is not bitwise, other than those of the few architectures that cannot be cached. Takes about
+    ten minutes on two cores.
+    """
+    if write_table is not None and (only is not None or dtype):
+        raise click.UsageError("--write-table writes all that is verified: leave --only and --dtype out")
+    dtypes = tuple(dict.fromkeys(SHORT_DTYPES.get(name, name) for name in dtype)) or DTYPES
+    tiny, real_names = chosen_names(only, real=real)
+    console, started = Console(stderr=True), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="diskprefix-exactness-") as workspace:
+        folder = Path(workspace)
+        try:
+            long = real_jobs(real_names, dtypes, weights, folder, console)
+        except ModelError as error:
+            raise click.ClickException(error.message) from error
+        rows = []
+        for title, chosen, lanes in (
+            ("tiny models", tiny_jobs(tiny, dtypes, folder, reply), jobs),
+            # Each of them takes all cores.
+            ("real models", [replace(job, reply=reply) for job in long], 1),
+        ):
+            if chosen:
+                with step(console, f"{title}: {len(chosen)} rows") as note:
+                    rows += run_jobs(chosen, folder, lanes, note if console.is_terminal else _quiet)
+    if write_table is not None:
+        write_table.write_text(json.dumps(verified_table(rows), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps([row.as_dict() for row in rows], indent=2, ensure_ascii=False))
+    else:
+        show(rows, time.monotonic() - started, Console())
+    sys.exit(0 if rows and all(row.is_as_it_should_be for row in rows) else 1)
+
+
+def _quiet(_line: str) -> None:
+    """A log has no use for a line per job."""
+
+
+if __name__ == "__main__":
+    main()
