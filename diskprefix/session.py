@@ -23,6 +23,7 @@ import copy
 import functools
 import inspect
 import logging
+import os
 import threading
 import time
 import weakref
@@ -40,7 +41,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from diskprefix.cache_report import CacheReport
-from diskprefix.engine.memory import available_bytes
+from diskprefix.engine.memory import available_bytes, kv_bytes
 from diskprefix.engine.prefill import prefill
 from diskprefix.engine.progress import progress_bar
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
@@ -62,11 +63,10 @@ log = logging.getLogger("diskprefix")
 Ids: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int] | Mapping[str, Any] | str"
 """A prompt: token ids as a list or a tensor of shape [n] or [1, n], what a tokenizer returns, or text."""
 
-_SHARE_FOR_KV = 0.9
-"""Of the memory that is free when the KV memory grows: the rest is for computing with it."""
 _LONG_READ_BYTES = 4 << 30
 """Weights whose reading takes long enough to show how far it is."""
 _CLOSE_TIMEOUT_S = 30.0
+_FOLDER_VARIABLE = "DISKPREFIX_KV_CACHE_DIR"
 _PREVIEW_TOKENS = 40
 _REFUSED = (
     "past_key_values",
@@ -105,7 +105,7 @@ class PrefixCacheSession:
         """`model` is in evaluation mode, on any device and in any dtype. With a `tokenizer`, prompts may be text, and
         they are cut at its special tokens.
 
-        `cache_dir` (the daemon's default), `scope` (what of a prompt is saved: `auto:30`, `full`, a number of tokens,
+        `cache_dir` (as for the daemon, `DISKPREFIX_KV_CACHE_DIR` or its default), `scope` (what of a prompt is saved: `auto:30`, `full`, a number of tokens,
         `off`) and `budget` (bytes, or a text like `4GiB`) go before what `settings` say. Reads all weights once. Raises
         `SettingsError` or `InvalidScope` for a value out of its range, `InvalidRequest` for a model that is none of
         transformers', `CacheError` if the folder cannot be used; one that is only full or read-only for the time being
@@ -116,6 +116,8 @@ class PrefixCacheSession:
                 f"model: {type(model).__name__} is not a PreTrainedModel; of a PeftModel give get_base_model()",
                 param="model",
             )
+        if cache_dir is None and settings is None:
+            cache_dir = os.environ.get(_FOLDER_VARIABLE) or None
         given: dict[str, Any] = {
             "kv_cache_dir": None if cache_dir is None else Path(cache_dir).expanduser(),
             "disk_prefix_cache": None if scope is None else str(parse_scope(scope, param="scope")),
@@ -257,8 +259,7 @@ class PrefixCacheSession:
         return self.model.training, stamp(self.model), Fingerprint.of(self.model, "")
 
     def _new_arena(self, layout: Layout) -> KVArena:
-        device = self.model.device
-        return KVArena(layout, device, lambda: int(available_bytes(device) * _SHARE_FOR_KV))
+        return KVArena(layout, self.model.device, partial(kv_bytes, self.model.device))
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:
@@ -417,13 +418,21 @@ class _Expired(Sequence[Any]):
         return int(self[0])
 
 
+_generating: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+_generating_lock = threading.Lock()
+
+
 @contextmanager
 def _first_forward(model: PreTrainedModel, answer: Any) -> Iterator[None]:
     """Have `answer`, which takes the arguments, answer the first forward of this thread; None leaves it to the model.
 
     So `generate` decodes from our state with all that it can do, whatever the model calls its cache and however the
-    model's class prepares its inputs.
+    model's class prepares its inputs. Raises `InvalidRequest` while another session does the same with this model.
     """
+    with _generating_lock:
+        if model in _generating:
+            raise InvalidRequest("generate: another session is generating with this model; wait for it to end")
+        _generating.add(model)
     original, replaced = model.forward, vars(model).get("forward")
     thread, is_first = threading.get_ident(), True
 
@@ -440,6 +449,7 @@ def _first_forward(model: PreTrainedModel, answer: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        _generating.discard(model)
         if replaced is None:
             del model.forward
         else:
@@ -489,7 +499,7 @@ def _foreign(inputs: Mapping[str, Any]) -> set[str]:
 def _is_off(name: str, value: Any) -> bool:
     if name in ("use_cache", "return_dict"):
         return value is not False
-    return value is None or value is False
+    return value is None or value is False or (isinstance(value, Sequence | Mapping) and not value)
 
 
 def _open_store(settings: Settings) -> Store:

@@ -104,12 +104,12 @@ class Restorer:
     def restore(self, token_ids: TokenIds) -> Restored:
         """Raises `CacheError`."""
         restored, pinned = self.restore_pinned(token_ids)
-        if pinned is not None:
-            self._place.store.unpin(pinned)
+        for name in pinned:
+            self._place.store.unpin(name)
         return restored
 
-    def restore_pinned(self, token_ids: TokenIds) -> tuple[Restored, bytes | None]:
-        """`restore`, and the node that the caller is to unpin when it has continued what was restored."""
+    def restore_pinned(self, token_ids: TokenIds) -> tuple[Restored, list[bytes]]:
+        """`restore`, and the nodes that the caller is to unpin when it has continued what was restored."""
         nodes = self._place.nodes(token_ids)
         restoration = Restoration(nodes, self._place.layout, self._place.store, self._writer, self._readers)
         return restoration.run(self.arena), restoration.pinned

@@ -20,15 +20,17 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from diskprefix.errors import StoreUnavailable
+from diskprefix.kv.arena import KVArena
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache import nodes
+from diskprefix.prefix_cache import CachedRequest, nodes
 from diskprefix.store.listing import list_entries
 from diskprefix.store.purge import Selection, purge
 from diskprefix.store.schema import piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds, block_hash
+from tests.architectures import tiny_model
 from tests.store.building import chain
 from tests.tiny import BLOCK, DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 
@@ -434,3 +436,76 @@ def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> Non
     purge(runner.cache.store, Selection(), time.time(), lambda _: None)
     again = runner.run(prompt, "auto")
     assert (again.report.restored, len(runner.cache.realm(SHARED).history)) == (0, 1)
+
+
+STEPS_OF_A_REQUEST = ["restore", "after_step", "publish", "submit"]
+
+
+@pytest.mark.parametrize("step", STEPS_OF_A_REQUEST)
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
+def test_a_cache_without_memory_fails_no_request_and_leaks_nothing(
+    step: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a copy of the state is made: the answer is the cold run's, and what was reserved and pinned is free."""
+    runner = Runner(tiny_model("qwen3_next", torch.float32), tiny_settings(tmp_path))
+    prompt = random_prompt(1, 6 * BLOCK + 3)
+    longer = np.concatenate([prompt[: 6 * BLOCK], random_prompt(2, 2 * BLOCK)])
+    runner.run(prompt, "full")
+    runner.reopen()
+    cold = runner.run(longer, "off", reply=4)
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    target = {"restore": "fill", "after_step": "read_states", "publish": "read_states", "submit": "logits_bytes"}[step]
+    with monkeypatch.context() as patch:
+        if step == "publish":
+            # Only the copy at the prompt's end: no checkpoint before it.
+            patch.setattr(CachedRequest, "after_step", lambda *_: None)
+        patch.setattr(runner.arena, target, fail)
+        answer = runner.run(longer, "full", boundaries=(6 * BLOCK, 7 * BLOCK), reply=4)
+    assert same(cold, answer)
+    assert answer.report.miss_reason == ("error" if step == "restore" else None)
+    runner.flush()
+    assert (runner.cache.stats()["errors"] > 0, runner.cache.writer.pending_bytes) == (True, 0)
+    assert not runner.cache.store._pins
+    assert same(runner.run(longer, "full", reply=4), cold)
+    runner.close()
+
+
+def test_checkpoints_take_no_more_memory_than_may_wait_to_be_written(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_next", torch.float32)
+    states = Runner(model, tiny_settings(tmp_path / "probe")).layout.state_bytes
+    settings = tiny_settings(tmp_path / "kv", kv_cache_interval=BLOCK, kv_cache_write_buffer=3 * states)
+    runner = Runner(model, settings)
+    held: list[int] = []
+    after_step = CachedRequest.after_step
+    with pytest.MonkeyPatch.context() as patch:
+
+        def watched(self: CachedRequest, arena: KVArena) -> None:
+            after_step(self, arena)
+            held.append(len(self._states))
+
+        patch.setattr(CachedRequest, "after_step", watched)
+        answer = runner.run(random_prompt(1, 20 * BLOCK), "full")
+    assert len(answer.report.checkpoints) == 20
+    assert max(held) == 3
+    runner.close()
+
+
+def test_what_a_restore_goes_on_from_stays_while_it_is_extended(tmp_path: Path) -> None:
+    """The checkpoint is a leaf, and may lie before the last block that matched."""
+    runner = Runner(tiny_model("qwen3_next", torch.float32), tiny_settings(tmp_path))
+    prompt = random_prompt(1, 8 * BLOCK + 3)
+    runner.run(prompt, "full", boundaries=(4 * BLOCK,))
+    runner.flush()
+    branch = np.concatenate([prompt[: 6 * BLOCK], random_prompt(2, BLOCK)])
+    cached = runner.cache.begin(Prompt(branch), parse_scope("full", param="scope"))
+    runner.arena.truncate(0)
+    runner.arena.reserve(len(branch))
+    restored = cached.restore(runner.arena)
+    assert (restored.num_tokens, restored.matched) == (4 * BLOCK, 6 * BLOCK)
+    assert set(runner.cache.store._pins) == {restored.tip, restored.blocks[-1].name}
+    cached.close()
+    assert not runner.cache.store._pins
+    runner.close()

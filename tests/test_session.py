@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import diskprefix.session
 from diskprefix import PrefixCacheSession
 from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, SettingsError, StoreUnavailable
 from tests.architectures import tiny_model
+from tests.server import media_models
 from tests.server.chat_model import write_chat_model
 from tests.session_worker import LENGTH, SEED
 from tests.tiny import BLOCK, DEVICES, VOCAB, random_prompt, tiny_llama, tiny_settings
@@ -702,3 +703,40 @@ def test_the_example_runs_and_finds_its_prefix_again(example: str, chat_model: P
 
 def test_the_prompts_of_these_tests_are_in_the_vocabulary() -> None:
     assert max(PROMPT) < VOCAB
+
+
+def test_two_sessions_do_not_generate_with_one_model_at_once(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Each stands in for the model's forward for a moment: the one that ends first would take the other's away."""
+    forward = vars(model).get("forward")
+    with (
+        open_session(model, tmp_path / "a") as session,
+        open_session(model, tmp_path / "b") as other,
+        diskprefix.session._first_forward(model, lambda _: None),
+    ):
+        with pytest.raises(InvalidRequest, match="another session is generating with this model"):
+            other.generate(PROMPT, max_new_tokens=1)
+        with pytest.raises(InvalidRequest, match="another session"):
+            session.generate(PROMPT, max_new_tokens=1)
+    assert vars(model).get("forward") is forward
+    with open_session(model, tmp_path / "a") as session:
+        assert session.generate(PROMPT, max_new_tokens=1).shape == (1, len(PROMPT) + 1)
+
+
+def test_the_folder_is_the_daemons(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISKPREFIX_KV_CACHE_DIR", str(tmp_path / "kv"))
+    with PrefixCacheSession(model) as session:
+        assert session.settings.kv_cache_dir == tmp_path / "kv"
+
+
+@pytest.mark.parametrize("write", [media_models.write_qwen2_5_vl, media_models.write_gemma3])
+def test_text_of_a_multimodal_model_is_restored(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    """transformers' `generate` gives such models an input more, which is empty without images."""
+    model = AutoModelForMultimodalLM.from_pretrained(write(tmp_path / "model")).eval()
+    prompt = [20 + token_id % 50 for token_id in PROMPT]
+    with open_session(model, tmp_path / "kv") as session:
+        cold = session.generate(prompt, **REPLY)
+        session.save()
+        warm = session.generate(prompt, **REPLY)
+        assert session.report is not None
+        assert session.report.restored == len(prompt)
+        assert torch.equal(bits(cold), bits(warm))

@@ -265,9 +265,10 @@ class Soak:
         """What a daemon does with a prompt: restore, compute the rest, publish."""
         prompt = model.conversations.next_prompt()
         restored, pinned = model.restorer.restore_pinned(prompt)
-        if pinned is not None:
-            self._keep_pinned(pinned)
-            self.writer.touch(pinned, self.clock.now)
+        for name in pinned:
+            self._keep_pinned(name)
+        if restored.tip is not None:
+            self.writer.touch(restored.tip, self.clock.now)
         self._note(model, prompt, restored)
         stored = len(restored.blocks) + (restored.logits is not None)
         publication = model.place.publication(prompt, partial(self._payloads.of, model.place), stored=stored)

@@ -17,7 +17,7 @@ from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.gguf import first_line
 from diskprefix.engine.loader import load_model
 from diskprefix.engine.media import MediaProcessor
-from diskprefix.engine.memory import available_bytes
+from diskprefix.engine.memory import available_bytes, kv_bytes
 from diskprefix.engine.prefill import Cancelled, State, forward, prefill
 from diskprefix.engine.request import (
     DoneEvent,
@@ -55,8 +55,6 @@ _TOUCHED_AT_START_BYTES = 1 << 30
 """KV memory that is allocated and touched before the first request: fresh pages would slow down its restore."""
 _SHARE_AT_START = 0.25
 """… but no more than this share of the memory that is free by then."""
-_SHARE_FOR_KV = 0.9
-"""Of the memory that is free when the KV memory grows: the rest is for computing with it."""
 _FLUSH_TIMEOUT_S = 30.0
 
 
@@ -149,7 +147,7 @@ class Engine:
 
     def _arena(self, layout: Layout) -> KVArena:
         device = self.model.device
-        arena = KVArena(layout, device, lambda: int(available_bytes(device) * _SHARE_FOR_KV))
+        arena = KVArena(layout, device, partial(kv_bytes, device))
         affordable = min(_TOUCHED_AT_START_BYTES, int(available_bytes(device) * _SHARE_AT_START))
         try:
             arena.reserve(min(self.max_positions, affordable // max(layout.bytes_per_token, 1)))

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _CAST_AT_LOAD = frozenset({"F64", "F32", "F16", "BF16"})
 """safetensors types that a load casts to the model's dtype; all others (packed quantised weights) keep their size."""
 
+_SHARE_FOR_KV = 0.9
+
 _ELEMENT_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 
 
@@ -69,6 +71,11 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return available_ram_bytes()
+
+
+def kv_bytes(device: torch.device) -> int:
+    """How much of the free memory of `device` KV may take: the rest is for computing with it."""
+    return int(available_bytes(device) * _SHARE_FOR_KV)
 
 
 def available_ram_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

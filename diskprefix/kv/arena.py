@@ -105,6 +105,8 @@ class KVArena:
         """Take the first `num_tokens` tokens in memory for the sequence; states, if there are any, are theirs."""
         assert num_tokens <= self._capacity or num_tokens == 0 or not self._token_layers
         self._num_tokens = num_tokens
+        if not num_tokens:
+            self._marked = 0, []
         for token_layer in self._token_layers:
             token_layer.set_length(num_tokens)
         for state_layer in self._state_layers:

@@ -15,7 +15,9 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 Mode: TypeAlias = Literal["strict", "portable"]
 
 _MODES: dict[str, Mode] = {"strict": "strict", "portable": "portable"}
-_NOT_PORTABLE = ("device", "cpu", "torch_version", "transformers_version")
+_NOT_PORTABLE = ("device", "cpu", "torch_version", "transformers_version", "kernels")
+_NAMED_IF_SET = ("kernels", "switches")
+"""Left out of the root where they are empty, as they were before they were known."""
 
 _NO_NUMBERS = re.compile(
     # Where it came from and what wrote it.
@@ -64,6 +68,19 @@ _ENVIRONMENT = (
 )
 """Variables that change numbers behind torch's back: its own settings do not show them."""
 
+_KERNEL_PACKAGES = {
+    "bitsandbytes": "bitsandbytes",
+    "causal_conv1d": "causal-conv1d",
+    "fla": "flash-linear-attention",
+    "flash_attn": "flash-attn",
+    "kernels": "kernels",
+    "mamba_ssm": "mamba-ssm",
+    "mambapy": "mambapy",
+    "torchao": "torchao",
+    "xformers": "xformers",
+}
+"""Modules, and the distributions that they come in, whose kernels transformers takes where they are installed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
@@ -89,6 +106,11 @@ class Fingerprint:
     """The vector instructions that torch uses on this CPU and a digest of what the CPU offers; empty on a GPU."""
     torch_version: str
     transformers_version: str
+    kernels: str
+    """The installed packages whose kernels transformers takes instead of its own, with versions, as canonical JSON;
+    empty when there are none."""
+    switches: str
+    """torch's switches of kernels and precision that are not at their defaults, as canonical JSON; else empty."""
     mode: Mode = "strict"
 
     @classmethod
@@ -113,6 +135,8 @@ class Fingerprint:
             cpu=_cpu_kind() if model.device.type == "cpu" else "",
             torch_version=torch.__version__,
             transformers_version=version("transformers"),
+            kernels=_kernels(),
+            switches=_switches(),
             mode=_mode(mode),
         )
 
@@ -134,13 +158,14 @@ class Fingerprint:
     def as_dict(self) -> dict[str, Any]:
         """Every field, the canonical JSON ones unpacked, for people and `/props`."""
         values = asdict(self)
-        for name in ("architecture", "quantisation", "adapters", "environment"):
+        for name in ("architecture", "quantisation", "adapters", "environment", "kernels", "switches"):
             values[name] = json.loads(values[name]) if values[name] else None
         return values
 
     def _numbers(self) -> dict[str, str]:
         left_out = _NOT_PORTABLE if self.mode == "portable" else ()
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        return {name: value for name, value in named.items() if value or name not in _NAMED_IF_SET}
 
 
 def _mode(mode: str) -> Mode:
@@ -210,6 +235,43 @@ def _parameters_digest(model: Any, adapter: str) -> str:
 def _environment() -> str:
     found = {name: os.environ[name].strip() for name in _ENVIRONMENT if os.environ.get(name, "").strip()}
     return _canonical(found) if found else ""
+
+
+@cache
+def _kernels() -> str:
+    """Of what is installed when it is first asked: transformers looks once, too."""
+    found = {module: _version_of(name) for module, name in _KERNEL_PACKAGES.items() if find_spec(module) is not None}
+    return _canonical(found) if found else ""
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _switches() -> str:
+    import torch
+
+    # Any: torch leaves most of them without types.
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    defaults = {
+        "flash_sdp": (cuda.flash_sdp_enabled(), True),
+        "mem_efficient_sdp": (cuda.mem_efficient_sdp_enabled(), True),
+        "math_sdp": (cuda.math_sdp_enabled(), True),
+        "cudnn_sdp": (cuda.cudnn_sdp_enabled(), True),
+        "fp16_reduced_precision_reduction": (cuda.matmul.allow_fp16_reduced_precision_reduction, True),
+        "bf16_reduced_precision_reduction": (cuda.matmul.allow_bf16_reduced_precision_reduction, True),
+        "mkldnn": (torch.backends.mkldnn.enabled, True),
+        "cudnn": (cudnn.enabled, True),
+        "cudnn_tf32": (cudnn.allow_tf32, True),
+        "cudnn_benchmark": (cudnn.benchmark, False),
+        "deterministic": (torch.are_deterministic_algorithms_enabled(), False),
+    }
+    changed = {name: value for name, (value, default) in defaults.items() if value != default}
+    return _canonical(changed) if changed else ""
 
 
 def _device_kind(device: torch.device) -> str:

@@ -190,6 +190,8 @@ class Layout:
         }
         if self.states:
             text["states"] = [_described_states(group) for group in self.states]
+        if self.is_one_pass:
+            text["one_pass"] = True
         return json.dumps(text, separators=(",", ":"))
 
 

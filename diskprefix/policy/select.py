@@ -24,7 +24,6 @@ Reason: TypeAlias = Literal[
     "below_min_tokens",
     "one_pass",
 ]
-StateKind: TypeAlias = Literal["cuttable", "checkpoints", "one_pass"]
 """Why a selection is what it is. Stable words: they stand in log lines.
 
 `off`, `full`, `tokens`: the scope says so. `best_match`: the longest prefix shared with a recent prompt, down to a safe
@@ -33,6 +32,7 @@ boundary. `system_guess`: no recent prompts, so the end of the system message. N
 `no_boundary` the shared prefix holds no safe boundary, `below_min_tokens` what would be kept is not worth keeping,
 `one_pass` the model's state is restorable at the end of a whole prompt only.
 """
+StateKind: TypeAlias = Literal["cuttable", "checkpoints", "one_pass"]
 
 
 @dataclass(frozen=True, kw_only=True)

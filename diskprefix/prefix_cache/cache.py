@@ -75,7 +75,7 @@ class PrefixCache:
         self._capturer = ThreadPoolExecutor(1, thread_name_prefix="kv-capture")
         # The thread starts with its first task: now, so that it cannot fail in the middle of a request.
         self._capturer.submit(time.time).result()
-        self._capturing: Future[None] | None = None
+        self._capturing: list[Future[None]] = []
         self.counters: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
         self.realm(SHARED)
@@ -164,16 +164,16 @@ class PrefixCache:
         return CachedRequest(self, self.realm(tenant), prompt, scope, reuse_generated=reuse_generated, goes_on=goes_on)
 
     def start_capture(self, copy: Callable[[], None]) -> None:
-        """Run `copy`, which reads the arena, beside the engine thread; at most one at a time."""
-        self.settle()
-        self._capturing = self._capturer.submit(copy)
+        """Run `copy`, which reads the arena, beside the engine thread, after those that were started before it."""
+        self._capturing.append(self._capturer.submit(copy))
 
     def settle(self) -> None:
-        """Wait for the capture that is under way. Once it is over, what it captured is visible to `restore`."""
-        capturing, self._capturing = self._capturing, None
-        if capturing is not None and (error := capturing.exception()) is not None:
-            self.counters["errors"] += 1
-            log.warning("[disk-cache] a prompt was not saved: %r", error, exc_info=error)
+        """Wait for the captures that are under way. Once they are over, what they captured is visible to `restore`."""
+        capturing, self._capturing = self._capturing, []
+        for capture in capturing:
+            if (error := capture.exception()) is not None:
+                self.counters["errors"] += 1
+                log.warning("[disk-cache] a prompt was not saved: %r", error, exc_info=error)
 
     def stats(self) -> dict[str, Any]:
         """What `/props` and `/metrics` show. Counts of this process, sizes of the store. Never raises."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +17,7 @@ import torch
 from diskprefix.cache_report import CacheReport, MissReason, Saved
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
 from diskprefix.policy.select import Selection, select
@@ -79,7 +83,7 @@ class CachedRequest:
         """The last position that a later request could go on from, of those that are stored or handed to the writer."""
         self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
-        self._pinned: bytes | None = None
+        self._pinned: list[bytes] = []
 
     @property
     def restored(self) -> Restored:
@@ -90,15 +94,17 @@ class CachedRequest:
         """Copy the longest restorable prefix into the arena, which has room for the prompt; of a miss, nothing."""
         arena.truncate(0)
         if self._bypass is None:
-            self._restored = self._try_restore(arena)
+            with self._guarded("nothing is restored"):
+                self._restored = self._try_restore(arena)
             self._restorable = self._restored.num_tokens
             arena.truncate(self._restored.num_tokens)
         return self._restored
 
     def after_step(self, arena: KVArena) -> None:
         """Take a checkpoint if one is wanted where the prefill has come to: its next step overwrites the states."""
-        if self._bypass is None and arena.num_tokens in self.selection.checkpoints:
-            self._states[arena.num_tokens] = arena.read_states()
+        if self._bypass is None and arena.num_tokens in self.selection.checkpoints and self._has_room_for_states():
+            with self._guarded("no checkpoint is taken"):
+                self._states[arena.num_tokens] = arena.read_states()
 
     def publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> None:
         """Have captured and written what the policy wants, with the entry and the history; waits for no disk.
@@ -112,21 +118,28 @@ class CachedRequest:
         assert arena.num_tokens == len(self._prompt.token_ids), "state length must equal key length"
         if self._is_refused():
             return
+        self._saved = "dropped"
+        with self._guarded("the prompt is not saved"):
+            self._saved = self._publish(arena, logits, prefill_s)
+
+    def _publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> Saved:
         computed = len(self._prompt.token_ids) - self._restored.num_tokens
         self._token_s = prefill_s / computed if computed else 0.0
         wanted = self._plan()
         plan = self._fit(wanted)
-        if wanted.tip is not None or wanted.nodes:
-            self._saved = "queued" if plan.nodes else "dropped" if wanted.nodes else "stored"
         publication = self._publication(plan, prompt=self._remembered())
         if publication.tip is not None or publication.prompt is not None or plan.nodes:
-            end_states = arena.read_states() if self.selection.keep_tail else None
-            self._submit(arena, logits, end_states, plan, publication)
+            self._submit(arena, logits, plan, publication)
+        if plan.nodes:
+            return "queued"
+        return "dropped" if wanted.nodes else "stored" if wanted.tip is not None else "none"
 
     def after_decode(self, arena: KVArena) -> None:
         """Remember the states if the reply has just completed a block, in case that its blocks are kept."""
         at_end_of_block = arena.num_tokens % self._nodes.block_size == 0
-        if self._keeps_reply and at_end_of_block and not self._cache.layout.is_cuttable:
+        if not self._keeps_reply or not at_end_of_block or self._cache.layout.is_cuttable:
+            return
+        with self._guarded("no checkpoint of the reply is taken"):
             end = len(self._prompt.token_ids)
             of_prompt = {position: states for position, states in self._states.items() if position <= end}
             self._states = of_prompt | {arena.num_tokens: arena.read_states()}
@@ -146,15 +159,16 @@ class CachedRequest:
         if is_too_short or nodes.num_blocks == self._nodes.num_blocks:
             return
         self._nodes = nodes
-        missing, _ = self._missing(nodes.num_blocks)
-        plan = self._fit(_Plan(missing, missing[-1].name, missing[-1].end))
-        if plan.nodes:
-            self._saved = "queued"
-            self._submit(arena, None, None, plan, self._publication(plan, prompt=None))
+        with self._guarded("the reply is not saved"):
+            missing, _ = self._missing(nodes.num_blocks)
+            plan = self._fit(_Plan(missing, missing[-1].name, missing[-1].end))
+            if plan.nodes:
+                self._submit(arena, None, plan, self._publication(plan, prompt=None))
+                self._saved = "queued"
 
     def close(self) -> CacheReport:
         """Release what the request held, count it, and say what happened."""
-        self._unpin(self._take_pin())
+        self._unpin(self._take_pins())
         restored, layout = self._restored, self._cache.layout
         if restored.num_tokens:
             self._cache.counters["hits"] += 1
@@ -187,6 +201,22 @@ class CachedRequest:
         cache = self._cache
         return PromptNodes(self._secret, self._realm.root, token_ids, cache.settings.block_size, cache.payload_layout)
 
+    @contextmanager
+    def _guarded(self, consequence: str) -> Iterator[None]:
+        """The one place that turns what goes wrong with the cache into a request without it."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, CacheError) and not is_out_of_memory(error):
+                raise
+            self._cache.counters["errors"] += 1
+            log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
+
+    def _has_room_for_states(self) -> bool:
+        """Whether one more copy of the states fits what may wait to be written."""
+        writer, num_bytes = self._cache.writer, self._cache.layout.state_bytes
+        return self._cache.store.problem is None and (len(self._states) + 1) * num_bytes <= writer.room_bytes
+
     def _is_refused(self) -> bool:
         """Whether the store takes nothing now; then that is noted."""
         refused = self._cache.store.problem is not None
@@ -211,11 +241,11 @@ class CachedRequest:
         )
         if self._goes_on:
             selection = replace(selection, keep_tail=False)
-        log.info("%s", selection.log_line())
+        if self._bypass in (None, "off"):
+            log.info("%s", selection.log_line())
         return selection
 
     def _try_restore(self, arena: KVArena) -> Restored:
-        """The one place that turns an error of the cache into a miss."""
         cache = self._cache
         restoration = Restoration(
             self._nodes,
@@ -226,15 +256,12 @@ class CachedRequest:
             reuse_generated=self._reuse_generated,
             needs_logits=not self._goes_on,
         )
+        self._miss_reason = "error"
         try:
             restored = restoration.run(arena)
-        except CacheError as error:
-            cache.counters["errors"] += 1
-            self._miss_reason = "error"
-            log.warning("[disk-cache] going on without the cache: %s", error)
-            return Restored()
         finally:
             self._pinned = restoration.pinned
+        self._miss_reason = None
         if restored.tip is None:
             self._miss_reason = self._explain_miss(restored)
         else:
@@ -298,9 +325,8 @@ class CachedRequest:
 
     def _fit(self, plan: _Plan) -> _Plan:
         """What of the plan the write buffer has room for: its longest beginning."""
-        room, nodes = self._cache.writer.room_bytes, plan.nodes
-        while nodes and self._size_of(nodes) > room:
-            nodes = nodes[:-1]
+        sizes = list(accumulate(self._nodes.payload_bytes(node) for node in plan.nodes))
+        nodes = plan.nodes[: bisect_right(sizes, self._cache.writer.room_bytes)]
         if len(nodes) == len(plan.nodes):
             return plan
         while nodes and nodes[-1].kind == Kind.BLOCK and not self._cache.layout.is_cuttable:
@@ -332,20 +358,19 @@ class CachedRequest:
         self,
         arena: KVArena,
         logits: torch.Tensor | None,
-        end_states: memoryview | None,
         plan: _Plan,
         publication: Publication,
     ) -> None:
         """Reserve the buffer, and let the capturing thread do the rest beside the decoding.
 
-        `logits` and `end_states` are those at the prompt's end, which a tail holds: decoding changes the states.
+        `logits` are those at the prompt's end, which a tail holds.
         """
-        size = self._size_of(plan.nodes)
+        new_nodes = self._captures(arena, logits, plan.nodes)
+        size = sum(self._nodes.payload_bytes(node) for node in plan.nodes)
         self._cache.writer.reserve(size)
         self._submitted.update(node.name for node in plan.nodes)
-        # The capture takes the pin over: what is extended must stay until the writer has it.
-        pinned = self._take_pin()
-        new_nodes = self._captures(arena, logits, end_states, plan.nodes)
+        # The capture takes the pins over: what is extended must stay until the writer has it.
+        pinned = self._take_pins()
 
         def copy() -> None:
             try:
@@ -360,9 +385,9 @@ class CachedRequest:
         self._cache.start_capture(copy)
 
     def _captures(
-        self, arena: KVArena, logits: torch.Tensor | None, end_states: memoryview | None, nodes: tuple[Node, ...]
+        self, arena: KVArena, logits: torch.Tensor | None, nodes: tuple[Node, ...]
     ) -> list[Callable[[], NewNode]]:
-        """For each node, what copies it out of the arena."""
+        """For each node, what copies it out of the arena. States are copied now: decoding changes them."""
         captures: list[Callable[[], NewNode]] = []
         for node in nodes:
             parts: list[memoryview] = []
@@ -370,8 +395,7 @@ class CachedRequest:
                 parts = [self._states.pop(node.position)]
             elif node.kind == Kind.TAIL:
                 assert logits is not None
-                assert end_states is not None
-                parts = [end_states, arena.logits_bytes(logits)]
+                parts = [arena.read_states(), arena.logits_bytes(logits)]
             seconds = self._token_s * node.num_tokens
             if node.kind != Kind.BLOCK and not self._cache.layout.is_cuttable:
                 # It saves all that lies between it and the one before; blocks alone save nothing.
@@ -384,7 +408,9 @@ class CachedRequest:
     def _captured(arena: KVArena, node: Node, parts: list[memoryview], seconds: float, nodes: PromptNodes) -> NewNode:
         """`parts` of the payload come after the tokens' own."""
         payload = arena.read_tokens(node.position, node.num_tokens)
-        if parts:
+        if node.kind == Kind.CHECKPOINT:
+            (payload,) = parts
+        elif parts:
             payload = memoryview(b"".join([payload, *parts]))
         return NewNode(
             name=node.name,
@@ -397,9 +423,6 @@ class CachedRequest:
             prefill_s=seconds,
             generated=node.generated,
         )
-
-    def _size_of(self, nodes: tuple[Node, ...]) -> int:
-        return sum(self._nodes.payload_bytes(node) for node in nodes)
 
     def _entry(self, num_tokens: int) -> EntryRecord:
         return EntryRecord(
@@ -418,10 +441,10 @@ class CachedRequest:
         self._realm.history.add(token_ids)
         return token_ids
 
-    def _take_pin(self) -> bytes | None:
-        pinned, self._pinned = self._pinned, None
+    def _take_pins(self) -> list[bytes]:
+        pinned, self._pinned = self._pinned, []
         return pinned
 
-    def _unpin(self, name: bytes | None) -> None:
-        if name is not None:
+    def _unpin(self, names: list[bytes]) -> None:
+        for name in names:
             self._cache.store.unpin(name)

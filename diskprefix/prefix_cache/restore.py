@@ -126,8 +126,8 @@ class Restoration:
         self._readers = readers
         self._reuse_generated = reuse_generated
         self._needs_logits = needs_logits
-        self.pinned: bytes | None = None
-        """The last node that matched, from then on pinned in the store; the caller unpins it."""
+        self.pinned: list[bytes] = []
+        """The last node that matched and the one that is restored to, pinned in the store; the caller unpins them."""
 
     def run(self, arena: KVArena) -> Restored:
         """Restore into `arena`, which has room for the prompt. Raises `CacheError`; what is in the arena is then
@@ -137,14 +137,16 @@ class Restoration:
         pending = self._writer.pending
         with self._store.snapshot() as snapshot:
             found = self._match(pending, snapshot)
-            self._pin(found)
+            self._pin(found.deepest)
             matches = self._restorable(pending, snapshot, found)
+            self._pin(matches[-1].node if matches else None)
             matched = time.perf_counter()
             loader = _Loader(self._nodes, self._layout, matches, snapshot, self._store.mapped, arena)
             while matches and (bad := loader.run(self._readers)) is not None:
                 self._quarantine(*bad)
                 found.drop(bad[0])
                 matches = self._restorable(pending, snapshot, found)
+                self._pin(matches[-1].node if matches else None)
                 loader = _Loader(self._nodes, self._layout, matches, snapshot, self._store.mapped, arena)
         loaded = time.perf_counter()
         num_tokens = matches[-1].node.end if matches else 0
@@ -163,11 +165,11 @@ class Restoration:
             restore_ms=(loaded - matched) * 1e3,
         )
 
-    def _pin(self, found: _Found) -> None:
+    def _pin(self, node: Node | None) -> None:
         """Before anything is loaded: the request will continue what it restores."""
-        if (deepest := found.deepest) is not None:
-            self.pinned = deepest.name
-            self._store.pin(self.pinned)
+        if node is not None and node.name not in self.pinned:
+            self._store.pin(node.name)
+            self.pinned.append(node.name)
 
     def _match(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot) -> _Found:
         """The longest chain of stored nodes that the prompt starts with."""

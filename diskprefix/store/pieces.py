@@ -59,6 +59,7 @@ class LayoutText(msgspec.Struct, frozen=True):
     groups: tuple[LayoutGroup, ...]
     logits: tuple[int, str]
     states: tuple[LayoutState, ...] = ()
+    one_pass: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """The file format: what lies in `data.mdb`, byte by byte. Format version 2.
 
 One LMDB environment with seven named databases. Integers are little-endian unless said otherwise; hashes and roots are
-16 bytes; times are seconds since the epoch as float64. A *node* is a block of the prefix tree: a full block of
-`block_size` tokens, or the *tail* of one prompt (the 0 to `block_size - 1` tokens after its last full block).
+16 bytes; times are seconds since the epoch as float64. A *node* of the prefix tree is a full block of `block_size`
+tokens, the *tail* of one prompt (the 0 to `block_size - 1` tokens after its last full block), or a *checkpoint* (see
+below).
 
     database   key                       value
     meta       "format"                  u32       the format version

@@ -14,7 +14,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from diskprefix.engine import generate
+from diskprefix.engine import generate, memory
 from diskprefix.engine.generate import Engine
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
@@ -158,11 +158,16 @@ def long_folder(tmp_path: Path) -> Path:
     return tiny.write_folder(tmp_path / "long", dtype=torch.bfloat16, max_position_embeddings=4096)
 
 
+def set_free_memory(monkeypatch: pytest.MonkeyPatch, free: Callable[[], int]) -> None:
+    for module in (generate, memory):
+        monkeypatch.setattr(module, "available_bytes", lambda _: free())
+
+
 def test_a_prompt_whose_state_exceeds_the_memory_is_refused_and_the_next_is_served(
     long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = [0]
-    monkeypatch.setattr(generate, "available_bytes", lambda _: free[0])
+    set_free_memory(monkeypatch, lambda: free[0])
     engine = load(long_folder, tmp_path / "kv")
     free[0] = 200 << 10
     refusal = "2000 tokens need 264.0 KiB of KV memory, 180.0 KiB are available; use a shorter prompt or a machine with"
@@ -177,7 +182,7 @@ def test_a_reply_that_exceeds_the_memory_ends_with_an_error(
     long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = [400 << 10]
-    monkeypatch.setattr(generate, "available_bytes", lambda _: free[0])
+    set_free_memory(monkeypatch, lambda: free[0])
     engine = load(long_folder, tmp_path / "kv")
     free[0] = 0
     with pytest.raises(ContextTooLong, match=r"^1089 tokens need"):
@@ -190,7 +195,7 @@ def test_little_memory_is_taken_ahead_where_little_is_free(monkeypatch: pytest.M
     reserved: list[int] = []
     monkeypatch.setattr(KVArena, "reserve", lambda _, num_tokens: reserved.append(num_tokens))
     for free in (0, 400 * layout.bytes_per_token):
-        monkeypatch.setattr(generate, "available_bytes", lambda _, free=free: free)
+        set_free_memory(monkeypatch, lambda free=free: free)  # type: ignore[misc]
         Engine(tiny.llama(), tiny.tokenizer(), "tiny", layout, cache=None)  # type: ignore[arg-type]
     assert reserved == [0, 100]
 

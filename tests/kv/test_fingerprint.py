@@ -209,6 +209,8 @@ LITERAL = Fingerprint(
     cpu="AVX512 0123456789ab",
     torch_version="2.13.0+cpu",
     transformers_version="5.23.0",
+    kernels="",
+    switches="",
 )
 
 
@@ -289,6 +291,34 @@ def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path)
     before = remembered_digest(file)
     write_settled(tmp_path / "new", b"two").replace(file)
     assert remembered_digest(file) != before
+
+
+def test_a_switch_of_torch_that_is_not_at_its_default_counts() -> None:
+    plain = root_of(tiny())
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        changed = root_of(tiny())
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    assert (changed != plain, root_of(tiny())) == (True, plain)
+
+
+def test_packages_whose_kernels_transformers_takes_count_unless_machines_share_a_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = root_of(tiny())
+    portable = root_of(tiny(), "portable")
+    monkeypatch.setattr(fingerprint, "_kernels", lambda: '{"causal_conv1d":"1.6"}')
+    assert root_of(tiny()) != plain
+    assert root_of(tiny(), "portable") == portable
+
+
+def test_a_kernel_package_is_found_where_it_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "mamba_ssm").mkdir()
+    code = "from diskprefix.kv import fingerprint; print(fingerprint._kernels())"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(found.stdout)["mamba_ssm"] == "unknown"
 
 
 def test_a_file_that_may_still_be_written_is_not_remembered(cache: Path, tmp_path: Path) -> None:
