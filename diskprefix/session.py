@@ -105,11 +105,11 @@ class PrefixCacheSession:
         """`model` is in evaluation mode, on any device and in any dtype. With a `tokenizer`, prompts may be text, and
         they are cut at its special tokens.
 
-        `cache_dir` (as for the daemon, `DISKPREFIX_KV_CACHE_DIR` or its default), `scope` (what of a prompt is saved: `auto:30`, `full`, a number of tokens,
-        `off`) and `budget` (bytes, or a text like `4GiB`) go before what `settings` say. Reads all weights once. Raises
-        `SettingsError` or `InvalidScope` for a value out of its range, `InvalidRequest` for a model that is none of
-        transformers', `CacheError` if the folder cannot be used; one that is only full or read-only for the time being
-        will do.
+        `cache_dir` (as for the daemon, `DISKPREFIX_KV_CACHE_DIR` or its default), `scope` (what of a prompt is saved:
+        `auto:30`, `full`, a number of tokens, `off`) and `budget` (bytes, or a text like `4GiB`) go before what
+        `settings` say. Reads all weights once. Raises `SettingsError` or `InvalidScope` for a value out of its range,
+        `InvalidRequest` for a model that is none of transformers', `CacheError` if the folder cannot be used; one that
+        is only full or read-only for the time being will do.
         """
         if not isinstance(model, PreTrainedModel):
             raise InvalidRequest(

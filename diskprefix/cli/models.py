@@ -163,7 +163,7 @@ def _row(name: str, config: PreTrainedConfig, table: dict[str, Any]) -> ModelRow
 
 
 def _surveyed(name: str, config: PreTrainedConfig) -> ModelRow:
-    from diskprefix.kv.survey import describe_layers, moving_ropes, survey
+    from diskprefix.kv.survey import describe_layers, moving_ropes_of, survey
 
     row = ModelRow(architecture=name, layers="", restored="not")
     if config.is_encoder_decoder:
@@ -173,7 +173,7 @@ def _surveyed(name: str, config: PreTrainedConfig) -> ModelRow:
     except Exception:  # noqa: BLE001 - configurations of any age and author may fail in any way
         return replace(row, restored="unknown", note="transformers makes no cache from its configuration alone")
     row = replace(row, layers=describe_layers(layers, config))
-    if reasons := (*unknown, *moving_ropes(config)):
+    if reasons := (*unknown, *moving_ropes_of(config)):
         return replace(row, note=f"unsupported: {', '.join(reasons)}")
     has_states = any(layer.kind.startswith("linear") for layer in layers)
     return replace(row, restored="at checkpoints" if has_states else "anywhere", note="not verified")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -117,7 +117,7 @@ def _uncacheable(model: PreTrainedModel, reasons: tuple[str, ...]) -> Layout:
 def _check_outside(model: PreTrainedModel) -> None:
     """What keeps `model` from being cached, as far as it can be seen without running it."""
     name = type(model).__name__
-    found = _moving_ropes(model)
+    found = _moving_ropes_of(model)
     if _cache_argument(model) is None:
         found.append(f"{name} takes no past_key_values")
     elif not model._supports_default_dynamic_cache() and _own_kind(model) is None:
@@ -138,16 +138,20 @@ def _own_kind(model: PreTrainedModel) -> CacheKind | None:
     return own.get(model.config.get_text_config(decoder=True).model_type)
 
 
-def _moving_ropes(model: PreTrainedModel) -> list[str]:
-    """The kinds of RoPE whose frequencies depend on more than the position, as transformers' `dynamic_rope_update`
+def moving_ropes(kinds: Iterable[str]) -> list[str]:
+    """Those kinds of RoPE whose frequencies depend on more than the position, as transformers' `dynamic_rope_update`
     tells them apart.
 
     Dynamic ones are kept in the module and depend on what ran before. longrope's change for all positions once a
     sequence grows past the original length, so keys that a shorter run computed are wrong then: `generate` computes
     them again.
     """
-    kinds = {kind for module in model.modules() for kind in _rope_types(getattr(module, "rope_type", None))}
-    return sorted(f"{kind} RoPE" for kind in kinds if "dynamic" in kind or kind == "longrope")
+    return sorted(f"{kind} RoPE" for kind in set(kinds) if "dynamic" in kind or kind == "longrope")
+
+
+def _moving_ropes_of(model: PreTrainedModel) -> list[str]:
+    kinds = (kind for module in model.modules() for kind in _rope_types(getattr(module, "rope_type", None)))
+    return moving_ropes(kinds)
 
 
 def _rope_types(rope_type: Any) -> list[str]:

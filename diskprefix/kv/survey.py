@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from transformers.cache_utils import DynamicCache
 
 from diskprefix.kv.layout import LayerSpec
-from diskprefix.kv.probe import KINDS
+from diskprefix.kv.probe import KINDS, moving_ropes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -42,9 +42,8 @@ def describe_layers(layers: Sequence[LayerSpec], config: PreTrainedConfig) -> st
     )
 
 
-def moving_ropes(config: PreTrainedConfig) -> list[str]:
-    """The kinds of RoPE in a configuration that `kv.probe` finds unsupported: they depend on more than the position."""
+def moving_ropes_of(config: PreTrainedConfig) -> list[str]:
+    """The kinds of RoPE in a configuration that keep its models from being cached."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     each = [parameters, *(found for found in parameters.values() if isinstance(found, dict))]
-    kinds = {str(found.get("rope_type")) for found in each}
-    return sorted(f"{kind} RoPE" for kind in kinds if "dynamic" in kind or kind == "longrope")
+    return moving_ropes(str(found.get("rope_type")) for found in each)
