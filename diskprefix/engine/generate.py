@@ -31,7 +31,7 @@ from diskprefix.engine.request import (
     Usage,
 )
 from diskprefix.engine.sampling import Sampler
-from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
+from diskprefix.errors import ContextTooLong, DiskPrefixError, InvalidRequest, ModelError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.fingerprint import Fingerprint
 from diskprefix.kv.layout import LAYOUT_VERSION, Layout, is_out_of_memory
@@ -208,15 +208,16 @@ class Engine:
             logits, start = restored.logits, restored.num_tokens
         started = time.perf_counter()
         if logits is None:
-            logits = prefill(
-                self.model,
-                state,
-                token_ids,
-                start=start,
-                block_size=self.cache.settings.block_size,
-                is_cancelled=is_cancelled,
-                after_step=cached.after_step,
-            )
+            with _naming_media(run.request):
+                logits = prefill(
+                    self.model,
+                    state,
+                    token_ids,
+                    start=start,
+                    block_size=self.cache.settings.block_size,
+                    is_cancelled=is_cancelled,
+                    after_step=cached.after_step,
+                )
         run.prefill_s = time.perf_counter() - started
         if run.request.sampling.n > 1:
             state.mark()
@@ -328,6 +329,25 @@ class _Run:
             decode_ms=decode_s * 1e3,
             decode_tokens_per_s=(self.num_generated - 1) / decode_s if decode_s > 0 else 0.0,
         )
+
+
+@contextmanager
+def _naming_media(request: GenerateRequest) -> Iterator[None]:
+    """Around the first pass over a prompt. What a model's own code raises there over images and sounds (too small, too
+    many, of a shape that it was not written for) becomes an `InvalidRequest` that names them."""
+    try:
+        yield
+    except (DiskPrefixError, Cancelled):
+        raise
+    except Exception as error:
+        if not request.prompt.media or is_out_of_memory(error):
+            raise
+        log.warning("[engine] %s: the model's own code fails over its media: %s", request.id, first_line(error))
+        raise InvalidRequest(
+            f"messages: the model's own code fails over these images or sounds: {first_line(error)}",
+            param="messages",
+            code="unsupported_content",
+        ) from error
 
 
 def _max_positions(model: PreTrainedModel) -> int:

@@ -6,37 +6,37 @@ is optional (`pip install 'diskprefix[media]'`); without it, or without the proc
 
 from __future__ import annotations
 
+import inspect
 import io
 import threading
-import wave
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import numpy as np
-
 from diskprefix.engine.gguf import first_line
+from diskprefix.engine.sound import Samples, Wav
 from diskprefix.errors import InvalidRequest
 from diskprefix.tokens import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from PIL.Image import Image
     from transformers import PreTrainedConfig
 
 MediaKind: TypeAlias = Literal["image", "audio"]
-Samples: TypeAlias = "npt.NDArray[np.float32]"
 
 MAX_PIXELS = 64 * 1024**2
-"""Of all images of a request: 192 MiB decoded. A file of a few kilobytes can claim any size."""
+"""Of all images of a request: 256 MiB decoded, at Pillow's four bytes a pixel. A file of a few kilobytes can claim any
+size."""
+MIN_AUDIO_S = 0.1
+"""Of each sound. Of less, the encoders of some models are left with nothing."""
 MAX_AUDIO_S = 600
 """Of all sounds of a request."""
-_SAMPLE_RATES = range(4000, 192_001)
+MAX_PREPARED_BYTES = 512 * 1024**2
+"""What the processor makes of the media of a request. Models blow small images up: one pixel can become 10 MB."""
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Of the dozens that the library reads: what clients send, in decoders that many eyes have seen."""
-_SAMPLE_TYPES = {1: "u1", 2: "<i2", 3: "<i4", 4: "<i4"}
-"""numpy's type by the bytes of a sample; those of three are padded to four."""
+_PLAIN_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,8 @@ class MediaPrompt:
 class MediaProcessor:
     """A multimodal model's own processor. Safe to call from several threads.
 
-    `kinds` are those that the model takes. `problem` says why it takes none, if it could.
+    `kinds` are those that the model takes. `problem` says why it takes none, if it could. `placeholders` are the texts
+    that stand for media in a prompt.
     """
 
     def __init__(self, processor: Any, problem: str | None = None) -> None:
@@ -61,6 +62,8 @@ class MediaProcessor:
         self.problem = problem
         kinds: dict[MediaKind, Any] = {"image": getattr(processor, "image_processor", None), "audio": self._audio}
         self.kinds = frozenset(kind for kind, part in kinds.items() if part is not None)
+        self.placeholders = _placeholders(processor)
+        self._longest_s = _longest_s(processor, self._audio)
 
     @classmethod
     def load(cls, folder: Path, config: PreTrainedConfig) -> MediaProcessor:
@@ -83,8 +86,9 @@ class MediaProcessor:
         Raises `InvalidRequest` for what is no image, is damaged, or makes more than `MAX_PIXELS` pixels with the images
         `beside` it.
         """
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
 
+        formats = ", ".join(_IMAGE_FORMATS)
         try:
             with Image.open(io.BytesIO(content), formats=_IMAGE_FORMATS) as image:
                 # Read from the header: nothing is decoded yet.
@@ -94,47 +98,48 @@ class MediaProcessor:
                 return ImageOps.exif_transpose(image).convert("RGB")
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise _too_many_pixels(param) from error
-        except InvalidRequest:
+        except (InvalidRequest, MemoryError):
             raise
+        except UnidentifiedImageError as error:
+            # What it says names an object of Pillow's, and its address.
+            raise InvalidRequest(f"{param}: is no image that can be read ({formats})", param=param) from error
         except Exception as error:  # decoders of hostile files raise all sorts of errors
             raise InvalidRequest(
-                f"{param}: is no image that can be read ({', '.join(_IMAGE_FORMATS)}): {first_line(error)}", param=param
+                f"{param}: is no image that can be read ({formats}): {first_line(error)}", param=param
             ) from error
 
     def read_audio(self, content: bytes, *, param: str, beside: Sequence[Samples] = ()) -> Samples:
         """A WAV file as mono samples in [-1, 1] at the rate that the model wants, shape [samples].
 
-        Raises `InvalidRequest` for what is no PCM WAV file, or lasts more than `MAX_AUDIO_S` seconds with the sounds
-        `beside` it.
+        Raises `InvalidRequest` for what is no PCM WAV file, for less than `MIN_AUDIO_S`, for more than the model hears
+        of one sound, and for more than `MAX_AUDIO_S` seconds with the sounds `beside` it: all before it is decoded.
         """
         try:
-            with wave.open(io.BytesIO(content)) as file:
-                channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
-                frames = file.readframes(file.getnframes())
-        except (wave.Error, EOFError, ValueError) as error:
-            raise InvalidRequest(
-                f"{param}: is no WAV file with PCM samples: {first_line(error) or 'it is cut short'}", param=param
-            ) from error
-        if rate not in _SAMPLE_RATES:
-            raise InvalidRequest(
-                f"{param}: {rate} samples a second are out of range ({_SAMPLE_RATES[0]} to {_SAMPLE_RATES[-1]})",
-                param=param,
-            )
-        if width not in _SAMPLE_TYPES:
-            raise InvalidRequest(f"{param}: has {8 * width}-bit samples; 8, 16, 24 and 32 are read", param=param)
-        samples = _mono(frames, channels, width)
-        if not len(samples):
-            raise InvalidRequest(f"{param}: holds no sound", param=param)
+            sound = Wav.read(content)
+        except ValueError as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from error
         wanted = int(self._audio.sampling_rate)
-        if len(samples) / rate + sum(map(len, beside)) / wanted > MAX_AUDIO_S:
-            raise InvalidRequest(f"{param}: the request holds more than {MAX_AUDIO_S} s of sound", param=param)
-        return _resampled(samples, rate, wanted)
+        self._check_length(sound.seconds, sum(map(len, beside)) / wanted, param)
+        return sound.resampled(wanted)
+
+    def _check_length(self, seconds: float, seconds_beside: float, param: str) -> None:
+        if seconds < MIN_AUDIO_S:
+            problem = f"lasts {seconds:.3f} s, and a sound must last at least {MIN_AUDIO_S} s"
+        elif seconds > self._longest_s:
+            problem = f"lasts {seconds:.1f} s, and this model hears {self._longest_s:g} s of a sound; send it in parts"
+        elif seconds + seconds_beside > MAX_AUDIO_S:
+            problem = f"the request holds more than {MAX_AUDIO_S} s of sound"
+        else:
+            return
+        raise InvalidRequest(f"{param}: {problem}", param=param)
 
     def prepare(self, text: str, images: Sequence[Image], audio: Sequence[Samples]) -> MediaPrompt:
         """A rendered conversation and its media, in the order of their placeholders in the text, as the model's input.
 
-        Raises `InvalidRequest` where the processor refuses them.
+        Raises `InvalidRequest` where the processor refuses them, or makes more than `MAX_PREPARED_BYTES` of them.
         """
+        from diskprefix.kv.layout import is_out_of_memory
+
         bos = self._processor.tokenizer.bos_token
         options = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
         if audio:
@@ -149,13 +154,61 @@ class MediaProcessor:
                     **options,
                 )
         except Exception as error:  # as many ways to fail as there are processors
+            if is_out_of_memory(error):
+                raise
             raise InvalidRequest(
                 f"messages: the model's processor refuses them: {first_line(error)}",
                 param="messages",
                 code="unsupported_content",
             ) from error
         tensors = dict(encoded)
-        return MediaPrompt(as_token_ids(tensors.pop("input_ids")[0].numpy()), tensors)
+        token_ids = as_token_ids(tensors.pop("input_ids")[0].numpy())
+        if (num_bytes := prepared_bytes(tensors)) > MAX_PREPARED_BYTES:
+            raise InvalidRequest(
+                f"messages: prepared for the model, the images and sounds take {num_bytes >> 20} MiB, and those of a "
+                f"request may take {MAX_PREPARED_BYTES >> 20}; send fewer or smaller ones",
+                param="messages",
+            )
+        return MediaPrompt(token_ids, tensors)
+
+
+def prepared_bytes(tensors: Mapping[str, Any]) -> int:
+    """What the tensors of a `MediaPrompt` take, which may be in lists."""
+    return sum(map(_num_bytes, tensors.values()))
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, list | tuple):
+        return sum(map(_num_bytes, value))
+    return int(getattr(value, "nbytes", 0))
+
+
+def _placeholders(processor: Any) -> frozenset[str]:
+    """The special tokens that the processor, or its tokenizer for it, has beside those of every tokenizer."""
+    tokenizer = getattr(processor, "tokenizer", None)
+    named: dict[str, Any] = dict(getattr(tokenizer, "special_tokens_map", {}))
+    plain = {str(named.pop(name)) for name in _PLAIN_TOKENS if name in named}
+    of_processor: Iterable[tuple[str, Any]] = vars(processor).items() if processor is not None else ()
+    named |= {name: value for name, value in of_processor if name.endswith("_token")}
+    texts = {str(value) for value in named.values() if not isinstance(value, list)}
+    # Some name a line break, or another plain text, a token of theirs.
+    return frozenset(text for text in texts - plain if any(not (c.isalnum() or c.isspace()) for c in text))
+
+
+def _longest_s(processor: Any, extractor: Any) -> float:
+    """Seconds of a sound that the feature extractor keeps; those that follow it cuts off and says nothing."""
+    if extractor is None or not callable(extractor):
+        return float("inf")
+    parameters = inspect.signature(extractor).parameters
+    options = {name: parameters[name].default for name in ("truncation", "max_length") if name in parameters}
+    kwargs = getattr(processor, "valid_processor_kwargs", None)
+    # Where processors have their own options for it, in older and in newer versions of transformers.
+    options |= getattr(kwargs, "_defaults", {}).get("audio_kwargs", {})
+    options |= getattr(processor, "audio_kwargs", {})
+    num_samples = options.get("max_length") or getattr(extractor, "n_samples", None)
+    if options.get("truncation") is not True or not isinstance(num_samples, int):
+        return float("inf")
+    return num_samples / int(extractor.sampling_rate)
 
 
 def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
@@ -211,29 +264,4 @@ def _problem(error: Exception) -> str:
 def _too_many_pixels(param: str) -> InvalidRequest:
     return InvalidRequest(
         f"{param}: the images have more than {MAX_PIXELS // 1024**2} megapixels; send smaller ones", param=param
-    )
-
-
-def _mono(frames: bytes, channels: int, width: int) -> Samples:
-    """PCM frames as the mean of their channels in [-1, 1]."""
-    frames = frames[: len(frames) // (channels * width) * channels * width]
-    if width == 3:
-        # The low byte of four: the same sample, 256 times as large.
-        padded = np.zeros((len(frames) // 3, 4), np.uint8)
-        padded[:, 1:] = np.frombuffer(frames, np.uint8).reshape(-1, 3)
-        frames, width = padded.tobytes(), 4
-    samples = np.frombuffer(frames, np.dtype(_SAMPLE_TYPES[width])).reshape(-1, channels).mean(axis=1, dtype=np.float32)
-    # Samples of one byte are unsigned, all others signed.
-    scaled: Samples = samples / np.float32(2 ** (8 * width - 1)) - np.float32(width == 1)
-    return scaled
-
-
-def _resampled(samples: Samples, rate: int, wanted: int) -> Samples:
-    """The same sound at another rate: its spectrum, cut or filled up, and turned back."""
-    if rate == wanted:
-        return samples
-    num_samples = max(1, round(len(samples) * wanted / rate))
-    spectrum = np.fft.rfft(samples)
-    return (np.fft.irfft(spectrum[: num_samples // 2 + 1], num_samples) * (num_samples / len(samples))).astype(
-        np.float32
     )

@@ -8,9 +8,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from diskprefix.engine.media import prepared_bytes
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DiskPrefixError, NotReady, QueueFull, ShareFull
@@ -20,6 +21,9 @@ log = logging.getLogger("diskprefix")
 
 _SMOOTHING = 0.3
 """Weight of the newest request in the moving average that `Retry-After` is estimated from."""
+
+MAX_QUEUED_MEDIA_BYTES = 1 << 30
+"""What was made of images and sounds, of all requests that run or wait."""
 
 
 class Runs(Protocol):
@@ -49,6 +53,10 @@ class Ticket:
     @property
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
+
+    def forget_media(self) -> None:
+        """When the request is over: its client may go on reading for long, and would keep all of it in memory."""
+        self.request = replace(self.request, prompt=replace(self.request.prompt, media={}))
 
 
 class Scheduler:
@@ -80,6 +88,7 @@ class Scheduler:
         ticket = Ticket(request, emit)
         with self._changed:
             self._check_room(len(self._still_waiting()), self._max_queue)
+            self._check_media(request)
             self._waiting.append(ticket)
             self._changed.notify_all()
         return ticket
@@ -115,6 +124,16 @@ class Scheduler:
                 retry_after_s=self._retry_after_s(num_ahead),
             )
 
+    def _check_media(self, request: GenerateRequest) -> None:
+        tickets = [*self._waiting, *([self._current] if self._current else [])]
+        held = sum(prepared_bytes(ticket.request.prompt.media) for ticket in tickets)
+        num_bytes = prepared_bytes(request.prompt.media)
+        if num_bytes and held + num_bytes > MAX_QUEUED_MEDIA_BYTES:
+            raise QueueFull(
+                f"the images and sounds of waiting requests take {held >> 20} MiB already; try again later",
+                retry_after_s=self._retry_after_s(len(tickets)),
+            )
+
     def _retry_after_s(self, num_ahead: int) -> int:
         return max(1, math.ceil(self._mean_s * (num_ahead + 1)))
 
@@ -145,6 +164,7 @@ class Scheduler:
             started = time.perf_counter()
             self._run(ticket)
             self._mean_s += _SMOOTHING * (time.perf_counter() - started - self._mean_s)
+            ticket.forget_media()
             with self._changed:
                 self._current = None
                 self._changed.notify_all()

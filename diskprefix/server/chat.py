@@ -93,7 +93,6 @@ class PromptRenderer:
     ) -> None:
         self._tokenizer = tokenizer
         self._media = media
-        self._takes_parts_only = False
         self._max_positions = max_positions
         special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self._special = special | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
@@ -169,9 +168,14 @@ class PromptRenderer:
         """Whether the template takes lists of content parts only. Of a plain text it would render nothing."""
         if self._media is None or not self._tokenizer.chat_template:
             return False
-        plain = _Conversation([{"role": "user", "content": _PROBE_TEXT}], None, {})
-        parts = _Conversation([{"role": "user", "content": parts_for_template(_PROBE_TEXT)}], None, {})
-        return _PROBE_TEXT not in self._try_render(plain, True) and _PROBE_TEXT in self._try_render(parts, True)
+        return not self._passes_on(_PROBE_TEXT) and self._passes_on(parts_for_template(_PROBE_TEXT))
+
+    def _passes_on(self, content: str | list[JsonObject]) -> bool:
+        """Whether the template, given just this, writes the text in it."""
+        try:
+            return _PROBE_TEXT in self._apply(_Conversation([{"role": "user", "content": content}], None, {}), True)
+        except InvalidRequest:
+            return False
 
     def completion(self, body: CompletionRequest) -> Prompt:
         """The prompt of a completion request: text, or token ids.
@@ -289,10 +293,17 @@ class PromptRenderer:
             log.warning("a request offers tools, but the model's chat template ignores them (said once)")
 
     def _render(self, conversation: _Conversation, add_generation_prompt: bool) -> str:
+        """In the form of content that the template takes. Raises what `_apply` does."""
+        if self._takes_parts_only:
+            conversation = conversation._replace(messages=self._in_parts(conversation.messages))
+        return self._apply(conversation, add_generation_prompt)
+
+    def _apply(self, conversation: _Conversation, add_generation_prompt: bool) -> str:
+        """Raises `InvalidRequest` for what the template refuses."""
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    self._in_parts(conversation.messages) if self._takes_parts_only else conversation.messages,
+                    conversation.messages,
                     tools=conversation.tools,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,

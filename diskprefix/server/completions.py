@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from diskprefix.engine.request import DoneEvent, Event, GenerateRequest, Samplin
 from diskprefix.policy.boundary import Prompt
 from diskprefix.server.body import read_json
 from diskprefix.server.chat import PromptRenderer
+from diskprefix.server.content import holds_media
 from diskprefix.server.daemon import Daemon, Serving
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.forms import ChatForm, Collected, CompletionForm, Form
@@ -36,6 +37,14 @@ from diskprefix.server.streaming import ChunkWriter, EventStream, Json
 B = TypeVar("B", bound=SamplingBody)
 
 router = APIRouter(tags=["completions"])
+
+
+class _Output(NamedTuple):
+    """Who answers a request, and in which form."""
+
+    serving: Serving
+    stream: bool
+    include_usage: bool
 
 
 def _route(model: type[SamplingBody], whole: type[Any], chunk: type[Any]) -> dict[str, Any]:
@@ -92,6 +101,21 @@ async def _complete(
     params_of: Callable[[B, int], SamplingParams],
     render: Callable[[PromptRenderer, B], Prompt],
 ) -> Response:
+    generate, output = await _read(request, model, form, params_of, render)
+    return await _answer(request, generate, form, output)
+
+
+async def _read(
+    request: Request,
+    model: type[B],
+    form: Form,
+    params_of: Callable[[B, int], SamplingParams],
+    render: Callable[[PromptRenderer, B], Prompt],
+) -> tuple[GenerateRequest, _Output]:
+    """What the engine needs of a request, and how its answer is to look.
+
+    The body itself ends here: with images in it, it is too large to be kept while the reply is made.
+    """
     daemon: Daemon = request.app.state.daemon
     caller = record_of(request).caller.tenant
     with daemon.arriving(caller) as serving:
@@ -101,30 +125,32 @@ async def _complete(
         options = body.prefix_cache or PrefixCacheOptions()
         scope = options.applied_to(serving.scope)
         tenant = tenant_of(body, caller)
-        prompt = await asyncio.to_thread(render, serving.renderer, body)
+        has_media = isinstance(body, ChatRequest) and holds_media(body.messages)
+        prompt = await daemon.prepare(partial(render, serving.renderer, body), has_media=has_media)
     check_context(prompt, body, serving.engine.max_positions)
-    request_id = f"{form.id_prefix}{uuid.uuid4().hex}"
     generate = GenerateRequest(
-        id=request_id,
+        id=f"{form.id_prefix}{uuid.uuid4().hex}",
         prompt=prompt,
         sampling=sampling,
         scope=scope,
         tenant=tenant,
         reuse_generated=options.reuses_generated(daemon.settings.reuse_generated),
     )
-    return await _answer(request, daemon, serving, generate, form, body)
+    include_usage = bool(body.stream_options and body.stream_options.include_usage)
+    return generate, _Output(serving, bool(body.stream), include_usage)
 
 
-async def _answer(
-    request: Request, daemon: Daemon, serving: Serving, generate: GenerateRequest, form: Form, body: SamplingBody
-) -> Response:
+async def _answer(request: Request, generate: GenerateRequest, form: Form, output: _Output) -> Response:
+    daemon: Daemon = request.app.state.daemon
+    serving = output.serving
+
     def on_done(done: DoneEvent) -> None:
         record_of(request).done = done
         daemon.metrics.count_generation(done)
 
     envelope = {
         "id": generate.id,
-        "object": form.chunk_object if body.stream else form.whole_object,
+        "object": form.chunk_object if output.stream else form.whole_object,
         "created": int(time.time()),
         "model": serving.model_name,
         "system_fingerprint": serving.fingerprint,
@@ -133,9 +159,8 @@ async def _answer(
     try:
         # The first event decides between an HTTP error and a stream: a status cannot be taken back once it is sent.
         first = await generation.next()
-        if body.stream:
-            include_usage = bool(body.stream_options and body.stream_options.include_usage)
-            return EventStream(generation, first, ChunkWriter(envelope, form.part, include_usage), on_done)
+        if output.stream:
+            return EventStream(generation, first, ChunkWriter(envelope, form.part, output.include_usage), on_done)
         return await _whole(generation, first, envelope, form, generate.sampling.logprobs is not None, on_done)
     except BaseException:
         generation.close()

@@ -35,17 +35,33 @@ def read_media(messages: Sequence[Message], processor: MediaProcessor | None) ->
 
     Raises `InvalidRequest` that names the part which the model does not take, or which cannot be read.
     """
+    if not holds_media(messages):
+        return None
     media, num_parts = Media(), 0
     for i, message in enumerate(messages):
-        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if isinstance(part, TextPart):
-                continue
+        if isinstance(message.content, str):
+            _refuse_placeholders(message.content, processor, f"messages.{i}.content")
+            continue
+        for j, part in enumerate(message.content or ()):
             param = f"messages.{i}.content.{j}"
+            if isinstance(part, TextPart):
+                _refuse_placeholders(part.text, processor, f"{param}.text")
+                continue
             num_parts += 1
             if num_parts > _MOST_PARTS:
                 raise InvalidRequest(f"{param}: only {_MOST_PARTS} images and sounds fit in a request", param=param)
             _read_part(part, _require_taken(part, processor, param), param, media)
-    return media if num_parts else None
+    return media
+
+
+def holds_media(messages: Sequence[Message]) -> bool:
+    """Whether any of it is no text."""
+    return any(
+        not isinstance(part, TextPart)
+        for message in messages
+        if isinstance(message.content, list)
+        for part in message.content
+    )
 
 
 def parts_for_template(content: str | list[Any]) -> list[JsonObject]:
@@ -78,6 +94,18 @@ def _require_taken(
     elif isinstance(part, OtherPart) and "image" in kinds:
         reason += "; send its pages or frames as image_url parts"
     raise InvalidRequest(f"{param}: {reason} (got {part.type})", param=param, code=UNSUPPORTED)
+
+
+def _refuse_placeholders(text: str, processor: MediaProcessor | None, param: str) -> None:
+    """Beside media, the processor would take a placeholder that the client wrote for one of them."""
+    for placeholder in sorted(processor.placeholders) if processor is not None else ():
+        if placeholder in text:
+            raise InvalidRequest(
+                f"{param}: {placeholder} stands for an image or a sound in this model's prompts; beside real ones, "
+                "write it in another way",
+                param=param,
+                code=UNSUPPORTED,
+            )
 
 
 def _read_part(part: ImagePart | AudioPart | OtherPart, processor: MediaProcessor, param: str, media: Media) -> None:

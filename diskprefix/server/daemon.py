@@ -11,9 +11,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from diskprefix.errors import DiskPrefixError, ModelNotFound, NotReady
 from diskprefix.policy.scope import Scope, parse_scope
@@ -26,6 +27,8 @@ from diskprefix.tenant import Tenant
 if TYPE_CHECKING:
     from diskprefix.engine.generate import Engine
     from diskprefix.engine.scheduler import Scheduler
+
+T = TypeVar("T")
 
 log = logging.getLogger("diskprefix")
 
@@ -74,6 +77,8 @@ class Daemon:
         self._arriving: list[Tenant] = []
         """Whose requests are being read, one item for each."""
         self._thread: threading.Thread | None = None
+        self._media_thread = ThreadPoolExecutor(1, thread_name_prefix="media")
+        """Its thread starts with the first image or sound."""
 
     @property
     def status(self) -> Status:
@@ -115,6 +120,14 @@ class Daemon:
         finally:
             self._arriving.remove(caller)
 
+    async def prepare(self, work: Callable[[], T], *, has_media: bool) -> T:
+        """What `work` makes of a request, in a thread.
+
+        Images and sounds take seconds and hundreds of megabytes: they are prepared one request after the other, in a
+        thread of their own, and text does not wait for them.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._media_thread if has_media else None, work)
+
     def start_loading(self) -> None:
         """Starts the thread that loads; `on_ready` or `on_failure` is called on the running event loop."""
         loop = asyncio.get_running_loop()
@@ -130,6 +143,7 @@ class Daemon:
     async def close(self) -> None:
         """Drains without grace, then flushes and closes the cache."""
         await self.drain(0)
+        self._media_thread.shutdown(wait=False, cancel_futures=True)
         serving, self.serving = self.serving, None
         if serving is not None and not await asyncio.to_thread(serving.engine.close):
             log.warning("[disk-cache] not everything could be written in time; what was written is intact")

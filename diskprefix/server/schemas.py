@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -20,6 +21,7 @@ from pydantic import (
     WrapValidator,
     field_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.policy.scope import MAX_VALUE, WINDOW_PARAM, Scope, parse_scope, parse_window
@@ -150,10 +152,18 @@ class AudioPart(Body):
     input_audio: InputAudio
 
 
+def _known_type(kind: str) -> str:
+    if kind not in ("video_url", "file"):
+        raise PydanticCustomError("type", "Input should be text, image_url or input_audio")
+    return kind
+
+
 class OtherPart(Body):
     """What is known only to be refused by its name."""
 
-    type: Literal["video_url", "file"] = Field(description="`video_url` or `file`: not taken by any model here.")
+    type: Annotated[str, AfterValidator(_known_type), WithJsonSchema({"enum": ["video_url", "file"]})] = Field(
+        description="`video_url` or `file`: not taken by any model here."
+    )
 
 
 def _form_of(value: object) -> str | None:
@@ -167,9 +177,12 @@ def _string_or_list(expected: str) -> Discriminator:
 
 
 def _kind_of_part(value: object) -> str | None:
-    kinds = {"text": "~text", "image_url": "~image", "input_audio": "~audio", "video_url": "~other", "file": "~other"}
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return kinds.get(kind) if isinstance(kind, str) else None
+    """None for what is no object. An object of any other type is an `OtherPart`, which names the type at fault."""
+    kinds = {"text": "~text", "image_url": "~image", "input_audio": "~audio"}
+    if isinstance(value, dict):
+        kind = value.get("type")
+        return kinds.get(kind, "~other") if isinstance(kind, str) else "~other"
+    return kinds.get(value.type, "~other") if isinstance(value, Body) and hasattr(value, "type") else None
 
 
 ContentPart: TypeAlias = Annotated[

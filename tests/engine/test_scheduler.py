@@ -17,8 +17,9 @@ from diskprefix.tenant import SHARED, Tenant
 ALICE, BOB = Tenant.of_key("alice"), Tenant.of_key("bob")
 
 
-def request(name: str, tenant: Tenant = SHARED) -> GenerateRequest:
-    prompt, scope = Prompt(np.zeros(1, dtype=np.int32)), parse_scope("off", param="scope")
+def request(name: str, tenant: Tenant = SHARED, media_bytes: int = 0) -> GenerateRequest:
+    media = {"pixel_values": np.zeros(media_bytes, np.uint8)} if media_bytes else {}
+    prompt, scope = Prompt(np.zeros(1, dtype=np.int32), media=media), parse_scope("off", param="scope")
     return GenerateRequest(id=name, prompt=prompt, sampling=SamplingParams(), scope=scope, tenant=tenant)
 
 
@@ -103,6 +104,38 @@ def test_a_full_queue_refuses_with_a_hint(steps: Steps) -> None:
     steps.wait_until(lambda: len(steps.ended) == 3)
     assert steps.ended == ["running", "b", "d"]
     scheduler.stop(30)
+
+
+def test_what_waiting_requests_hold_of_images_is_limited(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diskprefix.engine.scheduler.MAX_QUEUED_MEDIA_BYTES", 100)
+    scheduler = Scheduler(steps, 8)
+    scheduler.start()
+    scheduler.submit(request("running", media_bytes=60), Events())
+    steps.wait_until(lambda: bool(steps.started))
+    waiting = scheduler.submit(request("waiting", media_bytes=40), Events())
+    scheduler.submit(request("text"), Events())
+    with pytest.raises(QueueFull, match="the images and sounds of waiting requests take") as refused:
+        scheduler.submit(request("more", media_bytes=1), Events())
+    assert refused.value.retry_after_s >= 1
+    waiting.cancel()
+    scheduler.submit(request("in its place", media_bytes=40), Events())
+    steps.go.set()
+    steps.wait_until(lambda: steps.ended == ["running", "text", "in its place"])
+    scheduler.stop(30)
+
+
+def test_the_images_of_a_request_that_is_over_are_let_go_of(steps: Steps) -> None:
+    """Its ticket lives on until its client has read all of the answer."""
+    scheduler = Scheduler(steps, 8)
+    scheduler.start()
+    tickets = [scheduler.submit(request(name, media_bytes=60), Events()) for name in "ab"]
+    tickets[1].cancel()
+    steps.go.set()
+    steps.wait_until(lambda: steps.ended == ["a"])
+    scheduler.submit(request("c"), Events())
+    steps.wait_until(lambda: steps.ended == ["a", "c"])
+    scheduler.stop(30)
+    assert not tickets[0].request.prompt.media
 
 
 def test_requests_that_are_still_being_read_are_counted_and_told(steps: Steps) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
 import wave
 from collections.abc import Callable
 from pathlib import Path
@@ -194,9 +195,15 @@ def image_bytes(
 
 
 def wav_bytes(
-    *, seconds: float = 0.5, rate: int = 16000, hertz: float = 440.0, width: int = 2, channels: int = 1
+    *,
+    seconds: float = 0.5,
+    rate: int = 16000,
+    hertz: float = 440.0,
+    width: int = 2,
+    channels: int = 1,
+    is_extensible: bool = False,
 ) -> bytes:
-    """A sine at half of the loudest, as a WAV file."""
+    """A sine at half of the loudest, as a WAV file; extensible: with the longer header of newer programs."""
     tone = np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate) / 2
     steps = np.round(tone * (2 ** (8 * width - 1) - 1)).astype(np.int64) + (128 if width == 1 else 0)
     frames = np.repeat(steps, channels).astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes()
@@ -206,7 +213,12 @@ def wav_bytes(
         sound.setsampwidth(width)
         sound.setframerate(rate)
         sound.writeframes(frames)
-    return file.getvalue()
+    content = file.getvalue()
+    if not is_extensible:
+        return content
+    pcm = bytes.fromhex("0100000000001000800000aa00389b71")
+    longer = struct.pack("<IH", 40, 0xFFFE) + content[22:36] + struct.pack("<HHI", 22, 8 * width, 0) + pcm
+    return b"RIFF" + struct.pack("<I", len(content) + 16) + b"WAVEfmt " + longer + content[36:]
 
 
 def image_part(content: bytes, kind: str = "png") -> dict[str, Any]:

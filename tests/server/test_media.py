@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import gc
 import logging
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,10 @@ import pytest
 import torch
 
 from diskprefix.engine import media as engine_media
+from diskprefix.engine import scheduler as engine_scheduler
+from diskprefix.engine.generate import Engine
 from diskprefix.server import content as server_content
+from diskprefix.server.schemas import ChatRequest, Message
 from tests.server.media_models import (
     PARTS_ONLY,
     VISION_MODELS,
@@ -337,7 +344,9 @@ def test_the_number_of_images_is_limited(llava: AppServer, monkeypatch: pytest.M
         (wav_bytes()[:30], "no WAV file"),
         (wav_bytes(seconds=0), "holds no sound"),
         (wav_bytes(rate=1000), "1000 samples a second are out of range"),
-        (wav_bytes(seconds=601, rate=4000, width=1), "more than 600 s of sound"),
+        (wav_bytes(seconds=31), "lasts 31.0 s, and this model hears 30 s of a sound; send it in parts"),
+        (wav_bytes(seconds=0.02), "lasts 0.020 s, and a sound must last at least 0.1 s"),
+        (wav_bytes()[:-2], "is cut short"),
     ],
 )
 def test_a_sound_that_cannot_be_read_is_a_400_with_its_param(listener: AppServer, content: bytes, words: str) -> None:
@@ -367,9 +376,102 @@ def test_placeholders_in_a_text_are_text_beside_no_image(llava: AppServer) -> No
     assert ask(llava, body("see <image> here"))["prefix_cache"]["miss_reason"] != "media"
 
 
-def test_placeholders_beside_too_few_images_are_a_400(llava: AppServer) -> None:
+def test_placeholders_beside_an_image_are_a_400_that_names_the_text(llava: AppServer) -> None:
     error = refusal(llava, IMAGE, text_part("and <image> here"))
+    assert (error["param"], error["code"]) == ("messages.0.content.1.text", "unsupported_content")
+    assert "<image> stands for an image" in error["message"]
+    earlier = [{"role": "system", "content": "An <image> follows."}, *body(IMAGE)["messages"]]
+    with llava.client() as client:
+        assert client.post(CHAT, json=body(messages=earlier)).json()["error"]["param"] == "messages.0.content"
+
+
+@pytest.mark.parametrize(("sent", "got"), [("refusal", '"refusal"'), ("thinking", '"thinking"'), (5, "5")])
+def test_a_part_of_an_unknown_type_is_a_400_that_names_the_type(llava: AppServer, sent: Any, got: str) -> None:
+    error = refusal(llava, text_part("see"), {"type": sent, str(sent): "x"})
+    assert error["param"] == "messages.0.content.1.type"
+    assert f"(got {got})" in error["message"]
+    assert refusal(llava, {"text": "x"})["param"] == "messages.0.content.0.type"
+
+
+def test_what_the_models_own_code_raises_over_an_image_is_a_400(
+    llava: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("shapes cannot be\nmultiplied")
+
+    assert llava.daemon.serving is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(llava.daemon.serving.engine.model.model, "get_image_features", fail)
+        error = refusal(llava, IMAGE)
     assert (error["param"], error["code"]) == ("messages", "unsupported_content")
+    assert error["message"].endswith("the model's own code fails over these images or sounds: shapes cannot be")
+    ask(llava, body(IMAGE))
+
+
+def test_images_beyond_what_may_wait_are_a_503_that_says_when_to_come_back(
+    llava: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_scheduler, "MAX_QUEUED_MEDIA_BYTES", 1000)
+    with llava.client() as client:
+        answer = client.post(CHAT, json=body(IMAGE))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
+    assert int(answer.headers["Retry-After"]) >= 1
+    ask(llava, body("text goes on"))
+
+
+def test_text_does_not_wait_for_images_that_are_prepared(llava: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More requests with images than the machine has threads to spare, and each of them stands still."""
+    assert llava.daemon.serving is not None
+    media = llava.daemon.serving.engine.media
+    assert media is not None
+    arrived, go_on, at_once, most = threading.Event(), threading.Event(), [0], [0]
+    prepare = media.prepare
+
+    def slow(*args: Any) -> Any:
+        at_once[0] += 1
+        most[0] = max(most[0], at_once[0])
+        arrived.set()
+        assert go_on.wait(30)
+        at_once[0] -= 1
+        return prepare(*args)
+
+    monkeypatch.setattr(media, "prepare", slow)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "run_in_executor", one_thread(asyncio.BaseEventLoop.run_in_executor))
+    with ThreadPoolExecutor(3) as clients:
+        waiting = [clients.submit(ask, llava, body(IMAGE)) for _ in range(3)]
+        try:
+            assert arrived.wait(30)
+            assert ask(llava, body("hello"))["usage"]["prompt_tokens"] > 0
+        finally:
+            go_on.set()
+        assert {reply.result()["prefix_cache"]["miss_reason"] for reply in waiting} == {"media"}
+    assert most == [1]
+
+
+def one_thread(run: Any) -> Any:
+    """The event loop's own threads, reduced to one."""
+    only = ThreadPoolExecutor(1)
+
+    def run_in_executor(self: Any, executor: Any, work: Any, *args: Any) -> Any:
+        return run(self, executor or only, work, *args)
+
+    return run_in_executor
+
+
+def test_the_body_of_a_request_is_gone_while_its_reply_is_made(
+    llava: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Any] = []
+    decode = Engine._decode
+
+    def look(self: Engine, *args: Any) -> None:
+        gc.collect()
+        held.extend(found for found in gc.get_objects() if type(found) in (ChatRequest, Message))
+        decode(self, *args)
+
+    monkeypatch.setattr(Engine, "_decode", look)
+    ask(llava, body(IMAGE, text_part("see")))
+    assert held == []
 
 
 def test_a_template_that_leaves_images_out_is_a_400(tmp_path: Path) -> None:

@@ -139,10 +139,11 @@ def test_a_wrong_field_is_named_by_its_path(fields: dict[str, Any], param: str) 
         ({"type": "image_url", "image_url": {"url": "data:", "detail": "some"}}, ".image_url.detail"),
         ({"type": "input_audio", "input_audio": {"data": "x"}}, ".input_audio.format"),
         ({"type": "input_audio", "input_audio": {"format": "wav"}}, ".input_audio.data"),
-        ({"type": "smell"}, ""),
-        ({"type": 5}, ""),
-        ({"type": ["text"]}, ""),
-        ({}, ""),
+        ({"type": "smell"}, ".type"),
+        ({"type": 5}, ".type"),
+        ({"type": ["text"]}, ".type"),
+        ({}, ".type"),
+        ("see", ""),
     ],
 )
 def test_a_wrong_content_part_is_named_by_its_path(part: dict[str, Any], param: str) -> None:
