@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import sys
 
 
@@ -26,10 +27,22 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
 
+    def interrupt(self) -> int:
+        """Ctrl-C, again until it ends: Python misses a signal that comes after a prompt and before the reading of the
+        answer. Answers its exit code."""
+        while True:
+            self.type("\x03")
+            while select.select([self._fd], [], [], 0.5)[0]:
+                if not self._read():
+                    return self._ended()
+
     def wait(self) -> int:
         """Until it ends. Answers its exit code."""
         while self._read():
             pass
+        return self._ended()
+
+    def _ended(self) -> int:
         os.close(self._fd)
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 

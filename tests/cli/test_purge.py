@@ -245,6 +245,5 @@ def test_at_a_terminal_it_asks(
 def test_ctrl_c_at_the_question_changes_nothing(run: Run, folder: Path, pubs: list[Publication]) -> None:
     terminal = Terminal("purge", "--all", "--kv-cache-dir", str(folder))
     terminal.wait_for(r"[y/N]")
-    terminal.type("\x03")
-    assert terminal.wait() == 130
+    assert terminal.interrupt() == 130
     assert len(entries_left(run, folder)) == len(pubs)
