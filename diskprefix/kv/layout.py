@@ -152,7 +152,7 @@ class Layout:
     states: tuple[StateGroup, ...] = ()
     cache_kind: CacheKind = "dynamic"
     cache_argument: CacheArgument = "past_key_values"
-    options: frozenset[str] = frozenset({"position_ids", "logits_to_keep"})
+    options: tuple[str, ...] = ("position_ids", "logits_to_keep")
     is_one_pass: bool = False
 
     def in_one_pass(self) -> Layout:

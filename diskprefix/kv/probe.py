@@ -65,7 +65,7 @@ _STEP = 4
 _VERDICTS = ("in steps", "one pass")
 _rehearsals = Memory("rehearsals", version=1)
 
-_OPTIONS = frozenset({"position_ids", "logits_to_keep"})
+_OPTIONS = ("position_ids", "logits_to_keep")
 
 _MOST_STATE_ERROR = 0.05
 _MOST_LOGITS_ERROR = 0.3
@@ -191,7 +191,7 @@ def _read_layout(model: PreTrainedModel) -> Layout:
         states=tuple(map(StateGroup, _by_form(states))),
         cache_kind=kind or "dynamic",
         cache_argument=argument,
-        options=_OPTIONS & inspect.signature(type(model).forward).parameters.keys(),
+        options=tuple(option for option in _OPTIONS if option in inspect.signature(type(model).forward).parameters),
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +216,22 @@ def test_a_rehearsal_is_remembered_for_the_numbers_it_was_made_with(
     assert forwards
     (tmp_path / "diskprefix" / "rehearsals.json").write_text("[]")
     assert probe_layout(model, identity="these weights").unsupported
+
+
+def test_a_layout_reads_the_same_in_every_process() -> None:
+    """What a rehearsal is remembered by: the order of a set would depend on the process's hash seed."""
+    code = (
+        "import torch; from diskprefix.kv.layout import Layout\n"
+        "print(Layout(layers=(), groups=(), vocab_size=1, logits_dtype=torch.float32))"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"PYTHONHASHSEED": str(seed)},
+        ).stdout
+        for seed in range(1, 5)
+    }
+    assert len(texts) == 1
