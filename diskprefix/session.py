@@ -40,6 +40,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.memory import available_bytes, kv_bytes
 from diskprefix.engine.prefill import prefill
@@ -53,7 +54,7 @@ from diskprefix.kv.probe import probe_layout
 from diskprefix.kv.weights import memory_bytes, memory_digest, stamp
 from diskprefix.policy.boundary import Prompt, raw_boundaries
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache import PrefixCache
+from diskprefix.prefix_cache.cache import PrefixCache
 from diskprefix.settings import Settings, parse_size
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, as_token_ids, floor_to_grid
@@ -128,7 +129,7 @@ class PrefixCacheSession:
         self.tokenizer = tokenizer
         self.settings = replace(settings or Settings(), **changes)
         self.report: CacheReport | None = None
-        self._scope = parse_scope(self.settings.disk_prefix_cache, param="scope")
+        self._options = CacheOptions(scope=parse_scope(self.settings.disk_prefix_cache, param="scope"))
         self._special_ids = _special_ids(tokenizer)
         self._refused = 0
         self._lent: ArenaCache | None = None
@@ -246,7 +247,15 @@ class PrefixCacheSession:
             identity = partial(fingerprint.identity, self.settings.block_size, LAYOUT_VERSION, layout.describe())
             self._arena = None if layout.unsupported else self._new_arena(layout)
             self._seen = self._look()
-            self._cache = PrefixCache(self.settings, store, layout, identity, _model_name(self.model), self._scope)
+            self._cache = PrefixCache(
+                self.settings,
+                store,
+                layout,
+                identity,
+                _model_name(self.model),
+                self._options.scope,
+                device=fingerprint.device,
+            )
         except BaseException:
             store.close()
             raise
@@ -298,7 +307,7 @@ class PrefixCacheSession:
 
     def _pass_by(self, prompt: Prompt) -> None:
         log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", self._reason)
-        self.report = self._cache.begin(prompt, self._scope).close()
+        self.report = self._cache.begin(prompt, self._options).close()
 
     @property
     def _reason(self) -> str:
@@ -309,7 +318,7 @@ class PrefixCacheSession:
 
         If it `goes_on`, they are not needed: None where all of it was restored.
         """
-        cached = self._cache.begin(prompt, self._scope, goes_on=goes_on)
+        cached = self._cache.begin(prompt, self._options, goes_on=goes_on)
         try:
             arena.truncate(0)
             arena.reserve(len(prompt.token_ids))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from diskprefix.errors import SettingsError
+from diskprefix.errors import DiskPrefixError, SettingsError
 
 MIN_BUDGET, MAX_BUDGET = 16 * 1024**2, 2**50
 OnCorruption: TypeAlias = Literal["quarantine", "refuse"]
@@ -21,13 +23,13 @@ OnCorruption: TypeAlias = Literal["quarantine", "refuse"]
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}b": n for u, n in _UNITS.items() if u not in ("", "b")}
 _UNITS |= {f"{u}ib": 1024**i for i, u in enumerate("kmgt", start=1)}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw]?)\s*", re.IGNORECASE)
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw]?)\s*", re.ASCII)
 
 
 def parse_size(text: str | int, *, param: str) -> int:
-    """`4GiB`, `500MB`, `1.5 GiB` or a plain number of bytes → bytes. Raises `SettingsError`."""
+    """`4GiB`, `500mb`, `1.5 GiB` or a plain number of bytes → bytes. Raises `SettingsError`."""
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     match = _SIZE.fullmatch(str(text))
@@ -35,17 +37,21 @@ def parse_size(text: str | int, *, param: str) -> int:
         raise SettingsError(
             f"{param}: {text!r} is not a size; write for example 4GiB, 500MB or 1073741824", param=param
         )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return int(Decimal(match[1]) * _UNITS[match[2].lower()])
 
 
 def parse_duration(text: str | float, *, param: str) -> float:
-    """`90s`, `15m`, `12h`, `7d`, `2w` or a plain number of seconds → seconds. Raises `SettingsError`."""
+    """`90s`, `15m`, `12h`, `7d`, `2w` or a plain number of seconds → seconds. Raises `SettingsError`.
+
+    The unit is in lower case, as `M` is read as months by many.
+    """
     match = _DURATION.fullmatch(str(text))
     if not match:
         raise SettingsError(
-            f"{param}: {text!r} is not a duration; write for example 90s, 15m, 12h, 7d or 2w", param=param
+            f"{param}: {text!r} is not a duration; write for example 90s, 15m, 12h, 7d or 2w, in lower case",
+            param=param,
         )
-    return float(match[1]) * _SECONDS[match[2].lower()]
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def format_size(num_bytes: float) -> str:
@@ -99,6 +105,10 @@ class Settings:
     kv_cache_interval: int = 10240
     kv_cache_cold_max: int = 10240
     kv_cache_write_buffer: int = 1024**3
+    kv_cache_gate: str = "auto"
+    """`auto` neither saves nor restores what computing would be faster for, by measured times; `off` always does."""
+    record: Path | None = None
+    """File to which each request's shape is appended, for `diskprefix simulate`; None records nothing."""
     fingerprint: str = "strict"
     served_model_name: str | None = None
     chat_template: Path | None = None
@@ -120,6 +130,7 @@ class Settings:
             ("fingerprint", ("strict", "portable")),
             ("dtype", DTYPES),
             ("kv_cache_codec", CODECS),
+            ("kv_cache_gate", GATES),
             ("kv_cache_on_corruption", get_args(OnCorruption)),
         ):
             if getattr(self, name) not in allowed:
@@ -135,6 +146,7 @@ class Settings:
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 CODECS = ("auto", "raw", "zstd", "planes")
+GATES = ("auto", "off")
 
 
 def flag_of(name: str) -> str:
@@ -165,25 +177,36 @@ def find_policy(name_or_path: str) -> Path:
     )
 
 
-def read_policy(path: Path) -> dict[str, Any]:
-    """The settings that a policy file holds, keyed by field name. Raises `SettingsError` naming file, line and key."""
+def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) -> dict[str, Any]:
+    """The settings that a policy file holds, keyed by field name. Raises `SettingsError` naming file, line and key.
+
+    `convert` takes the name of a field and its value as TOML has it, and gives the value to go on with. An error of its
+    own is said of that line.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text)
     except OSError as error:
         raise SettingsError(f"--policy: cannot read {path}: {error.strerror}", param="--policy") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"--policy: {path} is not valid TOML: {error}", param="--policy") from error
     settings: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
+        where = f"--policy: {path}:{_line_of(text, key)}"
         if name not in SETTING_NAMES:
-            raise SettingsError(f"--policy: {path}:{_line_of(text, key)}: unknown key {key!r}", param="--policy")
+            raise SettingsError(f"{where}: unknown key {key!r}", param="--policy")
+        if name in settings:
+            raise SettingsError(f"{where}: {key}: is there twice, with - and with _", param="--policy")
         is_fitting = isinstance(value, str | int | float) and isinstance(value, bool) == (name in _SWITCHES)
         if not is_fitting:
             expected = "true or false" if name in _SWITCHES else "a number or a text"
-            raise SettingsError(f"--policy: {path}:{_line_of(text, key)}: {key!r} must be {expected}", param="--policy")
-        settings[name] = value
+            raise SettingsError(f"{where}: {key}: must be {expected}", param="--policy")
+        try:
+            settings[name] = value if convert is None else convert(name, value)
+        except DiskPrefixError as error:
+            reason = error.message.removeprefix(f"{flag_of(name)}: ")
+            raise SettingsError(f"{where}: {key}: {reason}", param="--policy") from error
     return settings
 
 

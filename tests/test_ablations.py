@@ -16,8 +16,9 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layers import SlidingWindowLayer
 from diskprefix.kv.layout import Group
 from diskprefix.kv.probe import probe_layout
-from diskprefix.prefix_cache import CachedRequest, nodes
-from diskprefix.prefix_cache.restore import Restoration
+from diskprefix.prefix_cache import nodes
+from diskprefix.prefix_cache.matching import Matcher
+from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.store import snapshot
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import HASH_BYTES, TokenIds
@@ -145,12 +146,8 @@ def test_with_too_few_blocks_under_the_window_it_is_not(
 def test_without_the_last_token_there_is_nothing_to_compute_logits_from(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    restorable = Restoration._restorable
-    monkeypatch.setattr(
-        Restoration,
-        "_restorable",
-        lambda self, pending, snapshot, found: found.blocks or restorable(self, pending, snapshot, found),
-    )
+    restorable = Matcher.restorable
+    monkeypatch.setattr(Matcher, "restorable", lambda self, found: found.blocks or restorable(self, found))
     runner = runner_of(architecture, tmp_path)
     runner.run(PROMPT, "full")
     with pytest.raises(AssertionError, match="at least one token must be computed"):

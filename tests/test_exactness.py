@@ -19,7 +19,7 @@ from diskprefix.errors import ModelError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group
 from diskprefix.kv.probe import probe_layout
-from diskprefix.prefix_cache.restore import Restoration
+from diskprefix.prefix_cache.matching import Found, Matcher
 from diskprefix.store.schema import Kind as NodeKind
 from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot
@@ -184,12 +184,12 @@ def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt whose blocks are all stored is restored whole, though its next-token logits are not stored."""
-    restorable = Restoration._restorable
+    restorable = Matcher.restorable
 
-    def all_of_it(self: Restoration, pending: Any, snapshot: Any, found: Any) -> Any:
-        return found.blocks if found.tail is None else restorable(self, pending, snapshot, found)
+    def all_of_it(self: Matcher[Any], found: Found[Any]) -> list[Any]:
+        return found.blocks if found.tail is None else restorable(self, found)
 
-    monkeypatch.setattr(Restoration, "_restorable", all_of_it)
+    monkeypatch.setattr(Matcher, "restorable", all_of_it)
 
 
 def colliding_names(monkeypatch: pytest.MonkeyPatch) -> None:

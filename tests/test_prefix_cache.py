@@ -19,11 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache import CachedRequest, nodes
+from diskprefix.prefix_cache import nodes
+from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.store.listing import list_entries
 from diskprefix.store.purge import Selection, purge
 from diskprefix.store.schema import piece_key
@@ -33,6 +35,8 @@ from diskprefix.tokens import TokenIds, block_hash
 from tests.architectures import tiny_model
 from tests.store.building import chain
 from tests.tiny import BLOCK, DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
+
+FULL = CacheOptions(scope=parse_scope("full", param="scope"))
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -307,7 +311,7 @@ def test_a_hit_in_the_buffer_counts_once_the_prompt_is_stored(runner: Runner, mo
 
 
 def test_a_request_that_ends_before_it_was_looked_up_is_no_miss(runner: Runner) -> None:
-    runner.cache.begin(Prompt(random_prompt(32, 4 * BLOCK)), parse_scope("full", param="scope")).close()
+    runner.cache.begin(Prompt(random_prompt(32, 4 * BLOCK)), FULL).close()
     assert runner.cache.stats()["misses"] == {}
 
 
@@ -386,7 +390,7 @@ def test_saving_reads_the_prompt_while_the_reply_is_decoded(runner: Runner, monk
 
 
 def test_state_and_key_must_have_the_same_length(runner: Runner) -> None:
-    cached = runner.cache.begin(Prompt(random_prompt(24, 3 * BLOCK)), parse_scope("full", param="scope"))
+    cached = runner.cache.begin(Prompt(random_prompt(24, 3 * BLOCK)), FULL)
     runner.arena.reserve(3 * BLOCK)
     cached.restore(runner.arena)
     with pytest.raises(AssertionError, match="state length must equal key length"):
@@ -500,7 +504,7 @@ def test_what_a_restore_goes_on_from_stays_while_it_is_extended(tmp_path: Path) 
     runner.run(prompt, "full", boundaries=(4 * BLOCK,))
     runner.flush()
     branch = np.concatenate([prompt[: 6 * BLOCK], random_prompt(2, BLOCK)])
-    cached = runner.cache.begin(Prompt(branch), parse_scope("full", param="scope"))
+    cached = runner.cache.begin(Prompt(branch), FULL)
     runner.arena.truncate(0)
     runner.arena.reserve(len(branch))
     restored = cached.restore(runner.arena)

@@ -18,8 +18,9 @@ for _row in (
     "errors",
     "tokens settings cache_report tenant",
     "policy store kv",
+    "cache_options",
     "prefix_cache",
-    "engine",
+    "engine simulate",
     "server session",
 ):
     ROOMS_BELOW |= dict.fromkeys(_row.split(), frozenset(ROOMS_BELOW))
@@ -28,7 +29,8 @@ ROOMS_BELOW["__main__"] = frozenset({"cli"})
 ROOMS_BELOW["__init__"] = frozenset({"session"})
 
 ONLY_IMPORTERS = {"xxhash": {"tokens"}, "lmdb": {"store"}, "zstandard": {"store"}}
-WITHOUT_TORCH = {"errors", "settings", "tokens", "cache_report", "tenant", "policy", "store"}
+WITHOUT_TORCH = {"errors", "settings", "tokens", "cache_report", "cache_options", "tenant"}
+WITHOUT_TORCH |= {"policy", "store", "simulate"}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 
@@ -89,6 +91,11 @@ def test_a_module_imports_only_rooms_below_its_own(module: Path) -> None:
         ("server", "from .errors import reply", "server uses a relative import"),
         ("server", "from diskprefix.session import PrefixCacheSession", "server imports session"),
         ("session", "import diskprefix.server.chat", "session imports server"),
+        ("simulate", "from diskprefix.engine.request import Usage", "simulate imports engine"),
+        ("simulate", "import torch", "simulate imports torch"),
+        ("engine", "from diskprefix.simulate.trace import Trace", "engine imports simulate"),
+        ("prefix_cache", "from diskprefix.simulate.store import Rank", "prefix_cache imports simulate"),
+        ("policy", "from diskprefix.cache_options import CacheOptions", "policy imports cache_options"),
         ("__init__", "from diskprefix.engine.generate import Engine", "__init__ imports engine"),
     ],
 )
@@ -104,14 +111,33 @@ def test_the_checker_catches(room: str, source: str, violation: str) -> None:
         ("tokens", "import xxhash\nfrom diskprefix.errors import StoreCorrupt"),
         ("store", "import lmdb\nfrom diskprefix.store import schema"),
         ("kv", "import torch"),
+        ("simulate", "from diskprefix.prefix_cache.matching import Matcher"),
+        ("prefix_cache", "from diskprefix.cache_options import CacheOptions"),
     ],
 )
 def test_the_checker_allows(room: str, source: str) -> None:
     assert violations(room, source) == []
 
 
-@pytest.mark.parametrize("module", ["diskprefix", "diskprefix.cli", "diskprefix.cli.inspect"])
-def test_the_command_line_starts_without_torch(module: str) -> None:
+@pytest.mark.parametrize(
+    "module",
+    [
+        "diskprefix",
+        "diskprefix.cli",
+        "diskprefix.cli.inspect",
+        "diskprefix.cli.simulate",
+        "diskprefix.cli.warm",
+        "diskprefix.prefix_cache.matching",
+        "diskprefix.prefix_cache.nodes",
+        "diskprefix.prefix_cache.planning",
+        "diskprefix.prefix_cache.recording",
+        "diskprefix.prefix_cache.worth",
+        "diskprefix.simulate.formats",
+        "diskprefix.simulate.simulator",
+        "diskprefix.simulate.synthetic",
+    ],
+)
+def test_the_command_line_and_what_simulates_start_without_torch(module: str) -> None:
     code = f"import {module}, sys; print(*sorted({{'torch', 'transformers', 'uvicorn'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.split() == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.probe import probe_layout
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache import CachedRequest, PrefixCache
+from diskprefix.prefix_cache.cache import PrefixCache
+from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.settings import Settings
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -61,22 +63,33 @@ def tiny_settings(folder: Path, **changes: object) -> Settings:
 
 @dataclass
 class Answer:
-    """`logits` are the next-token logits at the prompt's end; `greedy` the tokens that follow."""
+    """`logits` are the next-token logits at the prompt's end; `greedy` the tokens that follow. `is_published`: the
+    prompt counts as a recent one now."""
 
     logits: torch.Tensor
     greedy: list[int]
     report: CacheReport
     num_forwards: int
+    is_published: bool
 
 
 class Runner:
     """A model with a prefix cache on a folder, as the engine holds them; `reopen` is a clean restart."""
 
-    def __init__(self, model: PreTrainedModel, settings: Settings, name: str = "tiny") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: Settings,
+        name: str = "tiny",
+        on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
+    ) -> None:
         self.model = model
         self.settings = settings
         self.name = name
         self.layout = probe_layout(model)
+        self.device = model.device.type
+        """What the gate takes for the device."""
+        self.on_history = on_history
         self.open()
 
     def identity(self, salt: str) -> str:
@@ -93,7 +106,16 @@ class Runner:
         )
         store.use_codec(self.settings.kv_cache_codec, 0)
         scope = parse_scope("full", param="scope")
-        self.cache = PrefixCache(self.settings, store, self.layout, self.identity, "tiny", scope)
+        self.cache = PrefixCache(
+            self.settings,
+            store,
+            self.layout,
+            self.identity,
+            "tiny",
+            scope,
+            on_history=self.on_history,
+            device=self.device,
+        )
         self.arena = KVArena(self.layout, self.model.device)
 
     def close(self) -> None:
@@ -126,11 +148,16 @@ class Runner:
         reply: int = 0,
         reuse_generated: bool = False,
     ) -> Answer:
+        """`run_prompt` with the options that most tests need."""
+        options = CacheOptions(scope=parse_scope(scope, param="scope"), reuse_generated=reuse_generated)
+        return self.run_prompt(Prompt(token_ids, boundaries), options, reply=reply)
+
+    def run_prompt(self, prompt: Prompt, options: CacheOptions, *, reply: int = 0) -> Answer:
         """The calls that `engine.generate` makes, in its order. `reply`: greedy tokens to generate; the last of them is
         not run through the model."""
-        prompt = Prompt(token_ids, boundaries)
+        token_ids = prompt.token_ids
         with torch.inference_mode():
-            cached = self.cache.begin(prompt, parse_scope(scope, param="scope"), reuse_generated=reuse_generated)
+            cached = self.cache.begin(prompt, options)
             self.arena.truncate(0)
             self.arena.reserve(len(token_ids))
             restored = cached.restore(self.arena)
@@ -149,7 +176,7 @@ class Runner:
             cached.publish(self.arena, logits, 0.0)
             greedy = self._decode(cached, logits, reply)
             cached.publish_reply(self.arena, np.concatenate([token_ids, as_token_ids(greedy[:-1])]))
-        return Answer(logits.cpu().clone(), greedy, cached.close(), num_forwards)
+        return Answer(logits.cpu().clone(), greedy, cached.close(), num_forwards, cached.is_published)
 
     def _decode(self, cached: CachedRequest, logits: torch.Tensor, count: int) -> list[int]:
         tokens = [int(logits.argmax())] if count else []

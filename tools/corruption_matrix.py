@@ -47,6 +47,7 @@ FLUSH_TIMEOUT_S = 30.0
 BUDGET_BYTES = 8 << 20
 NO_LIMIT = 1 << 30
 HOUR_S = 3600.0
+YEAR_S = 365 * 24 * HOUR_S
 OTHER_ROOT = b"o" * 16
 SMALL, LARGE = layout_of(60_000), layout_of(1_200_000)
 """Blocks of one piece, and of several."""
@@ -146,6 +147,8 @@ def build(folder: Path, prompts: list[Saved]) -> tuple[bytes, bytes]:
         clock.now += HOUR_S
         store.publish(publication(store, prompt(seed, 6 * BLOCK), layout=SMALL, root=b"c" * 16))
     older = b""
+    # So old that they are evicted before any of the prompts, whatever those weigh.
+    clock.now += YEAR_S
     for number, saved in enumerate(prompts):
         clock.now += HOUR_S
         store.use_codec(("raw", "zstd", "planes")[number % 3], 0)
@@ -248,7 +251,7 @@ def _look_around(store: Store, prompts: list[Saved]) -> None:
     try:
         with store.snapshot() as snapshot:
             for root in {saved.root for saved in prompts}:
-                for remembered in snapshot.recent_prompts(root, HISTORY_LIMIT):
+                for _, remembered in snapshot.recent_prompts(root, HISTORY_LIMIT):
                     if (root, remembered.tobytes()) not in known:
                         raise Failure("wrong bytes", "a prompt in the history was never sent")
             store.counts()

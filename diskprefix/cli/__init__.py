@@ -16,6 +16,8 @@ COMMANDS = {
     "serve": "diskprefix.cli.serve:serve",
     "models": "diskprefix.cli.models:models",
     "inspect": "diskprefix.cli.inspect:inspect",
+    "warm": "diskprefix.cli.warm:warm",
+    "simulate": "diskprefix.cli.simulate:simulate",
     "verify": "diskprefix.cli.verify:verify",
     "purge": "diskprefix.cli.purge:purge",
     "compact": "diskprefix.cli.compact:compact",
@@ -62,6 +64,7 @@ def cli() -> None:
       diskprefix serve --model ~/models/qwen    a folder, a hub id or a .gguf file
       diskprefix inspect                        what the cache holds
       diskprefix purge --older-than 7d          forget what was not used for a week
+      diskprefix simulate day.jsonl             what other settings would have done
     """
 
 

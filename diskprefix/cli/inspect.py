@@ -98,6 +98,7 @@ def _show_entry(info: EntryInfo, blocks: list[dict[str, Any]], as_json: bool) ->
         ("hits", str(info.hits)),
         ("created", _age(info.created_at)),
         ("last used", _age(info.last_used_at)),
+        ("kept for", _told_ttl(info)),
         ("scope", info.scope),
         ("tenant", info.tenant or "none"),
         ("preview", info.preview),
@@ -109,6 +110,12 @@ def _show_entry(info: EntryInfo, blocks: list[dict[str, Any]], as_json: bool) ->
         where = f"at token {end}" if block["kind"] == "checkpoint" else f"tokens {start}–{end}"
         generated = "  generated" if block["generated"] else ""
         click.echo(f"  {block['hash']}  {block['kind']:<10}  {where}{generated}")
+
+
+def _told_ttl(info: EntryInfo) -> str:
+    if info.ttl_s is None:
+        return "what --kv-cache-ttl says"
+    return f"{info.ttl_s:,} s after its last use" + (", or what --kv-cache-ttl says" if info.default_ttl else "")
 
 
 def _told_checkpoints(info: EntryInfo) -> str:

@@ -30,12 +30,9 @@ class GroupedOption(click.Option):
         self.group = group
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Names the variable or the policy file where the value came from there: the flag was not given."""
+        """Names the variable where the value came from there: the flag was not given."""
         source = ctx.get_parameter_source(self.name) if ctx and self.name else None
-        if source is ParameterSource.ENVIRONMENT:
-            return f"'{self.envvar}'"
-        hint = super().get_error_hint(ctx)
-        return f"{hint} (from the policy file)" if source is ParameterSource.DEFAULT_MAP else hint
+        return f"'{self.envvar}'" if source is ParameterSource.ENVIRONMENT else super().get_error_hint(ctx)
 
 
 class NonemptyOption(GroupedOption):
@@ -61,7 +58,7 @@ class GroupedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
                 groups.setdefault(getattr(parameter, "group", "Other"), []).append(record)
         for heading, records in groups.items():
@@ -75,19 +72,20 @@ def option(flag: str, *, group: str, help: str, **attributes: Any) -> Callable[[
     return click.option(flag, group=group, help=help, **attributes)
 
 
-def policy_option(group: str) -> Callable[[Decorated], Decorated]:
-    """`--policy`: what the file says becomes the defaults, so that variables and flags still override it."""
+def policy_option(group: str, convert: Callable[[str, Any], Any]) -> Callable[[Decorated], Decorated]:
+    """`--policy`: what the file says becomes the defaults, so that variables and flags still override it. `convert` as
+    `read_policy` takes it."""
 
     def apply(ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
         if value is not None:
-            ctx.default_map = {**(ctx.default_map or {}), **read_policy(find_policy(value))}
+            ctx.default_map = {**(ctx.default_map or {}), **read_policy(find_policy(value), convert)}
         return value
 
     return option(
         "--policy",
         group=group,
         metavar="NAME|FILE",
-        help="A preset (agent, chat), or a .toml file of settings; keys are the flags' names.",
+        help="A preset (agent, chat, rag, batch, shared-server) or a .toml file; keys are the flags' names.",
         is_eager=True,
         expose_value=False,
         callback=apply,

@@ -19,9 +19,10 @@ from diskprefix.cli.options import (
     size_option,
     switch_option,
 )
+from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import parse_scope
 from diskprefix.server.printable import escaped
-from diskprefix.settings import CODECS, DTYPES, OnCorruption, Settings, flag_of, parse_duration, parse_size
+from diskprefix.settings import CODECS, DTYPES, GATES, OnCorruption, Settings, flag_of, parse_duration, parse_size
 
 _MODEL, _SERVER, _CACHE, _TUNING = "Model", "Server", "Disk cache", "Disk cache, rarely needed"
 _SIZES = ("max_body_bytes", "kv_cache_budget", "kv_cache_min_free", "kv_cache_write_buffer")
@@ -142,7 +143,15 @@ Which wins: a flag over a variable, a variable over the policy file, the policy 
     default=_DEFAULTS.kv_cache_min_tokens,
     help="Shorter prefixes are not saved.",
 )
-@policy_option(_CACHE)
+@policy_option(_CACHE, lambda name, value: setting_of(name, value))
+@option(
+    "--record",
+    group=_CACHE,
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="nothing is recorded",
+    help="Append each request's shape (hashes and lengths, no text) to this file, for diskprefix simulate.",
+)
 @option(
     "--kv-cache-interval",
     group=_TUNING,
@@ -170,6 +179,14 @@ Which wins: a flag over a variable, a variable over the policy file, the policy 
     default=_DEFAULTS.kv_cache_codec,
     help="How state is stored, always without loss: raw is read fastest from memory, planes is smaller, zstd is the "
     "general one. auto measures disk and decoding when the store is new.",
+)
+@choice_option(
+    "--kv-cache-gate",
+    GATES,
+    group=_TUNING,
+    default=_DEFAULTS.kv_cache_gate,
+    help="auto neither saves nor restores where computing would be faster, by what this machine measured; off always "
+    "does.",
 )
 @choice_option(
     "--kv-cache-on-corruption",
@@ -215,10 +232,22 @@ def build_settings(flags: dict[str, Any]) -> Settings:
         values["kv_cache_ttl"] = parse_duration(values["kv_cache_ttl"], param="--kv-cache-ttl")
     if "disk_prefix_cache" in values:
         values["disk_prefix_cache"] = str(parse_scope(values["disk_prefix_cache"], param="--disk-prefix-cache"))
-    for name in ("kv_cache_dir", "chat_template", "api_keys"):
+    for name in ("kv_cache_dir", "chat_template", "api_keys", "record"):
         if name in values:
             values[name] = Path(values[name]).expanduser()
     return Settings(**values)
+
+
+def setting_of(name: str, value: object) -> Any:
+    """What a policy file says of the field `name`, as its flag would take it. Raises `DiskPrefixError`."""
+    flag = next(parameter for parameter in serve.params if parameter.name == name)
+    try:
+        converted = flag.process_value(click.Context(serve), str(value))
+    except click.BadParameter as error:
+        raise SettingsError(error.message.rstrip("."), param=flag_of(name)) from error
+    # Its range.
+    build_settings({name: converted})
+    return converted
 
 
 class _SafeFormatter(logging.Formatter):

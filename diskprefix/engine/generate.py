@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from diskprefix.cache_report import CacheReport
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.gguf import first_line
 from diskprefix.engine.loader import load_model
@@ -38,7 +39,9 @@ from diskprefix.kv.layout import LAYOUT_VERSION, Layout, is_out_of_memory
 from diskprefix.kv.probe import probe_layout
 from diskprefix.kv.uncached import TransformersState, forget_media
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache import CachedRequest, PrefixCache
+from diskprefix.prefix_cache.cache import PrefixCache
+from diskprefix.prefix_cache.recording import Recorder
+from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.settings import Settings
 from diskprefix.store.store import Store
 from diskprefix.tenant import SHARED
@@ -66,6 +69,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.media: MediaProcessor | None = None
         """What prepares images and sounds for a multimodal model."""
+        self.recorder: Recorder | None = None
         self.model_name = model_name
         self.cache = cache
         self.max_positions = _max_positions(model)
@@ -88,18 +92,39 @@ class Engine:
             min_free_bytes=settings.kv_cache_min_free,
         )
         cache: PrefixCache | None = None
+        recorder: Recorder | None = None
         try:
+            if settings.record is not None:
+                recorder = Recorder(
+                    settings.record,
+                    secret_of=lambda: store.secret,
+                    block_size=settings.block_size,
+                    min_tokens=settings.kv_cache_min_tokens,
+                    default_scope=scope,
+                )
             store.use_codec(settings.kv_cache_codec, available_bytes(torch.device("cpu")))
             loaded = load_model(settings, progress)
             started = time.perf_counter()
             fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
             layout = probe_layout(loaded.model, identity=str(fingerprint))
             identity = partial(fingerprint.identity, settings.block_size, LAYOUT_VERSION, layout.describe())
-            cache = PrefixCache(settings, store, layout, identity, loaded.name, scope)
+            on_history = recorder.know if recorder else None
+            if recorder is not None and not layout.unsupported:
+                recorder.weigh(
+                    bytes_per_token=layout.bytes_per_token,
+                    state_bytes=layout.state_bytes,
+                    logits_bytes=layout.logits_bytes,
+                )
+            cache = PrefixCache(
+                settings, store, layout, identity, loaded.name, scope, on_history, device=fingerprint.device
+            )
             engine = cls(loaded.model, loaded.tokenizer, loaded.name, layout, cache)
+            engine.recorder = recorder
             if isinstance(engine._state, KVArena):
                 cache.warm_up(engine._state)
         except BaseException as error:
+            if recorder is not None:
+                recorder.close()
             if cache is None:
                 store.close()
             else:
@@ -129,9 +154,7 @@ class Engine:
         """
         self._check_length(request)
         run = _Run(request, arrived_at, started=time.perf_counter())
-        cached = self.cache.begin(
-            request.prompt, request.scope, request.tenant, reuse_generated=request.reuse_generated
-        )
+        cached = self.cache.begin(request.prompt, request.cache)
         try:
             with torch.inference_mode(), self._state_for(request):
                 logits = self._prefill(run, cached, is_cancelled)
@@ -139,11 +162,32 @@ class Engine:
                     self._decode(run, choice, logits, emit, is_cancelled, cached if choice == 0 else None)
         finally:
             report = cached.close()
+            if self.recorder is not None:
+                self._record(self.recorder, run, cached, report)
         emit(DoneEvent(run.usage(report.restored), report, run.timings(cached)))
 
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Flush and close the cache; False when unsaved state was lost to the time limit."""
+        if self.recorder is not None:
+            self.recorder.close()
         return self.cache.close(timeout_s)
+
+    def _record(self, recorder: Recorder, run: _Run, cached: CachedRequest, report: CacheReport) -> None:
+        recorder.note(
+            run.request.prompt,
+            run.request.cache,
+            report,
+            root=cached.root,
+            when=time.time() - (time.perf_counter() - run.arrived_at),
+            output_tokens=run.num_generated,
+            prefill_ms=run.prefill_s * 1e3,
+            remembered=cached.is_published or self._is_computed_uncached(run),
+        )
+
+    def _is_computed_uncached(self, run: _Run) -> bool:
+        """Whether a prompt without media was computed by a model of which nothing can be published."""
+        is_supported = isinstance(self._state, KVArena)
+        return run.num_generated > 0 and not is_supported and not run.request.prompt.media
 
     def _arena(self, layout: Layout) -> KVArena:
         device = self.model.device

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
-_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken"]
+_HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_HUB_WEIGHTS = "*.safetensors"
 _HUB_PICKLED = ["pytorch_model*.bin"]
 _HUB_SUBFOLDERS = ["*/*"]
 
@@ -104,7 +105,19 @@ def load_model(settings: Settings, progress: Report) -> LoadedModel:
     )
 
 
-def _find(model: str | None, progress: Report) -> tuple[Path, str]:
+def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model, with its chat template, without its weights: of a hub id they are not even fetched.
+
+    What to name and what is raised is as of `load_model`. A .gguf file and the embedded model are converted on first
+    use, as they are there.
+    """
+    template = _read_template(chat_template)
+    folder, _ = _find(model, progress, with_weights=False)
+    quiet_transformers()
+    return _load_tokenizer(folder, template)
+
+
+def _find(model: str | None, progress: Report, *, with_weights: bool = True) -> tuple[Path, str]:
     """The folder that holds the model's files, and the model's name."""
     if model is None:
         return embedded_folder(progress), EMBEDDED.name
@@ -118,10 +131,10 @@ def _find(model: str | None, progress: Report) -> tuple[Path, str]:
         raise ModelError(f"--model: {model} is a file; give the folder that holds the model, or a .gguf file")
     if is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
         raise ModelError(f"--model: no such file or folder: {model!r}")
-    return _fetch_from_hub(model, progress), model
+    return _fetch_from_hub(model, progress, with_weights=with_weights), model
 
 
-def _fetch_from_hub(repo: str, progress: Report) -> Path:
+def _fetch_from_hub(repo: str, progress: Report, *, with_weights: bool) -> Path:
     """The snapshot of `repo`; fetched if the hub has a newer one than the hub's own cache, or from there if offline."""
     from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -132,8 +145,9 @@ def _fetch_from_hub(repo: str, progress: Report) -> Path:
     # httpx's root error, under whichever name the hub library imports it: it is not an OSError.
     network_error: type[Exception] = getattr(errors, "HTTPError", OSError)
     try:
-        folder = Path(snapshot_download(repo, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SUBFOLDERS))
-        if not any(folder.glob("*.safetensors")):
+        wanted = [*_HUB_FILES, _HUB_WEIGHTS] if with_weights else _HUB_FILES
+        folder = Path(snapshot_download(repo, allow_patterns=wanted, ignore_patterns=_HUB_SUBFOLDERS))
+        if with_weights and not any(folder.glob(_HUB_WEIGHTS)):
             snapshot_download(repo, allow_patterns=_HUB_PICKLED, ignore_patterns=_HUB_SUBFOLDERS)
     except errors.GatedRepoError as error:
         raise ModelError(

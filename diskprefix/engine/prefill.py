@@ -61,4 +61,13 @@ def prefill(
         logits = forward(model, state, ids[:, begin : begin + step])
         if isinstance(state, KVArena):
             after_step(state)
+    _wait_for(logits.device)
     return logits
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until what was launched has run: the time that it takes is measured, and the sampler waits for it anyway."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

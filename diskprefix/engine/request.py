@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.errors import DiskPrefixError
 from diskprefix.policy.boundary import Prompt
-from diskprefix.policy.scope import Scope
-from diskprefix.tenant import SHARED, Tenant
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -39,14 +38,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """`reuse_generated`: keep the state of the first choice's reply, and restore that of earlier replies."""
+    """`cache`: what it asks of the disk cache."""
 
     id: str
     prompt: Prompt
     sampling: SamplingParams
-    scope: Scope
-    tenant: Tenant = SHARED
-    reuse_generated: bool = False
+    cache: CacheOptions
 
 
 @dataclass(frozen=True)

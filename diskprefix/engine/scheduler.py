@@ -101,7 +101,7 @@ class Scheduler:
         """
         with self._changed:
             free = 0 if self._current else 1
-            ahead = [*(ticket.request.tenant for ticket in self._still_waiting()), *arriving]
+            ahead = [*(ticket.request.cache.tenant for ticket in self._still_waiting()), *arriving]
             self._check_room(len(ahead), self._max_queue + free)
             num_own = sum(tenant.ids[:1] == caller.ids for tenant in ahead)
             if caller != SHARED and num_own >= max(1, self._max_queue // 2) + free:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -284,11 +285,31 @@ def _copy_into(payload: Bytes, part: torch.Tensor) -> None:
         tensor_over(payload.data, part.dtype).view(part.shape).copy_(part)
 
 
+class _Staging(threading.local):
+    """Main memory on the way to another device, one piece of each thread: taken again for each, because to touch fresh
+    pages takes longer than to copy them; page-locked for CUDA, which else copies once more."""
+
+    memory: torch.Tensor | None = None
+
+    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """That many bytes, shape [num_bytes], uint8; good until the thread takes some again."""
+        if self.memory is None or len(self.memory) < num_bytes:
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+            if device.type == "cuda":
+                # Or memory is locked by way of the first GPU, which the model may have nothing to do with.
+                with torch.cuda.device(device):
+                    self.memory = self.memory.pin_memory()
+        return self.memory[:num_bytes]
+
+
+_staging = _Staging()
+
+
 def _write_through(write: Callable[[Bytes], None], part: torch.Tensor) -> None:
     """Have `write` fill a tensor of shape [rows, …] on another device, by way of main memory."""
-    staged = np.empty((len(part), part[0].numel() * part.dtype.itemsize), dtype=np.uint8)
-    write(staged)
-    part.copy_(tensor_over(staged.data.cast("B"), part.dtype).view(part.shape))
+    staged = _staging.take(part.numel() * part.dtype.itemsize, part.device)
+    write(staged.numpy().reshape(len(part), -1))
+    part.copy_(staged.view(part.dtype).view(part.shape))
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:

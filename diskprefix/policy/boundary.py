@@ -31,6 +31,15 @@ import numpy as np
 from diskprefix.tokens import TokenIds
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A position that the client wants kept, in tokens, and for how long after its last use, in seconds; None leaves
+    that to the daemon."""
+
+    position: int
+    ttl_s: float | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """A tokenised prompt and what is known of its structure.
@@ -38,7 +47,8 @@ class Prompt:
     `boundaries` are the safe cut positions in ascending order (each one past a marker that the template wrote); empty
     for text without markers, where every position is as good as another. `system_end` is the boundary that ends the
     system message and the tools, 0 if there is none. `text` is what a person reads in `inspect`. `media` holds
-    what the model is given beside the tokens, images for example: with it, equal tokens are not equal prompts.
+    what the model is given beside the tokens, images for example: with it, equal tokens are not equal prompts. `marks`
+    are the positions that the client marked, in ascending order.
     """
 
     token_ids: TokenIds
@@ -46,6 +56,7 @@ class Prompt:
     system_end: int = 0
     text: str = ""
     media: Mapping[str, Any] = field(default_factory=dict)
+    marks: tuple[Mark, ...] = ()
 
 
 class Offsets(Protocol):
@@ -133,7 +144,7 @@ def template_markers(special_texts: Collection[str], other_texts: Collection[str
 def _lasting(shorter: Sequence[dict[str, Any]], longer: Sequence[dict[str, Any]], write: Write) -> str:
     """What of the shorter conversation's prompt the longer one has too."""
     now, later = (write(messages, add_generation_prompt=True) for messages in (shorter, longer))
-    return now[: _common_chars(now, later)]
+    return now[: common_chars(now, later)]
 
 
 def _last(tokens: Collection[str], text: str) -> int:
@@ -200,7 +211,7 @@ def template_boundaries(
         return positions
     assert offsets is not None, "a neutral rendering can only be compared by character offsets"
     same_length = len(rendered) == len(neutral_rendered)
-    trusted_chars = len(rendered) if same_length else _common_chars(rendered, neutral_rendered)
+    trusted_chars = len(rendered) if same_length else common_chars(rendered, neutral_rendered)
     boundaries = []
     for position in positions:
         start, end = offsets[position - 1]
@@ -218,10 +229,10 @@ def system_end(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe
     lies there. A template that puts the system message inside the first user turn has none behind it: the answer is
     then the start of that turn.
     """
-    common_chars = _common_chars(rendered, probe_rendered)
+    agreed_chars = common_chars(rendered, probe_rendered)
     end = 0
     for position in boundaries:
-        if offsets[position - 1][1] > common_chars:
+        if offsets[position - 1][1] > agreed_chars:
             break
         end = position
     return end
@@ -235,7 +246,7 @@ def last_safe(prompt: Prompt, limit: int) -> int:
     return prompt.boundaries[index - 1] if index else 0
 
 
-def _common_chars(a: str, b: str) -> int:
+def common_chars(a: str, b: str) -> int:
     """How many leading characters `a` and `b` share. Halving compares slices, which is far faster than a loop."""
     low, high = 0, min(len(a), len(b))
     while low < high:

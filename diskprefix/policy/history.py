@@ -14,6 +14,7 @@ from diskprefix.tokens import TokenIds
 class History:
     """Recent prompts, newest last, at most `max_prompts` of them and `max_tokens` tokens together.
 
+    A prompt may belong to a group, which then is a window of its own; the bounds are over all groups.
     A prompt longer than `max_tokens` is remembered by its first `max_tokens` tokens: a common prefix that long is still
     found, and one long prompt does not leave the window empty. Not thread-safe: one thread adds and reads.
     """
@@ -21,18 +22,21 @@ class History:
     def __init__(self, max_prompts: int, max_tokens: int) -> None:
         self._max_prompts = max_prompts
         self._max_tokens = max_tokens
-        self._prompts: deque[TokenIds] = deque()
+        self._windows: dict[bytes, deque[TokenIds]] = {}
+        """The prompts of each group that has any; those without a group are under the empty name."""
+        self._groups: deque[bytes] = deque()
+        """The group of each prompt, in the order in which they were added."""
         self._num_tokens = 0
 
     @classmethod
-    def from_prompts(cls, prompts: Iterable[TokenIds], *, max_prompts: int, max_tokens: int) -> History:
-        """The window after `prompts` were added in their order, oldest first."""
+    def from_prompts(cls, prompts: Iterable[tuple[bytes, TokenIds]], *, max_prompts: int, max_tokens: int) -> History:
+        """The window after `prompts`, each behind its group, were added in their order, oldest first."""
         history = cls(max_prompts, max_tokens)
-        for token_ids in prompts:
-            history.add(token_ids)
+        for group, token_ids in prompts:
+            history.add(token_ids, group)
         return history
 
-    def add(self, token_ids: TokenIds) -> None:
+    def add(self, token_ids: TokenIds, group: bytes = b"") -> None:
         """Remember a copy of `token_ids`, shape (num_tokens,), int32, as the newest; forget the oldest over the bounds.
 
         A prompt without tokens says nothing about any other and is not remembered.
@@ -42,18 +46,28 @@ class History:
         if not len(prompt):
             return
         prompt.setflags(write=False)
-        self._prompts.append(prompt)
+        self._windows.setdefault(group, deque()).append(prompt)
+        self._groups.append(group)
         self._num_tokens += len(prompt)
-        while len(self._prompts) > self._max_prompts or self._num_tokens > self._max_tokens:
-            self._num_tokens -= len(self._prompts.popleft())
+        while len(self._groups) > self._max_prompts or self._num_tokens > self._max_tokens:
+            self._forget_the_oldest()
 
-    def recent(self, n: int) -> tuple[TokenIds, ...]:
-        """The `n` newest prompts, newest first; fewer if fewer are remembered. The arrays are read-only."""
-        return tuple(islice(reversed(self._prompts), max(n, 0)))
+    def recent(self, n: int, group: bytes = b"") -> tuple[TokenIds, ...]:
+        """The `n` newest prompts of a group, newest first; fewer if fewer are remembered. The arrays are read-only."""
+        return tuple(islice(reversed(self._windows.get(group, ())), max(n, 0)))
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all prompts, whatever their groups."""
         return self._num_tokens
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        """Prompts, whatever their groups."""
+        return len(self._groups)
+
+    def _forget_the_oldest(self) -> None:
+        group = self._groups.popleft()
+        window = self._windows[group]
+        self._num_tokens -= len(window.popleft())
+        if not window:
+            del self._windows[group]

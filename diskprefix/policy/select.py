@@ -1,38 +1,80 @@
-"""Scope + history + boundaries + kind of state → what of a prompt is kept."""
+"""Scope + history + boundaries + kind of state → what of a prompt is kept.
+
+`off`, `full` and `N` say it themselves, and so does a client that marks positions. `auto` infers it:
+
+*Where state can be cut anywhere*, keeping more costs only the blocks that are new, so what was seen twice is kept: up
+to the longest prefix that the prompt shares with one of the window, or whose blocks were seen before that, down to a
+safe boundary. Three things need no second sighting. A conversation that only grows will go on: all of it is kept, up to
+the last safe boundary. So is a prompt of a kind that often came again. And a system prompt that nobody
+has sent yet will be sent again, unless the window shows that nothing ever is.
+
+*Where state exists at checkpoints only*, each costs its own bytes, so the places are chosen that are expected to save
+most: each prompt of the window votes for the last safe boundary that it shares with this one, older ones together for
+the last that was seen before, and a prompt that will go on or come again votes for its own end. Of all sets of
+positions that one is taken whose
+
+    sum over its positions of (tokens since the position before) x (votes for it or for a later one)  -  price of each
+
+is largest. The first position before is where this prompt was restored to: what is stored already saves nothing more.
+The price is what a checkpoint weighs against the state of tokens, at most `min_tokens`: that much saved is worth
+keeping, so it says.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from diskprefix.policy.boundary import Prompt, last_safe
 from diskprefix.policy.scope import Scope
+from diskprefix.policy.sightings import BRANCHES, Sighting
 from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 
 Reason: TypeAlias = Literal[
     "off",
     "full",
     "tokens",
+    "marks",
+    "grows",
+    "likely",
+    "untried",
     "best_match",
+    "support",
     "system_guess",
+    "nothing_new",
     "no_history",
     "no_match",
     "no_boundary",
     "below_min_tokens",
     "one_pass",
+    "bypassed",
+    "read_only",
+    "gate",
 ]
-"""Why a selection is what it is. Stable words: they stand in log lines.
+"""Why a selection is what it is. Stable words: they stand in log lines and in responses.
 
-`off`, `full`, `tokens`: the scope says so. `best_match`: the longest prefix shared with a recent prompt, down to a safe
-boundary. `system_guess`: no recent prompts, so the end of the system message. Nothing is kept with the others:
-`no_history` no recent prompts and no system message to guess from, `no_match` not even the first token was seen before,
-`no_boundary` the shared prefix holds no safe boundary, `below_min_tokens` what would be kept is not worth keeping,
-`one_pass` the model's state is restorable at the end of a whole prompt only.
+`off`, `full`, `tokens`: the scope says so. `marks`: the client does. `grows`: the prompt continues an earlier one.
+`likely`: prompts like it come again. `untried`: too few like it came to know. `best_match`: the longest prefix shared
+with a recent prompt, or seen before, down to a safe boundary. `support`: the checkpoints that the window votes for.
+`system_guess`: no recent prompt has this system message.
+
+Nothing is kept with the others: `nothing_new` what would be kept is there already, `no_history` no recent prompts and
+no system message to guess from, `no_match` not even the first token was seen before, `no_boundary` the shared prefix
+holds no safe boundary, `below_min_tokens` what would be kept is not worth keeping, `one_pass` the model's state is
+restorable at the end of a whole prompt only, `bypassed` the cache is not used at all, `read_only` the request wants
+nothing saved, `gate` computing it again is faster than restoring it.
 """
 StateKind: TypeAlias = Literal["cuttable", "checkpoints", "one_pass"]
+
+_SHORT_END = 8
+"""What is rewritten of a conversation that goes on is at most one part in so many."""
+_UNKNOWN = Sighting()
+_SEEN_ENOUGH = 8
+"""So many recent prompts that share nothing with each other show that guessing does not pay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +84,12 @@ class Selection:
     `selected` is the policy's boundary; `aligned` the grid point at or below it, up to which whole blocks are kept.
     `keep_tail`: `selected` is the whole prompt, so its partial block and next-token logits are kept too and an exact
     repeat runs no forward; `aligned` may then be 0. `checkpoints` are the grid points, ascending, at which state that
-    cannot be cut is kept. `common` is the longest prefix shared with one of the `recent` prompts looked at. `window`
-    (the most prompts that would have been) and `safe` (the last safe boundary in `common`, or the guess) are 0 unless
-    the scope is auto.
+    cannot be cut is kept; `support` the votes of the window for each, where it was asked. `common` is the longest
+    prefix shared with one of the `recent` prompts looked at, `seen` the longest whose blocks were seen before. `window`
+    (the most prompts that would have been looked at) and `safe` (the last safe boundary in what was seen) are 0 unless
+    the scope is auto; `restored` (tokens that need not be computed) and `price` (of a checkpoint, in tokens) unless it
+    places checkpoints. `lost` is what this prompt lacks of the one that it shares most with, at that one's end, in
+    tokens; `continues`, `trials` and `again` are those of the `Sighting`.
     """
 
     scope: Scope
@@ -54,10 +99,27 @@ class Selection:
     aligned: int = 0
     keep_tail: bool = False
     checkpoints: tuple[int, ...] = ()
+    support: tuple[int, ...] = ()
     window: int = 0
     recent: int = 0
     common: int = 0
+    seen: int = 0
     safe: int = 0
+    restored: int = 0
+    price: int = 0
+    lost: int = 0
+    continues: bool = False
+    trials: int = 0
+    again: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Tokens that a later request can restore of what is kept."""
+        return self.prompt_tokens if self.keep_tail else self.aligned
+
+    def keeping_nothing(self, reason: Reason) -> Selection:
+        """The same prompt and window, but nothing is kept."""
+        return replace(self, reason=reason, selected=0, aligned=0, keep_tail=False, checkpoints=(), support=())
 
     @property
     def diverged_at(self) -> int | None:
@@ -78,9 +140,65 @@ class Selection:
             case "auto":
                 text = (
                     f"auto scope: window={self.window} recent={self.recent} safe={self.safe} selected={self.aligned}"
-                    f" common={self.common} reason={self.reason}"
+                    f" common={self.common} lost={self.lost} seen={self.seen} continues={str(self.continues).lower()}"
+                    f" again={self.again}/{self.trials} prompt={self.prompt_tokens} reason={self.reason}"
                 )
+        if self.checkpoints:
+            votes = self.support or (0,) * len(self.checkpoints)
+            listed = (f"{at}x{n}" if n else f"{at}" for at, n in zip(self.checkpoints, votes, strict=True))
+            text += f" checkpoints={','.join(listed)}"
+        if self.price:
+            text += f" restored={self.restored} price={self.price}"
         return f"[disk-cache] {text}"
+
+
+class _Choice(NamedTuple):
+    """A boundary, why, and for state at checkpoints only the positions below it with the votes for them."""
+
+    selected: int
+    reason: Reason
+    support: dict[int, int] | None = None
+    is_whole: bool = True
+    """Whether the prompt's end is kept too, where the boundary is that."""
+
+
+class _Window(NamedTuple):
+    """The recent prompts looked at, newest first, and what the prompt shares with each, in tokens. What is known of it
+    beyond them: how many of its tokens were `seen`, and the rest of the `sighting`."""
+
+    prompts: Sequence[TokenIds]
+    commons: list[int]
+    seen: int
+    sighting: Sighting
+
+    @classmethod
+    def of(cls, prompt: Prompt, recent: Sequence[TokenIds], seen: int, sighting: Sighting) -> _Window:
+        return cls(recent, [common_prefix_length(prompt.token_ids, earlier) for earlier in recent], seen, sighting)
+
+    @property
+    def common(self) -> int:
+        """The most that is shared with a prompt of the window."""
+        return max(self.commons, default=0)
+
+    @property
+    def known(self) -> int:
+        """The most that was seen before, in the window or not."""
+        return max(self.common, self.seen)
+
+    @property
+    def lost(self) -> int:
+        """Tokens at the end of the prompt that this one shares most with, which this one does not have; the fewest."""
+        lengths = (len(earlier) for earlier, n in zip(self.prompts, self.commons, strict=True) if n == self.common)
+        return min(lengths, default=self.common) - self.common
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the prompt is an earlier one, gone on. What others of the window begin with too, and leave where this
+        one leaves it, is no conversation but a beginning that they share."""
+        if self.sighting.continues:
+            return True
+        others = sum(n == self.common < len(earlier) for earlier, n in zip(self.prompts, self.commons, strict=True))
+        return self.common > 0 and not self.lost and others < BRANCHES
 
 
 def select(
@@ -93,33 +211,56 @@ def select(
     cold_max: int,
     interval: int,
     state: StateKind = "cuttable",
+    restored: int = 0,
+    checkpoint_tokens: int = 0,
+    sighting: Sighting = _UNKNOWN,
 ) -> Selection:
     """What of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same answer.
 
     `auto` looks at its window of `recent` only; the other scopes look at all of it, to say where the prompt leaves what
     was seen. Nothing is kept if it would be less than `min_tokens`. `state`: whether the state of every layer can be
     cut anywhere, or is restorable where a checkpoint was taken, or where a prompt ended that was computed in one pass.
-    `cold_max` and `interval` place the checkpoints.
+    `cold_max` and `interval` place the checkpoints of `full` and `N`; for those of `auto`, `restored` is how many
+    tokens need not be computed, and `checkpoint_tokens` what a checkpoint weighs, in tokens whose state weighs as much
+    (0: nothing). `sighting` is what is known of the prompt's blocks beyond the window.
     """
     num_tokens = len(prompt.token_ids)
     if scope.kind == "off":
         return Selection(scope=scope, prompt_tokens=num_tokens, reason="off")
     auto = scope.kind == "auto"
-    looked_at = recent[: scope.value] if auto else recent
-    common = longest_common_prefix(prompt.token_ids, looked_at)
-    selected, reason = _boundary(scope, prompt, bool(len(looked_at)), common)
+    seen = min(sighting.num_blocks * block_size, num_tokens)
+    window = _Window.of(prompt, recent[: scope.value] if auto else recent, seen, sighting)
+    least = max(min_tokens, 1)
 
-    aligned, keep_tail = floor_to_grid(selected, block_size), 0 < selected == num_tokens
-    if selected and (selected if keep_tail else aligned) < max(min_tokens, 1):
+    price = 0
+    prompt = _with_marks_that_count(prompt, block_size, least)
+    if auto and not prompt.marks:
+        if state == "checkpoints":
+            price = min(max(checkpoint_tokens, block_size), max(least, block_size))
+            choice = _by_support(prompt, window, block_size, least, restored, price)
+        else:
+            choice = _by_sighting(prompt, window, least)
+    else:
+        choice = _as_told(scope, prompt)
+
+    selected, reason = choice.selected, choice.reason
+    aligned = floor_to_grid(selected, block_size)
+    keep_tail = 0 < selected == num_tokens and choice.is_whole
+    if selected and (selected if keep_tail else aligned) < least:
         aligned, keep_tail, reason = 0, False, "below_min_tokens"
     if state == "one_pass" and aligned and not keep_tail:
         aligned, reason = 0, "one_pass"
-    checkpoints: tuple[int, ...] = ()
+    support: dict[int, int] = {}
     if state == "checkpoints" and (aligned or keep_tail):
-        positions = {aligned} | _continued(aligned, block_size, interval)
-        if scope.kind == "full":
-            positions |= _structural(prompt, block_size, cold_max)
-        checkpoints = tuple(sorted(p for p in positions if p >= max(min_tokens, 1)))
+        support = choice.support if choice.support is not None else {}
+        if choice.support is None:
+            positions = {aligned} | {floor_to_grid(mark.position, block_size) for mark in prompt.marks}
+            if scope.kind == "full" or reason == "tokens":
+                positions |= _continued(aligned, block_size, interval)
+            if scope.kind == "full":
+                positions |= _structural(prompt, block_size, cold_max)
+            support = dict.fromkeys(positions, 0)
+    checkpoints = tuple(sorted(position for position in support if least <= position <= aligned))
     return Selection(
         scope=scope,
         prompt_tokens=num_tokens,
@@ -128,37 +269,128 @@ def select(
         aligned=aligned,
         keep_tail=keep_tail,
         checkpoints=checkpoints,
+        support=tuple(support[position] for position in checkpoints) if choice.support is not None else (),
         window=scope.value if auto else 0,
-        recent=len(looked_at),
-        common=common,
-        safe=selected if auto else 0,
+        recent=len(window.prompts),
+        common=window.common,
+        seen=seen,
+        safe=last_safe(prompt, window.known) if auto else 0,
+        restored=restored if price else 0,
+        price=price,
+        lost=window.lost,
+        continues=sighting.continues,
+        trials=sighting.trials,
+        again=sighting.again,
     )
 
 
-def longest_common_prefix(token_ids: TokenIds, recent: Sequence[TokenIds]) -> int:
-    """The most leading tokens that `token_ids` shares with any one of `recent`; 0 if there are none."""
-    best = 0
-    for other in recent:
-        if best == len(token_ids):
-            break
-        # Only a prompt that agrees at the next position can share more; most are ruled out by this one token.
-        if best < len(other) and other[best] == token_ids[best]:
-            best = max(best, common_prefix_length(token_ids, other))
-    return best
+def _with_marks_that_count(prompt: Prompt, block_size: int, least: int) -> Prompt:
+    """Without the marks that too little stands before: they would have nothing kept."""
+    marks = tuple(mark for mark in prompt.marks if floor_to_grid(mark.position, block_size) >= least)
+    return prompt if len(marks) == len(prompt.marks) else replace(prompt, marks=marks)
 
 
-def _boundary(scope: Scope, prompt: Prompt, has_history: bool, common: int) -> tuple[int, Reason]:
+def _as_told(scope: Scope, prompt: Prompt) -> _Choice:
     num_tokens = len(prompt.token_ids)
     if scope.kind == "full":
-        return num_tokens, "full"
-    if scope.kind == "tokens":
-        return min(scope.value, num_tokens), "tokens"
-    if not has_history:
-        return prompt.system_end, "system_guess" if prompt.system_end else "no_history"
-    if not common:
-        return 0, "no_match"
-    safe = last_safe(prompt, common)
-    return safe, "best_match" if safe else "no_boundary"
+        return _Choice(num_tokens, "full")
+    if prompt.marks:
+        return _Choice(min(prompt.marks[-1].position, num_tokens), "marks")
+    return _Choice(min(scope.value, num_tokens), "tokens")
+
+
+def _by_sighting(prompt: Prompt, window: _Window, least: int) -> _Choice:
+    """What was seen twice, and what will be."""
+    expected = _expected(prompt, window)
+    if expected is not None and expected.selected > window.known:
+        return expected
+    if (guess := _system_guess(prompt, window, least)) is not None:
+        return guess
+    safe = last_safe(prompt, window.known)
+    return _Choice(safe, "best_match") if safe else _Choice(0, _why_nothing(window))
+
+
+def _by_support(prompt: Prompt, window: _Window, block_size: int, least: int, restored: int, price: int) -> _Choice:
+    """The positions after `restored` that are expected to save most, each worth its price in tokens."""
+    votes: Counter[int] = Counter()
+    for earlier, common in zip(window.prompts, window.commons, strict=True):
+        # What the prompt continues will not come again: this prompt stands for it.
+        if common < len(earlier):
+            votes[floor_to_grid(last_safe(prompt, common), block_size)] += 1
+    if window.seen > window.common:
+        votes[floor_to_grid(last_safe(prompt, window.seen), block_size)] += 1
+    reasons: dict[int, Reason] = {}
+    for expected in (_system_guess(prompt, window, least), _expected(prompt, window)):
+        if expected is not None:
+            aligned = floor_to_grid(expected.selected, block_size)
+            votes[aligned] += 1
+            reasons[aligned] = expected.reason
+    support = _best_positions({at: n for at, n in votes.items() if at > restored and at >= least}, restored, price)
+    if support:
+        last = max(support)
+        # Of an exact repeat the end counts too: nothing can go on from a checkpoint there without the logits.
+        return _Choice(last, reasons.get(last, "support"), support, is_whole=window.common == len(prompt.token_ids))
+    if max(votes, default=0) >= least:
+        return _Choice(0, "nothing_new", {})
+    return _Choice(0, "below_min_tokens" if any(votes) else _why_nothing(window), {})
+
+
+def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
+    """How much of the prompt is expected to come again, alone or with more behind it; None where nothing says so.
+
+    The end of a conversation may be rewritten each time (the beginning of a reply, a reminder that moves, a list of
+    open files): what the prompt that it shares most with lost there, it will lose too.
+    """
+    num_tokens, common = len(prompt.token_ids), window.common
+    if window.goes_on:
+        return _Choice(last_safe(prompt, num_tokens), "grows", is_whole=False)
+    # To share the system message, or less than what is lost, says nothing of the rest.
+    is_same = last_safe(prompt, common) > prompt.system_end and window.lost <= common
+    end = last_safe(prompt, max(num_tokens - window.lost, 0) if is_same else num_tokens)
+    if is_same and 0 < window.lost * _SHORT_END <= common + window.lost:
+        return _Choice(end, "grows", is_whole=False)
+    if window.sighting.is_likely_again:
+        return _Choice(end, "likely", is_whole=False)
+    return _Choice(end, "untried", is_whole=False) if window.sighting.is_untried else None
+
+
+def _system_guess(prompt: Prompt, window: _Window, least: int) -> _Choice | None:
+    """A system message that nobody has sent yet; None where there is none, or no two recent prompts have the same."""
+    if not prompt.system_end or window.known >= prompt.system_end:
+        return None
+    beginnings = [bytes(earlier[:least]) for earlier in window.prompts]
+    is_shared = len(set(beginnings)) < len(beginnings)
+    return _Choice(prompt.system_end, "system_guess") if is_shared or len(beginnings) < _SEEN_ENOUGH else None
+
+
+def _why_nothing(window: _Window) -> Reason:
+    if window.known:
+        return "no_boundary"
+    return "no_match" if window.prompts else "no_history"
+
+
+def _best_positions(votes: dict[int, int], start: int, price: int) -> dict[int, int]:
+    """Of the positions voted for, the set that saves most, with the votes that each gets in it; of equal sets a longer
+    one. By dynamic programming from the last position to the first, in O(n²) for n positions."""
+    positions = [start, *sorted(votes)]
+    num_votes = [0] * (len(positions) + 1)
+    """Votes for each position and those after it."""
+    # What the positions after this one save at most, if this one is taken, and the next one that is taken then.
+    saved: list[tuple[int, int]] = [(0, 0)] * len(positions)
+    for i in range(len(positions) - 1, -1, -1):
+        num_votes[i] = num_votes[i + 1] + votes.get(positions[i], 0)
+        options = [
+            (saved[j][0] + (positions[j] - positions[i]) * num_votes[j] - price, j)
+            for j in range(i + 1, len(positions))
+        ]
+        best = max(options, default=(-1, 0), key=lambda option: (option[0], -option[1]))
+        saved[i] = best if best[0] >= 0 else (0, 0)
+    taken: dict[int, int] = {}
+    number = saved[0][1]
+    while number:
+        taken[positions[number]] = num_votes[number]
+        number = saved[number][1]
+    return taken
 
 
 def _continued(end: int, block_size: int, interval: int) -> set[int]:
@@ -168,7 +400,8 @@ def _continued(end: int, block_size: int, interval: int) -> set[int]:
 
 
 def _structural(prompt: Prompt, block_size: int, cold_max: int) -> set[int]:
-    """Cold (a boundary that other conversations share) and the last boundary (what the next turn keeps of this one)."""
+    """The end of the system message and a cold boundary, which other conversations share, and the last boundary, which
+    is what the next turn keeps of this one."""
     num_tokens = len(prompt.token_ids)
-    boundaries = last_safe(prompt, min(cold_max, num_tokens)), last_safe(prompt, num_tokens)
+    boundaries = prompt.system_end, last_safe(prompt, min(cold_max, num_tokens)), last_safe(prompt, num_tokens)
     return {floor_to_grid(position, block_size) for position in boundaries}

@@ -3,10 +3,10 @@
 A `PrefixCache` serves one model from one store. Each request takes a `CachedRequest` through these steps, all called
 on the engine thread:
 
-    cached = cache.begin(prompt, scope)        what to save is selected
-    restored = cached.restore(arena)           the longest stored prefix is found, verified and copied into the arena
-    cached.publish(arena, logits)              after the first token: what the policy wants is captured and published
-    report = cached.close()                    however the request ended
+    cached = cache.begin(prompt, options)         waits until the arena is free
+    restored = cached.restore(arena)              the longest stored prefix is copied into it; what to save is selected
+    cached.publish(arena, logits, prefill_s)      after the first token: what the policy wants is captured and published
+    report = cached.close()                       however the request ended
 
 Capturing copies the prompt's blocks out of the arena on a thread of its own while the reply is decoded: decoding only
 writes behind the prompt, and `begin` waits for the capture before the arena is used again. So saving costs nothing
@@ -17,9 +17,3 @@ one. The exception is the end of a prompt: its partial block and next-token logi
 runs no forward at all. If anything goes wrong in here the request goes on without the cache: `CachedRequest` is
 the one place that turns cache errors into misses.
 """
-
-from diskprefix.prefix_cache.cache import PrefixCache
-from diskprefix.prefix_cache.request import CachedRequest
-from diskprefix.prefix_cache.restore import Restored
-
-__all__ = ["CachedRequest", "PrefixCache", "Restored"]

@@ -6,19 +6,23 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import MAX_VALUE, Scope
+from diskprefix.policy.sightings import Sightings
+from diskprefix.prefix_cache.nodes import PromptNodes
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prefix_cache.restore import READER_THREADS
+from diskprefix.prefix_cache.worth import Use, Worth
 from diskprefix.settings import Settings
 from diskprefix.store.codec import decode_piece, encode_piece
 from diskprefix.store.pieces import PayloadLayout
@@ -38,18 +42,21 @@ read from the store when they come back."""
 
 @dataclass(frozen=True, eq=False)
 class Realm:
-    """What one tenant sees of the cache: a root of its own, and the recent prompts under it."""
+    """What one tenant sees of the cache: a root of its own, the recent prompts under it, and what was seen before."""
 
     root: bytes
     record: RootRecord
     history: History
+    sightings: Sightings
 
 
 class PrefixCache:
     """The prefix cache of one model. `begin` is for the engine thread; `stats` may be called from any thread.
 
     `identity` gives the canonical text that identifies the model's numbers for a tenant (`kv.fingerprint`): its hash is
-    the root of all that the tenant stores.
+    the root of all that the tenant stores. `device` names what computes them, as precisely as its speed is to be told
+    from others'. `on_history` is told of a root's recent prompts, oldest first, when they are
+    read from the store.
     """
 
     def __init__(
@@ -60,6 +67,9 @@ class PrefixCache:
         identity: Callable[[str], str],
         model_name: str,
         default_scope: Scope,
+        on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
+        *,
+        device: str,
     ) -> None:
         self.settings = settings
         self.store = store
@@ -69,6 +79,7 @@ class PrefixCache:
         self.writer = Writer(store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl)
         self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
         self._identity = identity
+        self._on_history = on_history
         self._model_name = model_name
         self._realms: OrderedDict[Tenant, Realm] = OrderedDict()
         self._purged_at: bytes | None = None
@@ -78,7 +89,9 @@ class PrefixCache:
         self._capturing: list[Future[None]] = []
         self.counters: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
-        self.realm(SHARED)
+        root = self.realm(SHARED).root
+        key = f"{root.hex()} {device} {store.store_id.hex()}"
+        self.worth = Worth(settings.kv_cache_gate, layout.loaded_bytes, key=key)
 
     def realm(self, tenant: Tenant) -> Realm:
         """The tenant's part of the cache, its recent prompts read from the store if they are not in memory."""
@@ -115,14 +128,21 @@ class PrefixCache:
             identity=identity,
             tenant=str(tenant),
         )
-        prompts: list[TokenIds] = []
+        prompts: list[tuple[bytes, TokenIds]] = []
         try:
             with self.store.snapshot() as snapshot:
                 prompts = snapshot.recent_prompts(root, MAX_VALUE)
         except CacheError as error:
             log.warning("[disk-cache] the recent prompts cannot be read: %s", error)
+        if self._on_history is not None:
+            self._on_history(root, (token_ids for _, token_ids in prompts))
         history = History.from_prompts(prompts, max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
-        return Realm(root, record, history)
+        sightings = Sightings(is_trusting=tenant == SHARED)
+        secret, block_size = self.store.secret, self.settings.block_size
+        for _, token_ids in prompts:
+            names = PromptNodes(secret, root, token_ids, block_size, self.payload_layout).block_names()
+            sightings.add(token_ids, names, block_size)
+        return Realm(root, record, history, sightings)
 
     def warm_up(self, arena: KVArena) -> None:
         """Start the reading threads and take their way once, so that the first restore is as fast as any other.
@@ -149,19 +169,21 @@ class PrefixCache:
     def begin(
         self,
         prompt: Prompt,
-        scope: Scope,
-        tenant: Tenant = SHARED,
+        options: CacheOptions,
         *,
-        reuse_generated: bool = False,
         goes_on: bool = False,
     ) -> CachedRequest:
-        """Select what to save of `prompt`, and start a request. Waits until the arena is free to be overwritten.
+        """Start a request. Waits until the arena is free to be overwritten.
 
-        `reuse_generated`: blocks that decoding completes are kept, and restored, though they are not exact. `goes_on`:
-        the prompt ends at a grid point and is only a beginning, so its next-token logits are neither needed nor kept.
+        `goes_on`: the prompt ends at a grid point and is only a beginning, so its next-token logits are neither needed
+        nor kept.
         """
         self.settle()
-        return CachedRequest(self, self.realm(tenant), prompt, scope, reuse_generated=reuse_generated, goes_on=goes_on)
+        return CachedRequest(self, self.realm(options.tenant), prompt, options, goes_on=goes_on)
+
+    def is_worth(self, num_tokens: int, *, use: Use) -> bool:
+        """Whether so many tokens are faster restored than computed, by what was measured."""
+        return self.worth.allows(num_tokens, use)
 
     def start_capture(self, copy: Callable[[], None]) -> None:
         """Run `copy`, which reads the arena, beside the engine thread, after those that were started before it."""
@@ -197,6 +219,7 @@ class PrefixCache:
             "codec_reason": self.store.codec_reason,
             "pending_bytes": self.writer.pending_bytes,
             "bytes_per_token": self.layout.bytes_per_token,
+            "state_bytes": self.layout.state_bytes,
             "hits": self.counters["hits"],
             "misses": dict(self.misses),
             "restored_tokens": self.counters["restored_tokens"],
@@ -208,12 +231,14 @@ class PrefixCache:
             "expired_blocks": self.writer.expired,
             "quarantined": self.writer.quarantined,
             "errors": self.counters["errors"],
+            "gate": self.worth.as_dict(),
         }
 
     def close(self, timeout_s: float) -> bool:
         """Flush the writer and close the store; False when time ran out before everything was saved."""
         self.settle()
         self._capturer.shutdown()
+        self.worth.remember()
         flushed = self.writer.close(timeout_s)
         self.readers.shutdown()
         if not self.writer.is_alive:

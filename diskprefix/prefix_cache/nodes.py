@@ -36,6 +36,7 @@ class PromptNodes:
         self.layout = layout
         self._secret = secret
         self._bytes = token_ids.tobytes()
+        self._names: list[bytes] | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -45,6 +46,15 @@ class PromptNodes:
     def block(self, parent: bytes, index: int, *, generated: bool = False) -> Node:
         """The full block number `index`, which continues `parent`."""
         return self._node(parent, index * self.block_size, (index + 1) * self.block_size, Kind.BLOCK, generated)
+
+    def block_names(self) -> list[bytes]:
+        """The names of all full blocks, as a prefill from position 0 makes them."""
+        if self._names is None:
+            names: list[bytes] = []
+            for index in range(self.num_blocks):
+                names.append(self.block(names[-1] if names else self.root, index).name)
+            self._names = names
+        return self._names
 
     def checkpoint(self, block: Node) -> Node:
         """The states at the end of a block."""

@@ -7,13 +7,14 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport, MissReason, Saved
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
@@ -21,7 +22,9 @@ from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
 from diskprefix.policy.select import Selection, select
+from diskprefix.policy.sightings import Sighting
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes, ttl_at
 from diskprefix.prefix_cache.restore import Restoration, Restored
 from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import EntryRecord, Kind
@@ -34,16 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What is still to be stored, parents first; the node that the entry ends with, None if there is to be none; and
-    the entry's length in tokens."""
-
-    nodes: tuple[Node, ...] = ()
-    tip: bytes | None = None
-    num_tokens: int = 0
-
-
 class CachedRequest:
     """One request's way through the cache. Call `close` when the request ends, however it ends."""
 
@@ -52,16 +45,14 @@ class CachedRequest:
         cache: PrefixCache,
         realm: Realm,
         prompt: Prompt,
-        scope: Scope,
+        options: CacheOptions,
         *,
-        reuse_generated: bool = False,
         goes_on: bool = False,
     ) -> None:
         self._cache = cache
         self._realm = realm
         self._prompt = prompt
-        self._scope = scope
-        self._reuse_generated = reuse_generated
+        self._options = options
         self._goes_on = goes_on
         names = cache.store.names
         self._store_id = names.store_id
@@ -70,20 +61,25 @@ class CachedRequest:
         self._bypass: MissReason | None = None
         if prompt.media:
             self._bypass = "media"
-        elif cache.layout.unsupported or scope.kind == "off":
+        elif cache.layout.unsupported or options.scope.kind == "off":
             self._bypass = "unsupported" if cache.layout.unsupported else "off"
-        self.selection = self._select()
+        self.selection = Selection(scope=Scope("off"), prompt_tokens=len(prompt.token_ids), reason="bypassed")
+        """What is kept; known once `restore` was called."""
+        self.is_published = False
+        """Whether the prompt was computed to its end and could be kept, were there a scope and a store for it."""
         self._restored = Restored()
+        self._progress = Progress()
         self._states: dict[int, memoryview] = {}
         """Copies of the states by the position that they were taken at, for checkpoints."""
         self._token_s = 0.0
-        self._submitted: set[bytes] = set()
-        """Names of the nodes that were handed to the writer."""
-        self._restorable = 0
-        """The last position that a later request could go on from, of those that are stored or handed to the writer."""
         self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
         self._pinned: list[bytes] = []
+
+    @property
+    def root(self) -> bytes:
+        """What the prompt's state is stored under."""
+        return self._realm.root
 
     @property
     def restored(self) -> Restored:
@@ -91,14 +87,26 @@ class CachedRequest:
         return self._restored
 
     def restore(self, arena: KVArena) -> Restored:
-        """Copy the longest restorable prefix into the arena, which has room for the prompt; of a miss, nothing."""
+        """Copy the longest restorable prefix into the arena, which has room for the prompt; of a miss, nothing. Then
+        select what to save."""
         arena.truncate(0)
         if self._bypass is None:
             with self._guarded("nothing is restored"):
                 self._restored = self._try_restore(arena)
-            self._restorable = self._restored.num_tokens
             arena.truncate(self._restored.num_tokens)
-        return self._restored
+        restored = self._restored
+        self._progress = Progress(
+            blocks=restored.blocks,
+            tip=restored.tip,
+            restored=restored.num_tokens,
+            exact=restored.exact,
+            has_tail=restored.logits is not None,
+            restorable=restored.num_tokens,
+        )
+        self.selection = self._select()
+        if self._bypass is None and restored.tip is None and self._miss_reason is None:
+            self._miss_reason = self._explain_miss(restored)
+        return restored
 
     def after_step(self, arena: KVArena) -> None:
         """Take a checkpoint if one is wanted where the prefill has come to: its next step overwrites the states."""
@@ -113,6 +121,7 @@ class CachedRequest:
         on, and was restored); `prefill_s` is how long computing what was not restored took, in seconds. Until the next
         `begin` the arena may grow but must not be changed before the prompt's end.
         """
+        self.is_published = not self._prompt.media
         if self._bypass is not None:
             return
         assert arena.num_tokens == len(self._prompt.token_ids), "state length must equal key length"
@@ -125,11 +134,16 @@ class CachedRequest:
     def _publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> Saved:
         computed = len(self._prompt.token_ids) - self._restored.num_tokens
         self._token_s = prefill_s / computed if computed else 0.0
-        wanted = self._plan()
+        if computed:
+            self._cache.worth.note_prefill(computed, prefill_s)
+        wanted = self._planner().plan(self.selection, self._states)
         plan = self._fit(wanted)
         publication = self._publication(plan, prompt=self._remembered())
         if publication.tip is not None or publication.prompt is not None or plan.nodes:
             self._submit(arena, logits, plan, publication)
+        if self._options.save:
+            for name, ttl_s in marked_nodes(self._nodes, self._prompt.marks, self._options.ttl_s):
+                self._cache.writer.touch(name, time.time(), ttl_s, hits=0)
         if plan.nodes:
             return "queued"
         return "dropped" if wanted.nodes else "stored" if wanted.tip is not None else "none"
@@ -160,8 +174,8 @@ class CachedRequest:
             return
         self._nodes = nodes
         with self._guarded("the reply is not saved"):
-            missing, _ = self._missing(nodes.num_blocks)
-            plan = self._fit(_Plan(missing, missing[-1].name, missing[-1].end))
+            missing, _ = self._planner().missing(nodes.num_blocks, self._states)
+            plan = self._fit(Plan(missing, missing[-1].name, missing[-1].end))
             if plan.nodes:
                 self._submit(arena, None, plan, self._publication(plan, prompt=None))
                 self._saved = "queued"
@@ -177,7 +191,17 @@ class CachedRequest:
         elif self._miss_reason is not None:
             self._cache.misses[self._miss_reason] += 1
         return CacheReport(
-            scope=str(self._scope),
+            scope=str(self._options.scope),
+            reason=self.selection.reason,
+            window=self.selection.window,
+            recent=self.selection.recent,
+            common=self.selection.common,
+            seen=self.selection.seen,
+            lost=self.selection.lost,
+            continues=self.selection.continues,
+            trials=self.selection.trials,
+            again=self.selection.again,
+            price=self.selection.price,
             selected=self.selection.selected,
             aligned=self.selection.aligned,
             checkpoints=self.selection.checkpoints,
@@ -195,7 +219,9 @@ class CachedRequest:
 
     @property
     def _keeps_reply(self) -> bool:
-        return self._reuse_generated and self._bypass is None and not self._cache.layout.is_one_pass
+        options, layout = self._options, self._cache.layout
+        is_wanted = options.reuse_generated and options.save and self.selection.reason != "gate"
+        return is_wanted and self._bypass is None and not layout.is_one_pass
 
     def _nodes_of(self, token_ids: TokenIds) -> PromptNodes:
         cache = self._cache
@@ -227,20 +253,31 @@ class CachedRequest:
 
     def _select(self) -> Selection:
         settings, layout = self._cache.settings, self._cache.layout
-        scope = Scope("off") if self._bypass else self._scope
-        recent = self._realm.history.recent(scope.value if scope.kind == "auto" else DEFAULT_WINDOW)
+        scope = Scope("off") if self._bypass else self._options.scope
+        sighting = Sighting()
+        if scope.kind == "auto":
+            sighting = self._realm.sightings.look(self._prompt, self._nodes.block_names(), settings.block_size)
         selection = select(
             scope,
             self._prompt,
-            recent,
+            self._realm.history.recent(scope.value if scope.kind == "auto" else DEFAULT_WINDOW, self._options.group),
             block_size=settings.block_size,
             min_tokens=settings.kv_cache_min_tokens,
             cold_max=settings.kv_cache_cold_max,
             interval=settings.kv_cache_interval,
-            state="one_pass" if layout.is_one_pass else "cuttable" if layout.is_cuttable else "checkpoints",
+            state=layout.state_kind,
+            restored=self._restored.num_tokens,
+            checkpoint_tokens=layout.checkpoint_tokens,
+            sighting=sighting,
         )
         if self._goes_on:
             selection = replace(selection, keep_tail=False)
+        if self._bypass not in (None, "off"):
+            selection = selection.keeping_nothing("bypassed")
+        elif not self._options.save and scope.kind != "off":
+            selection = selection.keeping_nothing("read_only")
+        elif selection.kept and not self._cache.is_worth(selection.kept, use="save"):
+            selection = selection.keeping_nothing("gate")
         if self._bypass in (None, "off"):
             log.info("%s", selection.log_line())
         return selection
@@ -253,7 +290,8 @@ class CachedRequest:
             cache.store,
             cache.writer,
             cache.readers,
-            reuse_generated=self._reuse_generated,
+            allows=partial(cache.is_worth, use="restore"),
+            reuse_generated=self._options.reuse_generated,
             needs_logits=not self._goes_on,
         )
         self._miss_reason = "error"
@@ -262,16 +300,16 @@ class CachedRequest:
         finally:
             self._pinned = restoration.pinned
         self._miss_reason = None
-        if restored.tip is None:
-            self._miss_reason = self._explain_miss(restored)
-        else:
-            cache.writer.touch(restored.tip, time.time())
+        if restored.tip is not None:
+            cache.writer.touch(restored.tip, time.time(), self._ttl_at(restored.num_tokens))
+        if restored.source == "disk":
+            cache.worth.note_restore(restored.num_bytes, restored.restore_ms / 1e3)
         return restored
 
     def _explain_miss(self, restored: Restored) -> MissReason:
         """`diverged` only if the prompt leaves everything seen within its first block: from there on a block could
         have been restored, had it been stored."""
-        if restored.refused in ("no_checkpoint", "one_pass"):
+        if restored.refused in ("no_checkpoint", "one_pass", "gate"):
             return restored.refused
         if len(self._prompt.token_ids) < self._cache.settings.kv_cache_min_tokens:
             return "too_short"
@@ -279,70 +317,28 @@ class CachedRequest:
             return "first_request"
         return "diverged"
 
-    def _plan(self) -> _Plan:
-        """What of the prompt the policy wants and is not stored yet."""
-        selection, restored = self.selection, self._restored
-        missing, block = self._missing(selection.aligned // self._nodes.block_size)
-        if selection.keep_tail:
-            parent = block.name if block else self._realm.root
-            tail = self._nodes.tail(parent, self._nodes.num_blocks, generated=not restored.exact)
-            return _Plan(missing if restored.logits is not None else (*missing, tail), tail.name, tail.end)
-        if block is None:
-            return _Plan()
-        return _Plan(missing, self._boundary_tip(block), block.end)
+    def _planner(self) -> Planner:
+        return Planner(self._nodes, self._progress, self._cache.layout.state_kind, len(self._prompt.token_ids))
 
-    def _missing(self, num_blocks: int) -> tuple[tuple[Node, ...], Node | None]:
-        """Of the first `num_blocks` blocks, those that are still to be stored, each with the checkpoint at its end if
-        there is one; and the last block of all, None without any."""
-        missing: list[Node] = []
-        block: Node | None = None
-        for index in range(num_blocks):
-            block, is_stored = self._block(index, block)
-            if not is_stored:
-                missing.append(block)
-            if block.end in self._states:
-                missing.append(self._nodes.checkpoint(block))
-        return tuple(missing), block
+    def _ttl_at(self, position: int) -> float | None:
+        return ttl_at(position, self._prompt.marks, self._options.ttl_s)
 
-    def _block(self, index: int, before: Node | None) -> tuple[Node, bool]:
-        """Block number `index` after the block `before`, and whether it is stored already, or will be."""
-        stored = self._restored.blocks
-        is_of_reply = (index + 1) * self._nodes.block_size > len(self._prompt.token_ids)
-        generated = is_of_reply or not self._restored.exact
-        # What was decoded and reaches further than was restored is not what this run computed.
-        if index < len(stored) and stored[index].generated <= generated:
-            return stored[index], True
-        parent = before.name if before else self._realm.root
-        block = self._nodes.block(parent, index, generated=generated)
-        return block, block.name in self._submitted
-
-    def _boundary_tip(self, block: Node) -> bytes | None:
-        """The node that a saved boundary ends with; None where the states at it were not computed by this run."""
-        if self._cache.layout.is_cuttable:
-            return block.name
-        checkpoint = self._nodes.checkpoint(block).name
-        return checkpoint if block.end in self._states or checkpoint == self._restored.tip else None
-
-    def _fit(self, plan: _Plan) -> _Plan:
+    def _fit(self, plan: Plan) -> Plan:
         """What of the plan the write buffer has room for: its longest beginning."""
         sizes = list(accumulate(self._nodes.payload_bytes(node) for node in plan.nodes))
-        nodes = plan.nodes[: bisect_right(sizes, self._cache.writer.room_bytes)]
-        if len(nodes) == len(plan.nodes):
+        fitting = plan.beginning(bisect_right(sizes, self._cache.writer.room_bytes), self._cache.layout.state_kind)
+        if fitting is plan:
             return plan
-        while nodes and nodes[-1].kind == Kind.BLOCK and not self._cache.layout.is_cuttable:
-            # Nothing can go on from a block without the states at its end.
-            nodes = nodes[:-1]
-        fitting = _Plan(nodes, nodes[-1].name, nodes[-1].end) if nodes else _Plan()
         log.warning(
             "[disk-cache] the write buffer has room for %d of the %d tokens to save; raise --kv-cache-write-buffer",
             fitting.num_tokens,
             plan.num_tokens,
         )
-        if not nodes:
+        if not fitting.nodes:
             self._cache.counters["refused"] += 1
         return fitting
 
-    def _publication(self, plan: _Plan, *, prompt: TokenIds | None) -> Publication:
+    def _publication(self, plan: Plan, *, prompt: TokenIds | None) -> Publication:
         return Publication(
             store_id=self._store_id,
             root=self._realm.root,
@@ -352,13 +348,15 @@ class CachedRequest:
             entry=None if plan.tip is None else self._entry(plan.num_tokens),
             prompt=prompt,
             history_limit=MAX_VALUE,
+            prompt_group=self._options.group,
+            ttl_s=self._ttl_at(plan.num_tokens),
         )
 
     def _submit(
         self,
         arena: KVArena,
         logits: torch.Tensor | None,
-        plan: _Plan,
+        plan: Plan,
         publication: Publication,
     ) -> None:
         """Reserve the buffer, and let the capturing thread do the rest beside the decoding.
@@ -368,7 +366,7 @@ class CachedRequest:
         new_nodes = self._captures(arena, logits, plan.nodes)
         size = sum(self._nodes.payload_bytes(node) for node in plan.nodes)
         self._cache.writer.reserve(size)
-        self._submitted.update(node.name for node in plan.nodes)
+        self._progress.submitted.update(node.name for node in plan.nodes)
         # The capture takes the pins over: what is extended must stay until the writer has it.
         pinned = self._take_pins()
 
@@ -389,23 +387,19 @@ class CachedRequest:
     ) -> list[Callable[[], NewNode]]:
         """For each node, what copies it out of the arena. States are copied now: decoding changes them."""
         captures: list[Callable[[], NewNode]] = []
-        for node in nodes:
+        for node, saved_tokens in zip(nodes, self._planner().saved_tokens(nodes), strict=True):
             parts: list[memoryview] = []
             if node.kind == Kind.CHECKPOINT:
                 parts = [self._states.pop(node.position)]
             elif node.kind == Kind.TAIL:
                 assert logits is not None
                 parts = [arena.read_states(), arena.logits_bytes(logits)]
-            seconds = self._token_s * node.num_tokens
-            if node.kind != Kind.BLOCK and not self._cache.layout.is_cuttable:
-                # It saves all that lies between it and the one before; blocks alone save nothing.
-                seconds = self._token_s * (node.end - self._restorable)
-                self._restorable = node.end
-            captures.append(partial(self._captured, arena, node, parts, seconds, self._nodes))
+            captures.append(partial(self._captured, arena, node, parts, self._token_s * saved_tokens, self._nodes))
         return captures
 
-    @staticmethod
-    def _captured(arena: KVArena, node: Node, parts: list[memoryview], seconds: float, nodes: PromptNodes) -> NewNode:
+    def _captured(
+        self, arena: KVArena, node: Node, parts: list[memoryview], seconds: float, nodes: PromptNodes
+    ) -> NewNode:
         """`parts` of the payload come after the tokens' own."""
         payload = arena.read_tokens(node.position, node.num_tokens)
         if node.kind == Kind.CHECKPOINT:
@@ -422,23 +416,27 @@ class CachedRequest:
             pieces=tuple(cut.piece for cut in nodes.cuts(node)),
             prefill_s=seconds,
             generated=node.generated,
+            ttl_s=self._ttl_at(node.end),
         )
 
     def _entry(self, num_tokens: int) -> EntryRecord:
         return EntryRecord(
             root=self._realm.root,
             num_tokens=num_tokens,
-            scope=str(self._scope),
+            scope=str(self._options.scope),
             preview=self._prompt.text,
             created_at=time.time(),
         )
 
     def _remembered(self) -> TokenIds | None:
-        """The prompt, added to the history; None when it is too short to be worth a place in the window."""
+        """The prompt, added to the history; None when it is too short to be worth a place in the window, or is only to
+        be read for."""
         token_ids = self._prompt.token_ids
-        if len(token_ids) < self._cache.settings.kv_cache_min_tokens:
+        if len(token_ids) < self._cache.settings.kv_cache_min_tokens or not self._options.save:
             return None
-        self._realm.history.add(token_ids)
+        self._realm.history.add(token_ids, self._options.group)
+        block_size = self._cache.settings.block_size
+        self._realm.sightings.add(token_ids, self._nodes.block_names(), block_size)
         return token_ids
 
     def _take_pins(self) -> list[bytes]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from diskprefix.cache_report import Refused, Source
 from diskprefix.errors import StoreCorrupt
 from diskprefix.kv.arena import Bytes, KVArena
 from diskprefix.kv.layout import Layout
+from diskprefix.prefix_cache.matching import Found, Matcher
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec import decode_piece, is_in_memory, piece_seed, populate
@@ -68,30 +70,6 @@ class _Match(NamedTuple):
         return "disk" if self.queued is None else "memory"
 
 
-@dataclass
-class _Found:
-    """What is stored of a prompt: its first blocks, its tail, and the checkpoint after a number of blocks."""
-
-    blocks: list[_Match] = field(default_factory=list)
-    tail: _Match | None = None
-    checkpoints: dict[int, _Match | None] = field(default_factory=dict)
-    damaged: bool = False
-
-    @property
-    def deepest(self) -> Node | None:
-        last = self.tail or (self.blocks[-1] if self.blocks else None)
-        return None if last is None else last.node
-
-    def drop(self, node: Node) -> None:
-        """Forget a node that is damaged, and what continues it."""
-        self.damaged = True
-        if node.kind == Kind.CHECKPOINT:
-            self.checkpoints[node.position] = None
-            return
-        self.tail = None
-        self.blocks = [match for match in self.blocks if match.node.end <= node.position]
-
-
 class _Load(NamedTuple):
     """One piece to be brought into the arena. `stored` is encoded if it comes from the file, raw if it was queued, None
     if it is missing."""
@@ -105,8 +83,8 @@ class _Load(NamedTuple):
 
 
 class Restoration:
-    """Restores one prompt. `run` is for the engine thread. `reuse_generated`: what a reply's decoding left behind will
-    do too. Without `needs_logits`, the prompt may be restored to its end without them."""
+    """Restores one prompt. `run` is for the engine thread. `allows` says whether so many tokens are worth restoring.
+    `reuse_generated` and `needs_logits`: see `Matcher`."""
 
     def __init__(
         self,
@@ -116,6 +94,7 @@ class Restoration:
         writer: Writer,
         readers: Executor,
         *,
+        allows: Callable[[int], bool],
         reuse_generated: bool = False,
         needs_logits: bool = True,
     ) -> None:
@@ -124,8 +103,10 @@ class Restoration:
         self._store = store
         self._writer = writer
         self._readers = readers
+        self._allows = allows
         self._reuse_generated = reuse_generated
         self._needs_logits = needs_logits
+        self._is_slower = False
         self.pinned: list[bytes] = []
         """The last node that matched and the one that is restored to, pinned in the store; the caller unpins them."""
 
@@ -135,18 +116,24 @@ class Restoration:
         started = time.perf_counter()
         # Before the snapshot: a node that is written in between is then seen twice, never not at all.
         pending = self._writer.pending
+        found: Found[_Match] = Found()
         with self._store.snapshot() as snapshot:
-            found = self._match(pending, snapshot)
+            matcher = Matcher(
+                self._nodes,
+                partial(self._find_sound, pending, snapshot, found),
+                self._layout.state_kind,
+                reuse_generated=self._reuse_generated,
+                needs_logits=self._needs_logits,
+            )
+            matcher.match(found)
             self._pin(found.deepest)
-            matches = self._restorable(pending, snapshot, found)
-            self._pin(matches[-1].node if matches else None)
+            matches = self._worth_restoring(matcher, found)
             matched = time.perf_counter()
             loader = _Loader(self._nodes, self._layout, matches, snapshot, self._store.mapped, arena)
             while matches and (bad := loader.run(self._readers)) is not None:
                 self._quarantine(*bad)
                 found.drop(bad[0])
-                matches = self._restorable(pending, snapshot, found)
-                self._pin(matches[-1].node if matches else None)
+                matches = self._worth_restoring(matcher, found)
                 loader = _Loader(self._nodes, self._layout, matches, snapshot, self._store.mapped, arena)
         loaded = time.perf_counter()
         num_tokens = matches[-1].node.end if matches else 0
@@ -171,54 +158,21 @@ class Restoration:
             self._store.pin(node.name)
             self.pinned.append(node.name)
 
-    def _match(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot) -> _Found:
-        """The longest chain of stored nodes that the prompt starts with."""
-        found = _Found()
-        parent, generated = self._nodes.root, False
-        for index in range(self._nodes.num_blocks):
-            match = None
-            if not generated:
-                match = self._find_sound(pending, snapshot, found, self._nodes.block(parent, index))
-            if match is None and (generated or self._reuse_generated):
-                block = self._nodes.block(parent, index, generated=True)
-                match = self._find_sound(pending, snapshot, found, block)
-            if match is None:
-                return found
-            found.blocks.append(match)
-            parent, generated = match.node.name, match.node.generated
-        tail = self._nodes.tail(parent, len(found.blocks), generated=generated)
-        found.tail = self._find_sound(pending, snapshot, found, tail)
-        return found
-
-    def _restorable(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, found: _Found) -> list[_Match]:
-        """The nodes of the longest prefix that can be restored; of those that end at the same token, the last one has
-        the states there.
-
-        Without the next-token logits, which the tail holds, at least one token must be left to compute. State that
-        cannot be cut is there at checkpoints only, and of a model that computes a prompt in one pass at its end only.
-        """
-        if found.tail is not None:
-            return [*found.blocks, found.tail]
-        blocks = found.blocks
-        if self._needs_logits and len(blocks) * self._nodes.block_size == len(self._nodes.token_ids):
-            blocks = blocks[:-1]
-        if self._layout.is_one_pass:
+    def _worth_restoring(self, matcher: Matcher[_Match], found: Found[_Match]) -> list[_Match]:
+        """The nodes to restore, the last of them pinned; none where computing is faster."""
+        matches = matcher.restorable(found)
+        self._is_slower = bool(matches) and not self._allows(matches[-1].node.end)
+        if self._is_slower:
             return []
-        if self._layout.is_cuttable:
-            return blocks
-        for num_blocks in range(len(blocks), 0, -1):
-            last = blocks[num_blocks - 1].node
-            if last.end not in found.checkpoints:
-                checkpoint = self._nodes.checkpoint(last)
-                found.checkpoints[last.end] = self._find_sound(pending, snapshot, found, checkpoint)
-            if (match := found.checkpoints[last.end]) is not None:
-                return [*blocks[:num_blocks], match]
-        return []
+        self._pin(matches[-1].node if matches else None)
+        return matches
 
-    def _why_refused(self, found: _Found, num_tokens: int) -> Refused | None:
+    def _why_refused(self, found: Found[_Match], num_tokens: int) -> Refused | None:
         """Why what is stored could not all be restored; None if it could."""
         if found.damaged:
             return "damaged"
+        if self._is_slower:
+            return "gate"
         deepest = found.deepest
         if deepest is None or deepest.end == num_tokens:
             return None
@@ -228,7 +182,7 @@ class Restoration:
         return "no_logits" if at_end and deepest.end - num_tokens <= self._nodes.block_size else "no_checkpoint"
 
     def _find_sound(
-        self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, found: _Found, node: Node
+        self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, found: Found[_Match], node: Node
     ) -> _Match | None:
         """The node if it is stored, or queued to be; one whose record is damaged is removed.
 

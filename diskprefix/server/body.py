@@ -117,6 +117,8 @@ def _explain(error: Any) -> str:
             return "is not a known field"
         case "none_required":
             return "is not supported"
+        case "misplaced_mark":
+            return str(error["msg"])
         case "too_short":
             return "must not be empty"
     message = str(error["msg"]).replace("Input should be", "must be").replace("valid array", "list")

@@ -1,23 +1,24 @@
 """From messages or text to a `Prompt`: the chat template is rendered, the text tokenised, the safe boundaries found.
 
 All of it is CPU work that may take long for a long prompt; the server calls it in a thread. The template is rendered
-once for the prompt itself, a second time only if a message holds marker text (see `policy.boundary`), and once over the
-leading system messages alone to see where they end. What its markers are is found out once, over made-up conversations.
+once for the prompt itself, a second time only if a message holds marker text (see `policy.boundary`), once over the
+leading system messages alone to see where they end, and once or twice for each mark (see `marks`). What its markers are
+is found out once, over made-up conversations.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 from collections.abc import Sequence
-from itertools import takewhile
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2.exceptions import TemplateError
 
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.policy.boundary import (
+    Mark,
     Prompt,
     neutralise,
     raw_boundaries,
@@ -26,8 +27,10 @@ from diskprefix.policy.boundary import (
     template_markers,
 )
 from diskprefix.server.content import UNSUPPORTED, Media, parts_for_template, read_media
+from diskprefix.server.conversation import Conversation, going_on_otherwise, message_for_template
+from diskprefix.server.marks import find_marks, places_of
 from diskprefix.server.printable import printable_only, shown
-from diskprefix.server.schemas import ChatRequest, CompletionRequest, Content, JsonObject, Message, TextPart, ToolCall
+from diskprefix.server.schemas import ChatRequest, CompletionRequest, JsonObject
 from diskprefix.tokens import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
@@ -49,14 +52,6 @@ _REASON_CHARS = 200
 _NOWHERE = (0, 0)
 _PROBE_TEXT = "diskprefix"
 _SYSTEM: JsonObject = {"role": "system", "content": _PROBE_TEXT}
-
-
-class _Conversation(NamedTuple):
-    """Everything that a template is given."""
-
-    messages: list[JsonObject]
-    tools: list[JsonObject] | None
-    variables: JsonObject
 
 
 class _Markers(NamedTuple):
@@ -124,17 +119,26 @@ class PromptRenderer:
         neutral_parts, changed = neutralise(list(conversation), markers.texts)
         neutral = None
         if changed:
-            neutral = self._try_render(_Conversation(*neutral_parts), body.add_generation_prompt)
+            neutral = self._try_render(Conversation(*neutral_parts), body.add_generation_prompt)
         encoding = self._encode(rendered, add_special_tokens=self._adds_bos(rendered), param="messages")
         token_ids = as_token_ids(encoding["input_ids"])
         offsets = _Offsets(encoding)
         boundaries = template_boundaries(token_ids, offsets, markers.ids, rendered, neutral)
         probe = self._try_render(_probe(conversation), body.add_generation_prompt)
+        marks: tuple[Mark, ...] = ()
+        if places := places_of(body):
+            shown_as = conversation, rendered
+            if neutral and len(neutral) == len(rendered):
+                # So that no text in a message is taken for what the template writes at the end of one.
+                shown_as = Conversation(*neutral_parts), neutral
+            render = partial(self._try_render, add_generation_prompt=False)
+            marks = find_marks(places, *shown_as, offsets, len(token_ids), render)
         return Prompt(
             token_ids=token_ids,
             boundaries=boundaries,
             system_end=system_end(boundaries, offsets, rendered, probe) if probe else 0,
             text=_chat_preview(conversation.messages),
+            marks=marks,
         )
 
     def _chat_with_media(self, body: ChatRequest, media: Media) -> Prompt:
@@ -173,7 +177,7 @@ class PromptRenderer:
     def _passes_on(self, content: str | list[JsonObject]) -> bool:
         """Whether the template, given just this, writes the text in it."""
         try:
-            return _PROBE_TEXT in self._apply(_Conversation([{"role": "user", "content": content}], None, {}), True)
+            return _PROBE_TEXT in self._apply(Conversation([{"role": "user", "content": content}], None, {}), True)
         except InvalidRequest:
             return False
 
@@ -248,7 +252,7 @@ class PromptRenderer:
                     param=f"prompt.{index}",
                 )
 
-    def _conversation(self, body: ChatRequest) -> _Conversation:
+    def _conversation(self, body: ChatRequest) -> Conversation:
         tools = body.offered_tools
         template = self._template(tools)
         if tools and "tools" not in template:
@@ -258,7 +262,7 @@ class PromptRenderer:
             param = f"chat_template_kwargs.{name}"
             raise InvalidRequest(f"{param}: is set by the daemon and cannot be overridden", param=param)
         developer_is_known = "developer" in template
-        return _Conversation([_for_template(m, developer_is_known) for m in body.messages], tools, variables)
+        return Conversation([message_for_template(m, developer_is_known) for m in body.messages], tools, variables)
 
     def _template(self, tools: list[JsonObject] | None) -> str:
         if not self._tokenizer.chat_template:
@@ -278,7 +282,7 @@ class PromptRenderer:
                 # An empty list chooses the same template as the real tools do.
                 some_tools: list[JsonObject] | None = None if tools is None else []
                 for listed in ([_SYSTEM, *messages], list(messages)):
-                    rendered = self._try_render(_Conversation(listed, some_tools, {}), add_generation_prompt)
+                    rendered = self._try_render(Conversation(listed, some_tools, {}), add_generation_prompt)
                     if rendered:
                         return rendered
                 return ""
@@ -292,13 +296,13 @@ class PromptRenderer:
             self._warned_of_tools = True
             log.warning("a request offers tools, but the model's chat template ignores them (said once)")
 
-    def _render(self, conversation: _Conversation, add_generation_prompt: bool) -> str:
+    def _render(self, conversation: Conversation, add_generation_prompt: bool) -> str:
         """In the form of content that the template takes. Raises what `_apply` does."""
         if self._takes_parts_only:
             conversation = conversation._replace(messages=self._in_parts(conversation.messages))
         return self._apply(conversation, add_generation_prompt)
 
-    def _apply(self, conversation: _Conversation, add_generation_prompt: bool) -> str:
+    def _apply(self, conversation: Conversation, add_generation_prompt: bool) -> str:
         """Raises `InvalidRequest` for what the template refuses."""
         try:
             return str(
@@ -325,7 +329,7 @@ class PromptRenderer:
             for message in messages
         ]
 
-    def _try_render(self, conversation: _Conversation, add_generation_prompt: bool) -> str:
+    def _try_render(self, conversation: Conversation, add_generation_prompt: bool) -> str:
         """A rendering that only helps to find boundaries: empty where the template refuses it, so none is trusted."""
         try:
             return self._render(conversation, add_generation_prompt)
@@ -334,18 +338,7 @@ class PromptRenderer:
             return ""
 
 
-def _for_template(message: Message, developer_is_known: bool) -> JsonObject:
-    role = "system" if message.role == "developer" and not developer_is_known else message.role
-    rendered: JsonObject = {"role": role, "content": _text_of(message.content)}
-    if message.tool_calls:
-        rendered["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            rendered[name] = value
-    return rendered
-
-
-def _without_media(conversation: _Conversation) -> _Conversation:
+def _without_media(conversation: Conversation) -> Conversation:
     return conversation._replace(
         messages=[
             {**message, "content": [part for part in message["content"] if part["type"] == "text"]}
@@ -354,34 +347,10 @@ def _without_media(conversation: _Conversation) -> _Conversation:
     )
 
 
-def _text_of(content: Content | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.text for part in content if isinstance(part, TextPart))
-
-
-def _tool_call(call: ToolCall) -> JsonObject:
-    """Templates iterate over the arguments or dump them as JSON, so they get an object where the text is one."""
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            log.debug("tool call arguments are no JSON; the template gets the text")
-    rendered = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-    return rendered if call.id is None else {"id": call.id, **rendered}
-
-
-def _probe(conversation: _Conversation) -> _Conversation:
+def _probe(conversation: Conversation) -> Conversation:
     """The same system messages and tools before a user message that begins differently from the real one."""
-    leading = list(takewhile(_is_system, conversation.messages))
-    rest = conversation.messages[len(leading) :]
-    begins_with_x = bool(rest) and rest[0]["content"].lstrip().startswith("x")
-    return conversation._replace(messages=[*leading, {"role": "user", "content": "y" if begins_with_x else "x"}])
-
-
-def _is_system(message: JsonObject) -> bool:
-    return message["role"] in ("system", "developer")
+    leading = conversation.leading_system
+    return conversation._replace(messages=going_on_otherwise(leading, conversation.messages[len(leading) :]))
 
 
 def _chat_preview(messages: list[JsonObject]) -> str:

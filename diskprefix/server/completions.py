@@ -21,7 +21,7 @@ from diskprefix.server.daemon import Daemon, Serving
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.forms import ChatForm, Collected, CompletionForm, Form
 from diskprefix.server.generation import Generation
-from diskprefix.server.params import chat_params, check_context, completion_params, tenant_of
+from diskprefix.server.params import cache_options, chat_params, check_context, completion_params
 from diskprefix.server.record import record_of
 from diskprefix.server.replies import (
     ChatCompletion,
@@ -31,7 +31,7 @@ from diskprefix.server.replies import (
     timings_reply,
     usage_reply,
 )
-from diskprefix.server.schemas import ChatRequest, CompletionRequest, PrefixCacheOptions, SamplingBody
+from diskprefix.server.schemas import ChatRequest, CompletionRequest, SamplingBody
 from diskprefix.server.streaming import ChunkWriter, EventStream, Json
 
 B = TypeVar("B", bound=SamplingBody)
@@ -122,9 +122,7 @@ async def _read(
         body = await read_json(request, model, daemon.settings.max_body_bytes)
         serving.require_model(body.model)
         sampling = params_of(body, serving.renderer.vocab_size)
-        options = body.prefix_cache or PrefixCacheOptions()
-        scope = options.applied_to(serving.scope)
-        tenant = tenant_of(body, caller)
+        cache = cache_options(body, scope=serving.scope, caller=caller, reuse_generated=daemon.settings.reuse_generated)
         has_media = isinstance(body, ChatRequest) and holds_media(body.messages)
         prompt = await daemon.prepare(partial(render, serving.renderer, body), has_media=has_media)
     check_context(prompt, body, serving.engine.max_positions)
@@ -132,9 +130,7 @@ async def _read(
         id=f"{form.id_prefix}{uuid.uuid4().hex}",
         prompt=prompt,
         sampling=sampling,
-        scope=scope,
-        tenant=tenant,
-        reuse_generated=options.reuses_generated(daemon.settings.reuse_generated),
+        cache=cache,
     )
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
     return generate, _Output(serving, bool(body.stream), include_usage)

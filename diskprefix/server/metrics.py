@@ -36,6 +36,12 @@ _CACHE_GAUGES = {
     "budget_bytes": "Bytes that the store may use.",
     "pending_bytes": "Bytes waiting to be written.",
 }
+_GATE_GAUGES = {
+    "prefill_s_per_token": ("prefill_seconds_per_token", "Measured: computing one more token of a prompt."),
+    "restore_s_per_byte": ("restore_seconds_per_byte", "Measured: restoring one more byte."),
+    "restore_fixed_s": ("restore_fixed_seconds", "Measured: what a restore takes whatever its size."),
+}
+"""By the name that the figure has in the gate's report."""
 
 
 class ServerMetrics:
@@ -113,3 +119,16 @@ def _cache_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
     for reason, count in stats["misses"].items():
         misses.add_metric([reason], count)
     yield misses
+    yield from _gate_metrics(stats["gate"])
+
+
+def _gate_metrics(gate: dict[str, Any]) -> Iterator[Metric]:
+    """A speed that is not known yet has no value."""
+    for figure, (name, text) in _GATE_GAUGES.items():
+        yield GaugeMetricFamily(f"diskprefix_gate_{name}", text, value=gate[figure])
+    skipped = CounterMetricFamily(
+        "diskprefix_gate_skipped", "Restores and saves left out, as computing is faster.", labels=["use"]
+    )
+    for use in ("restore", "save"):
+        skipped.add_metric([use], gate[f"skipped_{use}s"])
+    yield skipped

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from diskprefix.cache_options import CacheOptions, group_of
 from diskprefix.engine.request import SamplingParams
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.policy.boundary import Prompt
-from diskprefix.server.schemas import ChatRequest, CompletionRequest, SamplingBody
+from diskprefix.policy.scope import Scope
+from diskprefix.server.schemas import ChatRequest, CompletionRequest, PrefixCacheOptions, SamplingBody
 from diskprefix.tenant import Tenant
 
 _GREEDY_BELOW = 1e-5
 """Dividing logits by less overflows float32; vLLM draws the line at the same place."""
+
+_RETENTION_S = {"in_memory": 3600.0, "in-memory": 3600.0, "24h": 86400.0}
+"""The longest that OpenAI keeps a prompt under each of these names."""
 
 _ON_STREAMS_ONLY = "stream_options: is allowed with stream: true only"
 
@@ -64,6 +69,22 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
             )
         valid[int(key)] = value
     return valid
+
+
+def cache_options(body: SamplingBody, *, scope: Scope, caller: Tenant, reuse_generated: bool) -> CacheOptions:
+    """What `body` asks of the disk cache. `scope` and `reuse_generated` are the daemon's, for a body that does not say.
+
+    Raises `InvalidScope` for a window beside a scope without one, `InvalidRequest` for two salts that differ.
+    """
+    asked = body.prefix_cache or PrefixCacheOptions()
+    return CacheOptions(
+        scope=asked.applied_to(scope),
+        tenant=tenant_of(body, caller),
+        group=b"" if body.prompt_cache_key is None else group_of(body.prompt_cache_key),
+        save=asked.save,
+        ttl_s=_RETENTION_S.get(body.prompt_cache_retention or "") if asked.ttl is None else asked.ttl,
+        reuse_generated=asked.reuses_generated(reuse_generated),
+    )
 
 
 def tenant_of(body: SamplingBody, caller: Tenant) -> Tenant:

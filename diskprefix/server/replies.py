@@ -31,6 +31,27 @@ class CacheReply(BaseModel):
     """What the disk cache did for this request."""
 
     scope: str = Field(description="The scope that was used, in its canonical form.", examples=["auto:30"])
+    reason: str = Field(
+        description="Why so much is kept, in a stable word. Something is with `full` and `tokens` (the scope says so), "
+        "`marks` (the client does), `grows` (the prompt continues an earlier one), `likely` (prompts like it come "
+        "again), `untried` (too few like it came to know), `best_match` (it was seen before), `support` (the window "
+        "votes for it) and `system_guess` (a new system message); nothing with `off`, `nothing_new` (it is there "
+        "already), `no_history`, `no_match`, `no_boundary`, `below_min_tokens`, `one_pass` (the model's state has no "
+        "place to go on from), `bypassed` (the cache is not used), `read_only` (the request asks for that) and `gate` "
+        "(computing is faster).",
+        examples=["best_match"],
+    )
+    window: int = Field(description="How many recent prompts `auto` looks at, at most; 0 for other scopes.")
+    recent: int = Field(description="How many recent prompts there were to look at.")
+    common: int = Field(description="The longest prefix shared with one of them, in tokens.")
+    seen: int = Field(description="How many tokens, in whole blocks, were seen before, in them or earlier.")
+    lost: int = Field(description="What this prompt lacks of the one that it shares most with, at its end, in tokens.")
+    continues: bool = Field(description="Whether it goes on from the end of an earlier prompt, as a conversation does.")
+    trials: int = Field(description="How many earlier prompts of its kind could have come again by now.")
+    again: int = Field(description="How many of them did.")
+    price: int = Field(
+        description="What a checkpoint must save to be worth its bytes, in tokens; 0 unless checkpoints are placed."
+    )
     selected: int = Field(description="The boundary that the policy chose to save up to, in tokens.")
     aligned: int = Field(description="The same, floored to the prefill grid.")
     checkpoints: list[int] = Field(
@@ -40,7 +61,7 @@ class CacheReply(BaseModel):
     matched: int = Field(description="Prompt tokens that were found in the store; at least as many as restored.")
     refused: Refused | None = Field(
         description="Why not all of them were restored: `no_logits` (at least one token must be computed), "
-        "`no_checkpoint`, `one_pass` or `damaged`; null if they were."
+        "`no_checkpoint`, `one_pass`, `damaged` or `gate` (computing is faster); null if they were."
     )
     retained: dict[str, tuple[int, int]] = Field(
         description="Of which tokens the state was needed, as [first, end), by kind of state.",

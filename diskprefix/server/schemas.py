@@ -7,11 +7,13 @@ which form was meant and are left out of the `param` of an error.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -23,8 +25,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from diskprefix.errors import InvalidRequest
+from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.policy.scope import MAX_VALUE, WINDOW_PARAM, Scope, parse_scope, parse_window
+from diskprefix.settings import parse_duration
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 JsonObject: TypeAlias = dict[str, Any]
@@ -37,6 +40,7 @@ class Body(BaseModel):
 
 
 MAX_SALT_CHARS = 256
+MAX_CACHE_KEY_CHARS = 512
 
 
 def _checked_salt(value: object, param: str) -> str | None:
@@ -50,6 +54,32 @@ def _checked_salt(value: object, param: str) -> str | None:
 
 
 _SALT_SCHEMA = WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS})
+
+MIN_TTL_S, MAX_TTL_S = 1, 2**31 - 1
+"""The store holds no longer time (see `store.eviction.recorded_ttl`)."""
+
+
+def _checked_ttl(value: object, param: str) -> float:
+    """Seconds. Raises `InvalidRequest` for what is no time between a second and 68 years."""
+    seconds: float | None = None
+    if isinstance(value, str):
+        with suppress(SettingsError):
+            seconds = parse_duration(value, param=param)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = value
+    # Compared before it is converted: JSON knows integers that no float holds.
+    if seconds is None or not MIN_TTL_S <= seconds <= MAX_TTL_S:
+        raise InvalidRequest(
+            f"{param}: must be a number of seconds or a time such as 90s, 15m, 12h or 7d, from 1 second to 68 years",
+            param=param,
+        )
+    return float(seconds)
+
+
+def _checked_boolean(value: object, param: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{param}: must be true or false", param=param)
+    return value
 
 
 class PrefixCacheOptions(Body):
@@ -80,6 +110,19 @@ class PrefixCacheOptions(Body):
         description="Keep the state of the reply, and restore that of earlier replies, which is not the cold run's bit "
         "for bit. Absent: as the daemon was told.",
     )
+    save: Annotated[Any, WithJsonSchema({"type": "boolean", "default": True})] = Field(
+        default=True, description="`false`: restore what is stored, but keep nothing of this request."
+    )
+    ttl: Annotated[
+        Any,
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number", "minimum": MIN_TTL_S, "maximum": MAX_TTL_S}]}),
+    ] = Field(
+        default=None,
+        description="How long what this request keeps, or restores, is kept after its last use: `90s`, `15m`, `12h`, "
+        "`7d`, `2w` or a number of seconds, up to 68 years. What the budget needs is evicted before. Wins over "
+        "`prompt_cache_retention`. Absent: as the daemon was told.",
+        examples=["1h", 300],
+    )
 
     @field_validator("scope", mode="after")
     @classmethod
@@ -100,10 +143,17 @@ class PrefixCacheOptions(Body):
     @field_validator("reuse_generated", mode="after")
     @classmethod
     def _reuse_generated_is_a_boolean(cls, value: object) -> bool:
-        if not isinstance(value, bool):
-            param = "prefix_cache.reuse_generated"
-            raise InvalidRequest(f"{param}: must be true or false", param=param)
-        return value
+        return _checked_boolean(value, "prefix_cache.reuse_generated")
+
+    @field_validator("save", mode="after")
+    @classmethod
+    def _save_is_a_boolean(cls, value: object) -> bool:
+        return _checked_boolean(value, "prefix_cache.save")
+
+    @field_validator("ttl", mode="after")
+    @classmethod
+    def _ttl_is_a_duration(cls, value: object) -> float:
+        return _checked_ttl(value, "prefix_cache.ttl")
 
     def reuses_generated(self, default: bool) -> bool:
         """Whether this request keeps and restores replies; `default` is what the daemon was told."""
@@ -115,14 +165,53 @@ class PrefixCacheOptions(Body):
         return scope if self.window is None else scope.with_window(self.window)
 
 
-class TextPart(Body):
+class CacheControl(Body):
+    """A mark, in Anthropic's form: the prompt up to here is to be kept. A field that is not listed here is refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    type: Literal["ephemeral"] = Field(description="`ephemeral`.")
+    ttl: Literal["5m", "1h"] | None = Field(
+        default=None, description="How long it is kept after its last use. Absent: as the daemon was told."
+    )
+
+    @property
+    def ttl_s(self) -> float | None:
+        return None if self.ttl is None else {"5m": 300.0, "1h": 3600.0}[self.ttl]
+
+
+class Markable(Body):
+    """What a conversation is made of."""
+
+    cache_control: CacheControl | None = Field(
+        default=None, description="Asks the disk cache to keep the prompt up to the end of this, for later requests."
+    )
+
+
+def _no_mark(value: object) -> object:
+    if value is not None:
+        raise PydanticCustomError(
+            "misplaced_mark", "is not taken here: messages, content parts and tools can be marked"
+        )
+    return value
+
+
+class Unmarkable(Body):
+    """Where a client may take a mark to be possible: it is refused, so that nobody waits for what it would keep."""
+
+    cache_control: Annotated[None, BeforeValidator(_no_mark)] = Field(
+        default=None, description="Not supported here: mark a message, a content part or a tool."
+    )
+
+
+class TextPart(Markable):
     """A piece of a message's content that is text."""
 
     type: Literal["text"] = Field(description="`text`.")
     text: str = Field(description="The text itself.")
 
 
-class ImageUrl(Body):
+class ImageUrl(Unmarkable):
     """An image, inside the request."""
 
     url: str = Field(
@@ -131,21 +220,21 @@ class ImageUrl(Body):
     detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Accepted and ignored.")
 
 
-class ImagePart(Body):
+class ImagePart(Markable):
     """An image, for models that take images."""
 
     type: Literal["image_url"] = Field(description="`image_url`.")
     image_url: ImageUrl
 
 
-class InputAudio(Body):
+class InputAudio(Unmarkable):
     """A sound, inside the request."""
 
     data: str = Field(description="A WAV file with PCM samples, in base64.")
     format: str = Field(description="`wav`.")
 
 
-class AudioPart(Body):
+class AudioPart(Markable):
     """A sound, for models that take audio."""
 
     type: Literal["input_audio"] = Field(description="`input_audio`.")
@@ -213,14 +302,14 @@ Arguments: TypeAlias = Annotated[
 ]
 
 
-class FunctionCall(Body):
+class FunctionCall(Unmarkable):
     """The function that the assistant called."""
 
     name: str = Field(min_length=1, description="Name of the function.")
     arguments: Arguments = Field(description="Its arguments: JSON text as OpenAI sends it, or an object.")
 
 
-class ToolCall(Body):
+class ToolCall(Unmarkable):
     """A tool call of an earlier assistant message."""
 
     id: str | None = Field(default=None, description="Matched by `tool_call_id` of the tool's answer.")
@@ -228,7 +317,7 @@ class ToolCall(Body):
     function: FunctionCall
 
 
-class Message(Body):
+class Message(Markable):
     """One message of the conversation."""
 
     role: Role = Field(
@@ -247,8 +336,8 @@ class Message(Body):
     )
 
 
-class ToolFunction(Body):
-    """A function that the model may call."""
+class ToolFunction(Markable):
+    """A function that the model may call. A mark on it is one on its tool."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -257,8 +346,8 @@ class ToolFunction(Body):
     parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
 
 
-class Tool(Body):
-    """A tool, handed to the chat template exactly as it was sent."""
+class Tool(Markable):
+    """A tool, handed to the chat template exactly as it was sent, but for `cache_control`."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -269,6 +358,16 @@ class Tool(Body):
 def _as_sent(value: JsonObject, check: ValidatorFunctionWrapHandler) -> JsonObject:
     check(value)
     return value
+
+
+def _without_marks(tool: JsonObject) -> JsonObject:
+    """A mark is no part of the prompt: setting one, or moving it, must not make it another prompt."""
+    unmarked = _unmarked(tool)
+    return {name: _unmarked(value) if name == "function" else value for name, value in unmarked.items()}
+
+
+def _unmarked(value: JsonObject) -> JsonObject:
+    return {name: inner for name, inner in value.items() if name != "cache_control"}
 
 
 ToolAsSent: TypeAlias = Annotated[Tool, WrapValidator(_as_sent)]
@@ -289,7 +388,7 @@ class StreamOptions(Body):
     )
 
 
-class SamplingBody(Body):
+class SamplingBody(Unmarkable):
     """The fields that both kinds of completion share."""
 
     model: str | None = Field(
@@ -317,6 +416,19 @@ class SamplingBody(Body):
     n: int | None = Field(default=None, ge=1, le=16, description="How many choices to generate.")
     user: str | None = Field(default=None, description="Accepted and ignored.")
     prefix_cache: PrefixCacheOptions | None = Field(default=None, description="The disk cache, for this request only.")
+    prompt_cache_key: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_CACHE_KEY_CHARS,
+        description="Names a group of requests: the window of `auto` holds recent prompts of the same group only. It "
+        "does not keep their state apart (see `cache_salt`).",
+        examples=["support-agent-v3"],
+    )
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        default=None,
+        description="How long what this request keeps is kept after its last use: `in_memory` an hour (it is on disk "
+        "all the same), `24h` a day. Absent: as the daemon was told.",
+    )
     cache_salt: Annotated[Any, _SALT_SCHEMA] = Field(
         default=None, description="As `prefix_cache.salt`; the name that vLLM gives it."
     )
@@ -382,8 +494,22 @@ class ChatRequest(SamplingBody):
 
     @property
     def offered_tools(self) -> list[JsonObject] | None:
-        """The tools as the client sent them; None where there are none, or `tool_choice` is `none`."""
-        return cast("list[JsonObject]", self.tools) if self.tools and self.tool_choice != "none" else None
+        """The tools as the client sent them, without marks; None where there are none, or `tool_choice` is `none`."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [_without_marks(tool) for tool in cast("list[JsonObject]", self.tools)]
+
+    @property
+    def tool_marks(self) -> list[tuple[int, CacheControl]]:
+        """The marks of the `offered_tools`, each with the index of its tool: there may be two on one."""
+        if not self.tools or self.tool_choice == "none":
+            return []
+        return [
+            (index, CacheControl.model_validate(marked["cache_control"]))
+            for index, tool in enumerate(cast("list[JsonObject]", self.tools))
+            for marked in (tool["function"], tool)
+            if marked.get("cache_control") is not None
+        ]
 
 
 def _prompt_form(value: object) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Depends
 from fastapi.exceptions import HTTPException
@@ -68,10 +68,36 @@ class DiskPolicy(BaseModel):
     write_buffer_bytes: int
 
 
+class GateProps(BaseModel):
+    """Whether the disk is worth it: what was measured here, and what follows from it."""
+
+    mode: str = Field(description="`--kv-cache-gate`: `auto`, or `off`, which saves and restores everything.")
+    state: Literal["measuring", "open", "closed"] = Field(
+        description="`measuring`: not enough is known, everything is saved and restored; `open`: what is at least "
+        "`break_even_tokens` long is; `closed`: computing is always faster."
+    )
+    reason: str = Field(description="The same in words, with the numbers.")
+    prefill_s_per_token: float | None = Field(description="Seconds to compute one more token of a prompt.")
+    restore_s_per_byte: float | None = Field(
+        description="Seconds to restore one more byte; 0 while restores of different sizes do not tell it from the "
+        "fixed part, which then holds from the smallest of them on."
+    )
+    restore_fixed_s: float | None = Field(description="Seconds that a restore takes whatever its size.")
+    break_even_tokens: int | None = Field(
+        description="The fewest tokens that are restored faster than computed; null if there are none, or while "
+        "measuring."
+    )
+    prefill_samples: int = Field(description="Recent prefills that this rests on.")
+    restore_samples: int = Field(description="Recent restores that this rests on.")
+    skipped_restores: int = Field(description="Requests that computed what they could have restored.")
+    skipped_saves: int = Field(description="Requests that did not save what computing is faster for.")
+
+
 class FullCache(BaseModel):
     """The disk cache: its policy, and what it has counted since the daemon started."""
 
     disk_policy: DiskPolicy
+    gate: GateProps
     state: dict[str, Any] = Field(description="Counts and sizes, as in `/metrics`.")
 
 
@@ -145,7 +171,7 @@ async def props(request: Request) -> Props:
     return Props(
         version=__version__,
         model=_model_props(serving),
-        full_cache=FullCache(disk_policy=_disk_policy(daemon, serving), state=serving.engine.cache.stats()),
+        full_cache=_full_cache(daemon, serving),
         queue_depth=serving.scheduler.queue_depth,
         running=serving.scheduler.running,
         settings={f.name: _plain(getattr(daemon.settings, f.name)) for f in fields(daemon.settings)},
@@ -165,6 +191,13 @@ def _model_props(serving: Serving) -> ModelProps:
         identity=serving.engine.identity,
         system_fingerprint=serving.fingerprint,
     )
+
+
+def _full_cache(daemon: Daemon, serving: Serving) -> FullCache:
+    stats = serving.engine.cache.stats()
+    gate = GateProps(**stats["gate"])
+    counts = {name: value for name, value in stats.items() if name != "gate"}
+    return FullCache(disk_policy=_disk_policy(daemon, serving), gate=gate, state=counts)
 
 
 def _disk_policy(daemon: Daemon, serving: Serving) -> DiskPolicy:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 
 from diskprefix.errors import PrefixGone, StoreFull
 from diskprefix.store.codec import Codec, Piece, encode_piece, piece_seed
-from diskprefix.store.eviction import after_use
+from diskprefix.store.eviction import after_use, longer_ttl, recorded_ttl
 from diskprefix.store.schema import (
     HISTORY_TOKENS,
     EntryRecord,
@@ -43,14 +43,13 @@ _RECORDS_BYTES = 256
 _PIECE_BYTES = 64
 """The same for one piece."""
 
-_MOST_RESTORES = 2**32 - 1
-
 
 @dataclass(frozen=True, eq=False)
 class NewNode:
     """A node to be stored: `payload` is raw and C-contiguous, and `pieces` says where it is cut.
 
-    `prefill_s`: how long computing its tokens took, in seconds; 0 if unknown. `generated`: see `store.schema`.
+    `prefill_s`: how long computing its tokens took, in seconds; 0 if unknown. `generated`: see `store.schema`. `ttl_s`:
+    how long it is to be kept after its last use, in seconds; None leaves that to the daemon's `--kv-cache-ttl`.
     """
 
     name: bytes
@@ -62,11 +61,24 @@ class NewNode:
     pieces: tuple[Piece, ...]
     prefill_s: float = 0.0
     generated: bool = False
+    ttl_s: float | None = None
 
     @property
     def most_bytes(self) -> int:
         """What it takes in the file at most, whatever the codec."""
         return node_bytes(len(self.token_ids), [piece.most_bytes for piece in self.pieces])
+
+
+class Use(NamedTuple):
+    """`hits` uses of a node, the last one at time `when`. `ttl_s`: how long they asked to keep it, as
+    `eviction.recorded_ttl` says it."""
+
+    when: float
+    hits: int = 1
+    ttl_s: int = 0
+
+    def and_also(self, other: Use) -> Use:
+        return Use(max(self.when, other.when), self.hits + other.hits, longer_ttl(self.ttl_s, other.ttl_s))
 
 
 def node_bytes(num_tokens: int, piece_bytes: list[int]) -> int:
@@ -96,7 +108,7 @@ class Changes(Snapshot):
             self._put("roots", root, encode_record(root, record))
 
     def put_node(self, root: bytes, node: NewNode, codec: Codec) -> None:
-        """Store a node with its payload; one that is there already stays as it is.
+        """Store a node with its payload; one that is there already stays as it is, but may be asked to stay for longer.
 
         Raises `PrefixGone` when the node that it continues is not there, or the name belongs to another prefix.
         """
@@ -107,6 +119,7 @@ class Changes(Snapshot):
             there = memoryview(stored)
             if not is_node(there, node.parent, node.position, node.kind, token_ids, generated=node.generated):
                 raise PrefixGone(f"another prefix has the same name, {node.name.hex()}")
+            self._keep_for(node.name, recorded_ttl(node.ttl_s))
             return
         if node.position > 0 and not self._add_children(node.parent, 1):
             raise PrefixGone("the prefix that it continues was evicted meanwhile")
@@ -129,6 +142,7 @@ class Changes(Snapshot):
             stored_bytes=node_bytes(len(node.token_ids), sizes),
             prefill_s=node.prefill_s,
             created_at=self._now,
+            ttl_s=recorded_ttl(node.ttl_s),
         )
         self._put("nodes", node.name, encode_node(node.name, record))
         self._put("usage", node.name, encode_usage(usage))
@@ -140,15 +154,13 @@ class Changes(Snapshot):
         if self._get("entries", name) is None:
             self._put("entries", name, encode_record(name, entry))
 
-    def touch(self, name: bytes, when: float, hits: int) -> None:
+    def touch(self, name: bytes, use: Use) -> None:
         """Record use of a node, and so of all that it continues."""
         for node in list(self.ancestry(name)):
             value = self._get("usage", node)
             if value is None:
                 return
-            usage = decode_usage(value)
-            restores = min(usage.restores + hits, _MOST_RESTORES)
-            self.put_usage(node, replace(after_use(usage, when, hits), restores=restores))
+            self.put_usage(node, after_use(decode_usage(value), use.when, use.hits, use.ttl_s))
 
     def delete_node(self, name: bytes, parent: bytes) -> bool:
         """Remove a node with its payload and its entry, and take it off its parent's children. False: not there."""
@@ -179,15 +191,16 @@ class Changes(Snapshot):
                     queue.append((child, name))
         return queue[::-1]
 
-    def remember(self, root: bytes, prompt: TokenIds, limit: int) -> None:
-        """Add a prompt to the history of a root, which holds at most `limit`, and `HISTORY_TOKENS` tokens in all."""
+    def remember(self, root: bytes, prompt: TokenIds, limit: int, group: bytes = b"") -> None:
+        """Add a prompt to the history of a root, which holds at most `limit`, and `HISTORY_TOKENS` tokens in all,
+        whatever their groups. `group`: 8 bytes, or none."""
         newest, num_tokens, surplus = -1, len(prompt), []
         for number, (key, value) in enumerate(self.history(root), start=1):
             newest = max(newest, history_sequence(key))
             num_tokens += prompt_tokens(value)
             if number >= limit or num_tokens > HISTORY_TOKENS:
                 surplus.append(key)
-        key = history_key(root, max(newest + 1, int(self._now * 1e6)))
+        key = history_key(root, max(newest + 1, int(self._now * 1e6)), group)
         self._put("history", key, encode_prompt(key, prompt))
         for key in surplus:
             self._delete("history", key)
@@ -210,6 +223,11 @@ class Changes(Snapshot):
     def delete_record(self, database: str, key: bytes) -> bool:
         """Remove one record and nothing that goes with it: for those that nothing goes with any more."""
         return self._delete(database, key)
+
+    def _keep_for(self, name: bytes, ttl_s: int) -> None:
+        usage = self.usage(name)
+        if usage is not None and (longer := longer_ttl(usage.ttl_s, ttl_s)) != usage.ttl_s:
+            self.put_usage(name, replace(usage, ttl_s=longer))
 
     def _put_payload(self, node: NewNode, codec: Codec) -> list[int]:
         sizes: list[int] = []

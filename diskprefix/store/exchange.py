@@ -2,7 +2,8 @@
 
 What goes with an entry are the blocks on its path, its tail, and every checkpoint that lies on the path: what could be
 restored of the prompt here can be restored there. State that was generated does not leave the store: it is not what a
-prefill computes, and elsewhere nobody may have asked for such.
+prefill computes, and elsewhere nobody may have asked for such. How long its uses asked to keep an entry stays here too:
+what is imported stays for as long as the daemon there says.
 
 Both go node by node, so memory does not grow with the entry. An export takes a new snapshot for each node: one that
 stays open would keep a daemon from reusing pages. An import writes several publications if it has to. Each adds whole

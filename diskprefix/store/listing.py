@@ -23,6 +23,8 @@ class EntryInfo:
     `checkpoints` are the tokens at which state that cannot be cut is kept, `checkpoint_bytes` what that takes; at the
     end of a whole prompt its tail holds it. `generated_tokens` of the prompt were decoded, not prefilled: they are not
     exact. Times are seconds since the epoch. `hits` counts the requests that restored up to this entry's end or beyond.
+    `ttl_s`: how long uses asked to keep it after the last one, in seconds, None if none did; `default_ttl`: whether one
+    asked for no time of its own, so that it stays for the daemon's `--kv-cache-ttl` if that is longer.
     """
 
     id: str
@@ -37,6 +39,8 @@ class EntryInfo:
     hits: int
     created_at: float
     last_used_at: float
+    ttl_s: int | None
+    default_ttl: bool
     scope: str
     tenant: str
     preview: str
@@ -176,6 +180,8 @@ def _info(
         hits=usage.restores if usage else 0,
         created_at=round(entry.created_at, 3),
         last_used_at=round(usage.last_used if usage else entry.created_at, 3),
+        ttl_s=abs(usage.ttl_s) or None if usage else None,
+        default_ttl=usage.ttl_s <= 0 if usage else True,
         scope=entry.scope,
         tenant=root.tenant if root else "",
         preview=entry.preview,

@@ -18,11 +18,12 @@ below).
     roots      root                      record    RootRecord: whose numbers these are and how a payload is laid out
     nodes      node hash                 72 bytes  header (below), then num_tokens × i32 token ids
     usage      node hash                 48 bytes  last_used f64 · created_at f64 · hits f64 · prefill_s f32 ·
-                                                   children u32 · stored_bytes u64 · restores u32 · zero 4 bytes
+                                                   children u32 · stored_bytes u64 · restores u32 · ttl_s i32
     payloads   node hash, u16 big-endian bytes     one encoded piece of the payload (see `store.codec`)
     entries    node hash of its end      record    EntryRecord: one saved prompt, what `inspect` lists
-    history    root, u64 big-endian      prompt    zstd of num_tokens × i32: the recent prompts, oldest first; the
-                                                   number is the time in µs, or one more than the one before
+    history    root, u64 big-endian,     prompt    zstd of num_tokens × i32: the recent prompts, oldest first; the
+               0 or 8 bytes                        number is the time in µs, or one more than the one before; the
+                                                   bytes behind it are the group that the prompt belongs to
 
     node header   0 parent hash (the root for a first block)   16 bytes
                  16 root                                       16 bytes
@@ -42,6 +43,10 @@ A raw payload holds, for each tensor group of the root's layout in order, the gr
 shape [tensors, heads, num_tokens, head_dim]. State that exists at one position only (of recurrent layers) is in the
 payload of a *checkpoint*, a node without tokens that continues the block which ends at that position; a tail's payload
 holds it after the tokens', and ends with the next-token logits. `store.pieces` says where a payload is cut.
+
+`ttl_s` is how long a node is to be kept after its last use, in seconds: the longest that any use of it asked for. A use
+that asks for nothing asks for what the daemon's `--kv-cache-ttl` says. 0: no use asked for another time; a negative
+number: some did, and the longer of its absolute value and what the daemon says holds.
 
 A node is *generated* if its state is not what a prefill from position 0 computes bit for bit: its tokens were decoded
 one by one, or it continues such a node.
@@ -63,6 +68,7 @@ from diskprefix.tokens import HASH_BYTES, TokenIds, block_hash, checksum
 
 HISTORY_TOKENS = 1 << 22
 """Tokens that the history of a root holds at most: 16 MiB of token ids, whatever N a request asks for."""
+GROUP_BYTES = 8
 FORMAT_VERSION = 2
 DATABASES = ("meta", "roots", "nodes", "usage", "payloads", "entries", "history")
 
@@ -72,10 +78,12 @@ _GENERATED = 1
 _CHECKSUM = struct.Struct("<Q")
 _POSITION = struct.Struct("<I")
 _TOKENS_AT = _HEADER.size + _CHECKSUM.size
-_USAGE = struct.Struct("<dddfIQIxxxx")
+_USAGE = struct.Struct("<dddfIQIi")
 _IDENTITY = struct.Struct("<I16sQd")
 _PIECE_INDEX = struct.Struct(">H")
 _HISTORY_SEQUENCE = struct.Struct(">Q")
+HISTORY_KEY_BYTES = tuple(HASH_BYTES + _HISTORY_SEQUENCE.size + size for size in (0, GROUP_BYTES))
+"""Lengths of a key of the history: of a prompt without a group, and with one."""
 
 
 class Kind(IntEnum):
@@ -122,7 +130,7 @@ class UsageRecord:
 
     `hits` is decayed, as of `last_used`; `restores` counts them all, for people. `prefill_s` is how long computing the
     node's tokens took, in seconds; 0 if nobody measured it. `stored_bytes` is what the node takes in the file, whole
-    pages.
+    pages. `ttl_s`: see the module's docstring; `store.eviction` reckons with it.
     """
 
     last_used: float
@@ -132,6 +140,7 @@ class UsageRecord:
     prefill_s: float
     created_at: float
     restores: int = 0
+    ttl_s: int = 0
 
 
 USAGE_DTYPE = np.dtype(
@@ -143,7 +152,7 @@ USAGE_DTYPE = np.dtype(
         ("children", "<u4"),
         ("stored_bytes", "<u8"),
         ("restores", "<u4"),
-        ("zero", "<u4"),
+        ("ttl_s", "<i4"),
     ]
 )
 """A usage record as numpy reads it; what `UsageRecord` says of the fields holds."""
@@ -278,23 +287,30 @@ def encode_usage(usage: UsageRecord) -> bytes:
         usage.children,
         usage.stored_bytes,
         usage.restores,
+        usage.ttl_s,
     )
 
 
 def decode_usage(value: bytes | memoryview) -> UsageRecord:
     if len(value) != _USAGE.size:
         raise StoreCorrupt(f"a usage record has {len(value)} bytes instead of {_USAGE.size}")
-    last_used, created_at, hits, prefill_s, children, stored_bytes, restores = _USAGE.unpack(value)
-    return UsageRecord(last_used, hits, children, stored_bytes, prefill_s, created_at, restores)
+    last_used, created_at, hits, prefill_s, children, stored_bytes, restores, ttl_s = _USAGE.unpack(value)
+    return UsageRecord(last_used, hits, children, stored_bytes, prefill_s, created_at, restores, ttl_s)
 
 
-def history_key(root: bytes, sequence: int) -> bytes:
-    """Keys sort by root, then by age: the oldest prompt of a root comes first."""
-    return root + _HISTORY_SEQUENCE.pack(sequence)
+def history_key(root: bytes, sequence: int, group: bytes = b"") -> bytes:
+    """Keys sort by root, then by age: the oldest prompt of a root comes first. `group`: 8 bytes, or none."""
+    assert len(group) in (0, GROUP_BYTES)
+    return root + _HISTORY_SEQUENCE.pack(sequence) + group
 
 
 def history_sequence(key: bytes) -> int:
     return int(_HISTORY_SEQUENCE.unpack_from(key, HASH_BYTES)[0])
+
+
+def history_group(key: bytes) -> bytes:
+    """The group that a remembered prompt belongs to, empty if it has none."""
+    return key[HASH_BYTES + _HISTORY_SEQUENCE.size :]
 
 
 _Record = TypeVar("_Record")

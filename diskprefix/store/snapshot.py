@@ -15,6 +15,7 @@ from diskprefix.store.eviction import UsageTable
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
     DATABASES,
+    HISTORY_KEY_BYTES,
     USAGE_DTYPE,
     EntryRecord,
     Kind,
@@ -26,7 +27,7 @@ from diskprefix.store.schema import (
     decode_prompt,
     decode_root,
     decode_usage,
-    history_key,
+    history_group,
     history_sequence,
     is_node,
     node_kind,
@@ -38,6 +39,8 @@ from diskprefix.store.schema import (
 from diskprefix.tokens import HASH_BYTES, TokenIds
 
 log = logging.getLogger("diskprefix")
+
+_PAST_THE_END = b"\xff" * (HISTORY_KEY_BYTES[-1] - HASH_BYTES)
 
 
 class Snapshot:
@@ -115,15 +118,17 @@ class Snapshot:
             values.append(value)
         return UsageTable(names, np.frombuffer(b"".join(values), USAGE_DTYPE))
 
-    def saves_nothing(self) -> Callable[[bytes], bool]:
-        """Tells of a node that nothing continues whether nothing can be restored from it.
+    def saves_nothing(self) -> Callable[[bytes], bool] | None:
+        """Tells of a node that nothing continues whether nothing can be restored from it; None if it always can.
 
         That is so of the blocks of a layout with states: they are of use to the checkpoints and tails behind them only.
         """
         roots = {root for root, value in self.records("roots") if _has_states(root, bytes(value))}
+        if not roots:
+            return None
 
         def is_bare_block(name: bytes) -> bool:
-            value = self._get("nodes", name) if roots else None
+            value = self._get("nodes", name)
             return value is not None and node_kind(value) == Kind.BLOCK and node_root(value) in roots
 
         return is_bare_block
@@ -178,14 +183,15 @@ class Snapshot:
                 raise StoreCorrupt(f"node {name.hex()} has no tokens, and yet another continues it")
             name, end = node.parent, node.position
 
-    def recent_prompts(self, root: bytes, limit: int) -> list[TokenIds]:
-        """The last `limit` remembered prompts of a root, oldest first. A record that cannot be read is left out."""
-        prompts: list[TokenIds] = []
+    def recent_prompts(self, root: bytes, limit: int) -> list[tuple[bytes, TokenIds]]:
+        """The last `limit` remembered prompts of a root, oldest first, each behind its group, which is empty if it has
+        none. A record that cannot be read is left out."""
+        prompts: list[tuple[bytes, TokenIds]] = []
         for key, value in self.history(root):
             if len(prompts) >= limit:
                 break
             try:
-                prompts.append(decode_prompt(key, value))
+                prompts.append((history_group(key), decode_prompt(key, value)))
             except StoreCorrupt as error:
                 log.warning("[disk-cache] history: %s", error)
         return prompts[::-1]
@@ -200,10 +206,9 @@ class Snapshot:
         return sum(self._bytes_in(name) for name in DATABASES)
 
     def history(self, root: bytes) -> Iterator[tuple[bytes, bytes | memoryview]]:
-        """Keys and encoded prompts of a root, newest first."""
+        """Keys and encoded prompts of a root, of all groups, newest first."""
         cursor = self._txn.cursor(self._databases["history"])
-        past_the_end = history_key(root, 2**64 - 1)
-        found = cursor.set_range(past_the_end)
+        found = cursor.set_range(root + _PAST_THE_END)
         found = cursor.prev() if found else cursor.last()
         while found and bytes(cursor.key()).startswith(root):
             yield bytes(cursor.key()), cursor.value()

@@ -27,12 +27,12 @@ from pathlib import Path
 
 from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFormatError, StoreFull, StoreUnavailable
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, OnCorruption, format_size
-from diskprefix.store.changes import Changes, NewNode
+from diskprefix.store.changes import Changes, NewNode, Use
 from diskprefix.store.codec import Codec
 from diskprefix.store.codec_choice import choose, measure
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
-from diskprefix.store.eviction import choose_victims, expired
+from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, recorded_ttl, usable_bytes
 from diskprefix.store.folder import FolderLock, FolderUnavailable
 from diskprefix.store.opening import Access, open_environment, set_aside
 from diskprefix.store.schema import (
@@ -53,8 +53,6 @@ log = logging.getLogger("diskprefix")
 _U32, _U64, _F64 = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<d")
 _EVICT_BATCH = 64
 """Nodes deleted in one transaction: more would copy more pages than a full file has free."""
-_EVICT_AHEAD = 64
-"""A full store makes room for this part of its budget at a time: choosing reads every node's usage record."""
 _RETRY_S = 2.0
 """Between attempts to open a folder that could not be: checking a large file takes a while."""
 _HISTORY_SHARE = 16
@@ -74,7 +72,8 @@ class Publication:
     """What one request adds: new nodes (parents first), the nodes it used, its entry and its place in the history.
 
     `store_id` is that of the store whose secret named the nodes. `tip` is the last node of the request's path, whether
-    it is new or already stored.
+    it is new or already stored. `ttl_s` is how long the path is to be kept after its last use, in seconds; None leaves
+    that to the daemon. `prompt_group` is the group that the prompt is remembered in: 8 bytes, or none.
     """
 
     store_id: bytes
@@ -85,6 +84,8 @@ class Publication:
     entry: EntryRecord | None = None
     prompt: TokenIds | None = None
     history_limit: int = 0
+    prompt_group: bytes = b""
+    ttl_s: float | None = None
 
     @property
     def base(self) -> bytes | None:
@@ -111,6 +112,9 @@ class Store:
         """Replaced as a whole when the store is."""
         self.mapped: set[bytes] = set()
         """Nodes whose pages this process has read since the file was opened; for those who read payloads."""
+        self.may_have_own_ttls = True
+        """Whether a node may have a time to live of its own. What another process writes counts once `expire` has
+        looked."""
         self._problem: str | None = None
         self._retry_at = 0.0
         self._access = access
@@ -242,11 +246,11 @@ class Store:
         if need_bytes > self._usable_bytes():
             raise StoreFull(f"{format_size(need_bytes)} do not fit {self._limit()}")
 
-    def touch(self, uses: Mapping[bytes, tuple[float, int]]) -> None:
-        """Record use: node → (last time, number of hits). Missing nodes are passed over; ancestors count with it."""
+    def touch(self, uses: Mapping[bytes, Use]) -> None:
+        """Record the use of nodes, given by their names. Missing nodes are passed over; ancestors count with it."""
         with self.changes() as changes:
-            for name, (when, hits) in uses.items():
-                changes.touch(name, when, hits)
+            for name, use in uses.items():
+                changes.touch(name, use)
 
     def quarantine(self, name: bytes, parent: bytes) -> int:
         """Remove a damaged node and all that continues it. Answers how many nodes went.
@@ -258,11 +262,13 @@ class Store:
             return sum(changes.delete_node(*node) for node in changes.subtrees({name: parent}))
 
     def expire(self, ttl_s: float) -> int:
-        """Remove what was not used for `ttl_s` seconds: nodes and remembered prompts. Answers how many nodes went."""
+        """Remove what was not used for `ttl_s` seconds, nodes and remembered prompts; 0 keeps it. Nodes that were asked
+        to be kept for another time go after that. Answers how many nodes went."""
         with self.snapshot() as snapshot:
             table, now = snapshot.usages(), self._clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self._pinned(), now=now)
-            prompts = snapshot.prompts_before(now - ttl_s)
+            prompts = snapshot.prompts_before(now - ttl_s) if ttl_s else []
+        self.may_have_own_ttls = table.has_own_ttls
         self._evict(names)
         self._forget(prompts)
         return len(names)
@@ -396,6 +402,7 @@ class Store:
             lock.close()
             raise
         self.names, self._env, self._lock, self.mapped = names, env, lock, set()
+        self.may_have_own_ttls = True
 
     def _agree_on_budget(self, env: Environment) -> None:
         """A daemon says what its budget is; a tool, which has none, keeps to what the last daemon said."""
@@ -446,24 +453,20 @@ class Store:
                 for node in publication.nodes:
                     changes.put_node(publication.root, node, self.codec)
                 if publication.tip is not None:
-                    changes.touch(publication.tip, self._clock(), 0)
+                    changes.touch(publication.tip, Use(self._clock(), 0, recorded_ttl(publication.ttl_s)))
                     if publication.entry is not None:
                         changes.put_entry(publication.tip, publication.entry)
                 if publication.prompt is not None:
-                    changes.remember(publication.root, publication.prompt, publication.history_limit)
+                    limit, group = publication.history_limit, publication.prompt_group
+                    changes.remember(publication.root, publication.prompt, limit, group)
         except StoreFull:
             return False
+        self.may_have_own_ttls |= any(node.ttl_s is not None for node in publication.nodes)
         return True
 
     def _usable_bytes(self) -> int:
-        """What the pages that hold data may take: the budget, or what the disk has room for, less a tenth.
-
-        The tenth is for B-tree copies, the free list, and above all for runs of free pages that are long enough for a
-        piece. With 1/32, three of a hundred publications found none after ten times the budget had been written, and
-        with 1/12 writing became slower (`tools/soak`).
-        """
-        limit = min(self.budget_bytes, self._disk_limit())
-        return limit - limit // 10 - 2**20
+        """What the pages that hold data may take of the budget, or of what the disk has room for."""
+        return usable_bytes(min(self.budget_bytes, self._disk_limit()))
 
     def _disk_limit(self) -> int:
         """How large the file may become so that `min_free_bytes` of the disk stay free."""
@@ -491,21 +494,22 @@ class Store:
         Raises `StoreFull`, and evicts nothing, if what may be evicted is not enough.
         """
         with self.snapshot() as snapshot:
-            excess = snapshot.used_bytes() + need - self._usable_bytes()
-            if excess <= 0:
+            used, usable = snapshot.used_bytes(), self._usable_bytes()
+            wanted = bytes_to_free(used=used, need=need, usable=usable, budget=self.budget_bytes)
+            if not wanted:
                 return 0
             prompts = snapshot.prompts_beyond(self.budget_bytes // _HISTORY_SHARE)
             table = snapshot.usages()
             victims = choose_victims(
                 table,
                 snapshot.parent,
-                bytes_wanted=max(excess, self.budget_bytes // _EVICT_AHEAD),
+                bytes_wanted=wanted,
                 pinned=keep | self._pinned(),
                 now=self._clock(),
                 saves_nothing=snapshot.saves_nothing(),
             )
-            sizes = dict(zip(table.names, table.records["stored_bytes"].tolist(), strict=True))
-            if need and sum(sizes[name] for name in victims) < excess:
+            freed = sum(int(table.records["stored_bytes"][table.row_of[name]]) for name in victims)
+            if need and used + need - freed > usable:
                 raise StoreFull(
                     f"no room for {format_size(need)}: what is stored was just written or is in use; "
                     "raise --kv-cache-budget"

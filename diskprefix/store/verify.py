@@ -17,6 +17,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
+    HISTORY_KEY_BYTES,
     Kind,
     NodeRecord,
     RootRecord,
@@ -35,8 +36,6 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.tenant import Tenant
 from diskprefix.tokens import HASH_BYTES, root_hash
-
-_HISTORY_KEY_BYTES = HASH_BYTES + 8
 
 
 class ProblemKind(StrEnum):
@@ -333,7 +332,7 @@ def _entry_problem(nodes: NodeCheck, name: bytes, value: bytes | memoryview) -> 
 
 def _prompt_problem(nodes: NodeCheck, key: bytes, value: bytes | memoryview) -> Problem | None:
     """Raises `StoreCorrupt`."""
-    if len(key) != _HISTORY_KEY_BYTES:
+    if len(key) not in HISTORY_KEY_BYTES:
         raise StoreCorrupt(f"its key has {len(key)} bytes")
     decode_prompt(key, value)
     if key[:HASH_BYTES] not in nodes.roots:

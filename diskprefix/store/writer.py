@@ -7,6 +7,7 @@ readers at once through `pending`. A failure of the store is logged once, counte
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -15,7 +16,8 @@ from functools import partial
 from types import MappingProxyType
 
 from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFull
-from diskprefix.store.changes import NewNode
+from diskprefix.store.changes import NewNode, Use
+from diskprefix.store.eviction import expiry_interval_s, recorded_ttl
 from diskprefix.store.repair import repair_index
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
@@ -26,21 +28,19 @@ _TOUCH_INTERVAL_S = 1.0
 """How long uses may wait to be written together; a kill loses at most that much of hits and times of last use. The
 folder is looked at as often."""
 _LAST_WRITE_S = 10.0
-_EXPIRY_INTERVAL_S = 60.0
-"""What has expired is gone this much later at most; sooner if the time to live is short."""
 
 
 class Writer:
     """Owns the writing thread. `reserve`, `submit` and `touch` never wait for the disk and never raise."""
 
     def __init__(self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0) -> None:
-        """`ttl_s`: what was not used for so many seconds is removed; 0 keeps it."""
+        """`ttl_s`: what was not used for so many seconds is removed; 0 keeps it. Uses may ask for another time."""
         self._store = store
         self._ttl_s = ttl_s
-        self._next_expiry = time.monotonic()
+        self._expired_at = -math.inf
         self._buffer_bytes = buffer_bytes
         self._queue: deque[Publication] = deque()
-        self._touches: dict[bytes, tuple[float, int]] = {}
+        self._touches: dict[bytes, Use] = {}
         self._damaged: dict[bytes, bytes] = {}
         self._roots: dict[bytes, RootRecord] = {}
         """Of what is being written: it can replace a damaged record."""
@@ -91,11 +91,16 @@ class Writer:
             self._pending = MappingProxyType(dict(self._pending) | {n.name: n for n in publication.nodes})
             self._changed.notify_all()
 
-    def touch(self, name: bytes, when: float) -> None:
-        """Note the use of a stored node; written together with others."""
+    def touch(self, name: bytes, when: float, ttl_s: float | None = None, *, hits: int = 1) -> None:
+        """Note the use of a stored node, and so of all that it continues; written together with others.
+
+        `ttl_s`: for how long it asks to keep them, in seconds; None asks for what the daemon's says. `hits`: 0 if only
+        that is new.
+        """
+        use = Use(when, hits, recorded_ttl(ttl_s))
         with self._changed:
-            last, hits = self._touches.get(name, (when, 0))
-            self._touches[name] = (max(last, when), hits + 1)
+            noted = self._touches.get(name)
+            self._touches[name] = use if noted is None else noted.and_also(use)
 
     def quarantine(self, name: bytes, parent: bytes) -> None:
         """Have a damaged node removed, before anything that is submitted from now on is written."""
@@ -206,8 +211,15 @@ class Writer:
         if self._store.maintain():
             self._recover()
         self._look()
-        if self._ttl_s and time.monotonic() >= self._next_expiry:
-            self._next_expiry = time.monotonic() + min(_EXPIRY_INTERVAL_S, self._ttl_s / 10)
+        self._expire()
+
+    def _expire(self) -> None:
+        """Remove what has expired, now and then; the first time soon after the start, which tells what there is."""
+        if self._store.problem is not None:
+            return
+        now = time.monotonic()
+        if now >= self._expired_at + expiry_interval_s(self._ttl_s, has_own_ttls=self._store.may_have_own_ttls):
+            self._expired_at = now
             self.expired += self._store.expire(self._ttl_s)
 
     def _look(self) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from diskprefix.cli import main
+from diskprefix.store.changes import Use
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tenant import Tenant, matches
 from tests.store.building import BLOCK, Clock, layout_of, open_store, prompt, publication
+from tests.store.damage import damaged
 
 BLOCK_BYTES = 19_968
 """Raw bytes of a block in these tests, one piece each."""
@@ -34,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     for publication_ in (pub, publication(store, second)):
         store.publish(publication_)
     assert pub.tip is not None
-    store.touch({pub.tip: (2000.0, 2)})
+    store.touch({pub.tip: Use(2000.0, 2)})
     store.close()
     return tmp_path / "kv"
 
@@ -75,7 +77,8 @@ def test_json_lists_every_entry_with_the_documented_keys(invoke: Invoke, folder:
     first, second = listed(invoke, folder)
     assert set(first) == {
         "id", "model", "num_tokens", "raw_bytes", "stored_bytes", "shared_bytes", "hits", "created_at",
-        "last_used_at", "scope", "tenant", "preview", "checkpoints", "checkpoint_bytes", "generated_tokens",
+        "last_used_at", "ttl_s", "default_ttl", "scope", "tenant", "preview", "checkpoints", "checkpoint_bytes",
+        "generated_tokens",
     }  # fmt: skip
     assert (first["hits"], first["last_used_at"], second["hits"]) == (2, 2000.0, 0)
     assert {e["num_tokens"] for e in (first, second)} == {4 * BLOCK}
@@ -99,6 +102,25 @@ def test_one_entry_shows_its_blocks(invoke: Invoke, folder: Path) -> None:
     blocks = json.loads(invoke("--kv-cache-dir", folder, name, "--json").stdout)["blocks"]
     assert [(b["position"], b["num_tokens"], b["kind"]) for b in blocks][-1] == (4 * BLOCK, 0, "tail")
     assert blocks[-1]["hash"] == name
+
+
+@pytest.mark.parametrize(
+    ("recorded", "ttl_s", "default_ttl", "told"),
+    [
+        (0, None, True, "what --kv-cache-ttl says"),
+        (3600, 3600, False, "3,600 s after its last use"),
+        (-300, 300, True, "300 s after its last use, or what --kv-cache-ttl says"),
+    ],
+)
+def test_how_long_an_entry_was_asked_to_be_kept_is_shown(
+    invoke: Invoke, folder: Path, recorded: int, ttl_s: int | None, default_ttl: bool, told: str
+) -> None:
+    name = listed(invoke, folder)[0]["id"]
+    with damaged(folder) as records:
+        records.change_usage(bytes.fromhex(name), ttl_s=recorded)
+    entry = listed(invoke, folder)[0]
+    assert (entry["ttl_s"], entry["default_ttl"]) == (ttl_s, default_ttl)
+    assert f"kept for    {told}" in invoke("--kv-cache-dir", folder, name).stdout.splitlines()
 
 
 STATE_BYTES = 32_000

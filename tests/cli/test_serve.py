@@ -84,6 +84,8 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "kv_cache_interval": "8",
         "kv_cache_cold_max": "9",
         "kv_cache_write_buffer": "64MiB",
+        "kv_cache_gate": "OFF",
+        "record": "~/requests.jsonl",
         "fingerprint": "portable",
         "served_model_name": "me",
         "chat_template": "/template.jinja",
@@ -100,6 +102,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
     unchanged = [name for name in other if getattr(by_flags, name) == getattr(defaults, name)]
     assert unchanged == []
     assert (by_flags.kv_cache_budget, by_flags.disk_prefix_cache) == (8 * 1024**3, "full")
+    assert (by_flags.kv_cache_gate, by_flags.record) == ("off", Path("~/requests.jsonl").expanduser())
 
 
 def test_a_flag_wins_over_a_variable_over_a_policy_over_the_default(
@@ -131,7 +134,7 @@ def test_a_switch_can_be_turned_off_again_by_what_wins(
 
 def test_the_policy_may_come_from_its_variable(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
     monkeypatch.setenv("DISKPREFIX_POLICY", "agent")
-    assert settings_of().disk_prefix_cache == "full"
+    assert settings_of().kv_cache_budget == 16 * 2**30
 
 
 def test_an_empty_variable_is_no_variable(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
@@ -149,7 +152,9 @@ def test_an_empty_file_of_keys_is_refused_wherever_it_comes_from(
     found = [error_line(capsys, "serve", "--api-keys", ""), error_line(capsys, "serve", "--policy", str(policy))]
     monkeypatch.setenv("DISKPREFIX_API_KEYS", "")
     found.append(error_line(capsys, "serve"))
-    for (code, line), source in zip(found, ("'--api-keys'", "policy file", "'DISKPREFIX_API_KEYS'"), strict=True):
+    for (code, line), source in zip(
+        found, ("'--api-keys'", "mine.toml:1: api_keys:", "'DISKPREFIX_API_KEYS'"), strict=True
+    ):
         assert code == 2
         assert source in line
         assert "it is empty" in line
@@ -179,7 +184,7 @@ def test_a_home_folder_is_expanded(settings_of: SettingsOf, monkeypatch: pytest.
         (("--max-queue", "0"), ("--max-queue",)),
         (("--dtype", "int4"), ("--dtype", "int4")),
         (("--fingerprint", "loose"), ("--fingerprint",)),
-        (("--policy", "no-such-preset"), ("--policy", "agent, chat")),
+        (("--policy", "no-such-preset"), ("--policy", "agent, batch, chat, rag")),
         (("--no-such-flag",), ("--no-such-flag",)),
         (("extra",), ("extra",)),
     ],
@@ -205,12 +210,53 @@ def test_a_wrong_variable_is_named(
     assert value in line
 
 
-def test_a_wrong_type_in_a_policy_file_is_traced_to_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("port", '"http"', "'http' is not a valid integer"),
+        ("port", "8642.5", "'8642.5' is not a valid integer"),
+        ("port", "inf", "'inf' is not a valid integer"),
+        ("port", "99999", "99999 is out of range (0 to 65535)"),
+        ("kv_cache_budget", '"lots"', "'lots' is not a size; write for example 4GiB"),
+        ("kv-cache-budget", "1024", "1024 is out of range"),
+        ("kv_cache_ttl", '"5M"', "'5M' is not a duration; write for example 90s, 15m, 12h, 7d or 2w, in lower case"),
+        ("kv_cache_ttl", "-1", "'-1' is not a duration"),
+        ("disk_prefix_cache", '"auto:0"', "'auto:0' is not a cache scope"),
+        ("kv_cache_codec", '"zip"', "'zip' is not one of"),
+        ("api_keys", '""', "it is empty"),
+        ("kv_cache_dir", f'"{__file__}"', f"Directory '{__file__}' is a file"),
+    ],
+)
+@pytest.mark.parametrize("command", [["serve"], ["warm", "--alone", __file__]])
+def test_a_wrong_value_in_a_policy_file_is_named_with_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str], key: str, value: str, expected: str
+) -> None:
     policy = tmp_path / "mine.toml"
-    policy.write_text('port = "http"\n')
+    policy.write_text(f"# mine\n\n{key} = {value}\n")
+    code, line = error_line(capsys, *command, "--policy", str(policy))
+    assert code == 2
+    assert line.startswith(f"error: --policy: {policy}:3: {key}: {expected}")
+
+
+@pytest.mark.parametrize(
+    "text", ["port = ", f"port = {'9' * 5000}", "host = " + "[" * 100_000, "port = 1\nport = 2", "host = '\udc80'"]
+)
+def test_a_policy_file_that_is_no_toml_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    policy = tmp_path / "mine.toml"
+    policy.write_text(text, errors="surrogateescape")
     code, line = error_line(capsys, "serve", "--policy", str(policy))
     assert code == 2
-    assert "from the policy file" in line
+    assert f"{policy} is not valid TOML: " in line
+
+
+def test_a_key_in_both_spellings_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    policy = tmp_path / "mine.toml"
+    policy.write_text("kv_cache_interval = 512\nkv-cache-interval = 1024\n")
+    code, line = error_line(capsys, "serve", "--policy", str(policy))
+    assert code == 2
+    assert f"{policy}:2: kv-cache-interval: is there twice" in line
 
 
 @pytest.mark.parametrize(
@@ -229,7 +275,7 @@ def test_a_value_of_the_wrong_kind_in_a_policy_file_is_named_with_its_line(
     policy.write_text(f"# mine\n\n{key} = {value}\n")
     code, line = error_line(capsys, "serve", "--policy", str(policy))
     assert code == 2
-    assert f"{policy}:3: {key!r} must be {expected}" in line
+    assert f"{policy}:3: {key}: must be {expected}" in line
 
 
 def test_a_wrong_key_in_a_policy_file_is_named_with_its_line(

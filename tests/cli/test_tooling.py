@@ -9,13 +9,13 @@ import pytest
 
 from diskprefix.cli import COMMANDS
 from diskprefix.errors import SettingsError
-from diskprefix.settings import parse_duration
+from diskprefix.settings import parse_duration, parse_size
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
 from tests.store.building import BLOCK, open_store, prompt, publication
 
 TOOLS = sorted(set(COMMANDS) - {"serve"})
-STORE_TOOLS = sorted(set(TOOLS) - {"models"})
+STORE_TOOLS = sorted(set(TOOLS) - {"models", "simulate", "warm"})
 
 
 @pytest.mark.parametrize("command", TOOLS)
@@ -136,13 +136,30 @@ def test_at_a_terminal_the_bar_goes_to_stderr_and_is_gone_in_the_end(tmp_path: P
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90s", 90), ("15m", 900), ("12h", 43_200), ("7d", 604_800), ("2w", 1_209_600), ("45", 45), (" 1.5 H ", 5400)],
+    [("90s", 90), ("15m", 900), ("12h", 43_200), ("7d", 604_800), ("2w", 1_209_600), ("45", 45), (" 1.5 h ", 5400)],
 )
 def test_a_duration_is_read(text: str, seconds: float) -> None:
     assert parse_duration(text, param="--older-than") == seconds
 
 
-@pytest.mark.parametrize("text", ["", "d", "-1d", "1 year", "1d2h", "soon", "1y", "inf", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "d", "-1d", "1 year", "1d2h", "soon", "1y", "inf", "nan", "5M", "5H", "\u0663d", "5\u017f", "1\u2003d"]
+)
 def test_what_is_no_duration_is_refused_by_name(text: str) -> None:
-    with pytest.raises(SettingsError, match=r"--older-than: .* is not a duration; write for example 90s"):
+    """Upper case too: many read 5M as months."""
+    with pytest.raises(SettingsError, match=r"--older-than: .* is not a duration; .* 7d or 2w, in lower case"):
         parse_duration(text, param="--older-than")
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4GiB", 4 * 2**30), ("4gib", 4 * 2**30), (" 1.5 K ", 1500), ("9007199254740993", 2**53 + 1), (7, 7), ("0b", 0)],
+)
+def test_a_size_is_read_to_the_byte_in_either_case(text: str | int, num_bytes: int) -> None:
+    assert parse_size(text, param="--budget") == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "4 Gi", "\u0664GiB", "4\u212a", "9" * 400, "nan", "inf"])
+def test_what_is_no_size_is_refused_by_name(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"--budget: .* is not a size; write for example 4GiB"):
+        parse_size(text, param="--budget")

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from diskprefix.cli import cli
+from diskprefix.store.changes import Use
 from diskprefix.store.codec import Codec
 from diskprefix.store.store import Publication, Store
 from tests.crash import ledger, prompts
@@ -97,7 +98,7 @@ class Loop:
 
     def touch(self, store: Store, number: int) -> None:
         self.ledger.begin("touch", number)
-        store.touch({prompts.tip(store.secret, number): (self.clock.now, 1)})
+        store.touch({prompts.tip(store.secret, number): Use(self.clock.now)})
         self.ledger.end("touch", number)
 
     def _end(self, store: Store, deed: str, number: int = -1, *, look: bool) -> None:

@@ -14,6 +14,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.engine import generate, memory
 from diskprefix.engine.generate import Engine
 from diskprefix.engine.prefill import Cancelled
@@ -40,7 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(model: Path, kv: Path) -> Engine:
     settings = Settings(
-        model=str(model), kv_cache_dir=kv, block_size=BLOCK, kv_cache_min_tokens=BLOCK, kv_cache_budget=32 << 20
+        model=str(model),
+        kv_cache_dir=kv,
+        block_size=BLOCK,
+        kv_cache_min_tokens=BLOCK,
+        kv_cache_budget=32 << 20,
+        kv_cache_gate="off",
     )
     return Engine.load(settings, lambda _: None)
 
@@ -69,7 +75,7 @@ def run(
         id="test",
         prompt=Prompt(token_ids),
         sampling=SamplingParams(**({"temperature": 0, "max_tokens": 12} | params)),
-        scope=parse_scope(scope, param="scope"),
+        cache=CacheOptions(scope=parse_scope(scope, param="scope")),
     )
     engine.run(request, events.append, is_cancelled, time.perf_counter())
     return events

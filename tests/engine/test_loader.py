@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from diskprefix.engine import loader
-from diskprefix.engine.loader import LoadedModel, load_model
+from diskprefix.engine.loader import LoadedModel, load_model, load_tokenizer
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.kv.fingerprint import weights_digest
 from diskprefix.settings import Settings
@@ -403,3 +403,16 @@ def test_an_unusable_chat_template_is_refused_with_its_param(
         load(folder, chat_template=template)
     assert caught.value.param == "--chat-template"
     assert "\n" not in caught.value.message
+
+
+def test_a_tokenizer_needs_no_weights(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}!")
+    for chosen, text in ((None, "<|im_start|>user\nhello<|im_end|>\n"), (template, "hello!")):
+        tokenizer = load_tokenizer(str(folder), chosen, lambda _: None)
+        assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == text
+    with pytest.raises(ModelError, match="no such file or folder"):
+        load_tokenizer(str(tmp_path / "nowhere"), None, lambda _: None)
+    with pytest.raises(SettingsError, match="--chat-template: cannot read"):
+        load_tokenizer(str(folder), tmp_path / "nowhere.jinja", lambda _: None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diskprefix.engine.loader import LoadedModel, load_model
+from diskprefix.engine.loader import LoadedModel, load_model, load_tokenizer
 from diskprefix.errors import ModelError
 from diskprefix.settings import Settings
 from tests.engine import tiny
@@ -109,3 +109,16 @@ def test_a_model_that_the_hub_does_not_give_is_refused_with_the_reason(
         hub.gated.add("org/gated")
         hub.broken.add("org/broken")
         assert words in refusal(repo)
+
+
+def test_a_tokenizer_is_fetched_without_the_weights(
+    folder: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_hub(hub_cache, monkeypatch) as hub:
+        hub.repos["org/tiny"] = folder
+        tokenizer = load_tokenizer("org/tiny", None, lambda _: None)
+        assert tokenizer.chat_template
+        assert fetched_files(hub) == sorted(path.name for path in folder.glob("*.j*"))
+        hub.requested.clear()
+        assert load("org/tiny").name == "org/tiny"
+        assert fetched_files(hub) == ["model.safetensors"], "what is there is not fetched again"

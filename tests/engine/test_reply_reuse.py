@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.generate import Engine
 from diskprefix.engine.prefill import Cancelled
@@ -37,7 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     kv = tmp_path / "kv"
     settings = Settings(
-        model=str(folder), kv_cache_dir=kv, block_size=BLOCK, kv_cache_min_tokens=BLOCK, kv_cache_budget=32 << 20
+        model=str(folder),
+        kv_cache_dir=kv,
+        block_size=BLOCK,
+        kv_cache_min_tokens=BLOCK,
+        kv_cache_budget=32 << 20,
+        kv_cache_gate="off",
     )
     engine = Engine.load(settings, lambda _: None)
     yield engine
@@ -63,8 +69,7 @@ def run(
         id="test",
         prompt=Prompt(token_ids),
         sampling=SamplingParams(**sampling),
-        scope=parse_scope(scope, param="scope"),
-        reuse_generated=reuse,
+        cache=CacheOptions(scope=parse_scope(scope, param="scope"), reuse_generated=reuse),
     )
     engine.run(request, events.append, is_cancelled, time.perf_counter())
     return events

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, SamplingParams
 from diskprefix.engine.scheduler import Scheduler
@@ -19,8 +20,9 @@ ALICE, BOB = Tenant.of_key("alice"), Tenant.of_key("bob")
 
 def request(name: str, tenant: Tenant = SHARED, media_bytes: int = 0) -> GenerateRequest:
     media = {"pixel_values": np.zeros(media_bytes, np.uint8)} if media_bytes else {}
-    prompt, scope = Prompt(np.zeros(1, dtype=np.int32), media=media), parse_scope("off", param="scope")
-    return GenerateRequest(id=name, prompt=prompt, sampling=SamplingParams(), scope=scope, tenant=tenant)
+    prompt = Prompt(np.zeros(1, dtype=np.int32), media=media)
+    cache = CacheOptions(scope=parse_scope("off", param="scope"), tenant=tenant)
+    return GenerateRequest(id=name, prompt=prompt, sampling=SamplingParams(), cache=cache)
 
 
 class Steps:

@@ -1,4 +1,4 @@
-"""Which models are cached, and that those which are not say why."""
+"""Which models are cached, and that those which are not say why; and what the state of a layout weighs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from transformers import (
     OpenAIGPTLMHeadModel,
 )
 
+from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.kv.probe import probe_layout
 from tests.tiny import BLOCK, VOCAB, Runner, random_prompt, tiny_llama, tiny_settings
 
@@ -147,3 +148,62 @@ def test_running_out_of_memory_is_not_taken_for_an_unknown_model(monkeypatch: py
     monkeypatch.setattr(model.model, "forward", starved)
     with pytest.raises(torch.OutOfMemoryError):
         probe_layout(model)
+
+
+def layout_of(*windows: int | None, state: int = 0) -> Layout:
+    """Of each layer 8 bytes for each token, of those with a window only under it, and in all so many bytes of states,
+    a multiple of 4."""
+    tensors = [TensorSpec(i, "keys", 1, 4, torch.bfloat16, window) for i, window in enumerate(windows)]
+    states = (StateGroup((StateSpec(0, "recurrent", 0, (state // 4,), torch.float32),)),) if state else ()
+    layers = tuple(LayerSpec("full" if window is None else "sliding", window) for window in windows)
+    return Layout(layers, tuple(Group((spec,)) for spec in tensors), VOCAB, torch.bfloat16, states=states)
+
+
+def test_a_prefix_is_restorable_at_any_block_or_at_checkpoints_or_at_the_end_of_a_prompt() -> None:
+    assert layout_of(None).state_kind == "cuttable"
+    assert layout_of(None, 4).state_kind == "cuttable"
+    assert layout_of(None, state=16).state_kind == "checkpoints"
+    assert layout_of(state=16).state_kind == "checkpoints"
+    assert layout_of(None, state=16).in_one_pass().state_kind == "one_pass"
+
+
+@pytest.mark.parametrize(("state", "num_tokens"), [(0, 0), (4, 1), (16, 1), (20, 2), (32, 2), (1600, 100)])
+def test_a_checkpoint_weighs_as_much_as_a_number_of_tokens(state: int, num_tokens: int) -> None:
+    assert layout_of(None, None, state=state).checkpoint_tokens == num_tokens
+
+
+def test_where_tokens_weigh_nothing_a_checkpoint_weighs_more_than_any_prompt() -> None:
+    assert layout_of(state=16).checkpoint_tokens > 10**9
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_tokens", "num_bytes"),
+    [
+        ((None,), 10, 80),
+        ((None, None), 10, 160),
+        # The token that is computed next is under the window too.
+        ((None, 4), 10, 80 + 3 * 8),
+        ((None, 4), 3, 24 + 24),
+        ((None, 4), 2, 16 + 16),
+        ((4,), 1000, 3 * 8),
+        ((1,), 10, 0),
+        ((None, 4), 0, 0),
+        ((), 10, 0),
+    ],
+)
+def test_what_is_loaded_for_a_token_is_what_lies_under_the_windows(
+    windows: tuple[int | None, ...], num_tokens: int, num_bytes: int
+) -> None:
+    assert layout_of(*windows).loaded_bytes(num_tokens) == num_bytes
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 300])
+def test_what_is_loaded_of_a_model_is_what_a_run_that_goes_on_there_looks_at(num_tokens: int) -> None:
+    config = Gemma3TextConfig(
+        **SIZES, head_dim=HEAD, layer_types=["full_attention", "sliding_attention"], sliding_window=64
+    )
+    layout = probe_layout(Gemma3ForCausalLM(config).to(torch.bfloat16).eval())
+    by_kind = {"full" if g.window is None else f"window_{g.window}": g.bytes_per_token for g in layout.groups}
+    assert len(by_kind) == 2
+    retained = sum((last - first) * by_kind[kind] for kind, (first, last) in layout.retained(num_tokens).items())
+    assert layout.loaded_bytes(num_tokens) == retained

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from policy_bench import GEOMETRIES, open_workload, preset_policy
 
 from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import parse_scope
-from diskprefix.settings import Settings, find_policy, parse_size, read_policy
+from diskprefix.settings import Settings, find_policy, parse_duration, parse_size, read_policy
+from diskprefix.simulate.comparison import REGIMES, Regime
+from diskprefix.simulate.simulator import Policy, Totals, simulate
+from diskprefix.simulate.trace import Trace
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"
 PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml"))
@@ -18,11 +22,12 @@ SIZES = ("kv_cache_budget", "kv_cache_write_buffer", "max_body_bytes")
 
 def settings_of(preset: str) -> dict[str, Any]:
     values = read_policy(find_policy(preset))
-    return {key: parse_size(value, param=key) if key in SIZES else value for key, value in values.items()}
+    readers = dict.fromkeys(SIZES, parse_size) | {"kv_cache_ttl": parse_duration}
+    return {key: readers[key](value, param=key) if key in readers else value for key, value in values.items()}
 
 
-def test_the_two_presets_are_there() -> None:
-    assert PRESETS == ["agent", "chat"]
+def test_the_five_presets_are_there() -> None:
+    assert PRESETS == ["agent", "batch", "chat", "rag", "shared-server"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -47,5 +52,53 @@ def test_the_names_of_the_file_are_its_head_line(preset: str) -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_names_of_those_that_exist() -> None:
-    with pytest.raises(SettingsError, match="there are: agent, chat"):
+    with pytest.raises(SettingsError, match="there are: agent, batch, chat, rag, shared-server"):
         find_policy("agents")
+
+
+NUM_REQUESTS = 150
+PURPOSES: dict[str, list[tuple[str, Regime, float, float]]] = {
+    "agent": [("interleaved", "cuttable", 0.82, 0.14), ("moving-reminder", "checkpoints", 0.8, 0.14)],
+    "batch": [("shared-anchor", "cuttable", 0.6, 0.1), ("one-off", "cuttable", 0.0, 0.3)],
+    "chat": [("shared-anchor", "checkpoints", 0.6, 0.1), ("interleaved", "cuttable", 0.82, 0.14)],
+    "rag": [("retrieval", "cuttable", 0.4, 0.12), ("retrieval", "checkpoints", 0.38, 0.12)],
+    "shared-server": [("interleaved-and-batches", "cuttable", 0.6, 0.25), ("edits", "checkpoints", 0.65, 0.2)],
+}
+"""Workloads that a preset is for; the least that it must restore of their tokens, and the most that it may write."""
+CASES = [(preset, *purpose) for preset, purposes in PURPOSES.items() for purpose in purposes]
+
+
+def replayed(workload: str, policy: Policy, regime: Regime) -> Totals:
+    requests = list(open_workload(workload, Path(), NUM_REQUESTS))
+    return simulate(Trace.of(workload, requests), policy, GEOMETRIES[regime])
+
+
+def test_each_preset_has_a_workload_and_both_regimes_are_tried() -> None:
+    assert sorted(PURPOSES) == PRESETS
+    assert {regime for _, _, regime, _, _ in CASES} == set(REGIMES)
+
+
+@pytest.mark.parametrize(("preset", "workload", "regime", "least_restored", "most_written"), CASES)
+def test_a_preset_does_what_it_is_for(
+    preset: str, workload: str, regime: Regime, least_restored: float, most_written: float
+) -> None:
+    policy, defaults = preset_policy(preset), Settings()
+    totals = replayed(workload, policy, regime)
+    assert totals.restored_share >= least_restored
+    assert totals.written_share <= most_written
+    default = Policy(
+        scope=parse_scope(defaults.disk_prefix_cache, param="scope"),
+        budget_bytes=defaults.kv_cache_budget,
+        min_tokens=defaults.kv_cache_min_tokens,
+    )
+    assert totals.restored_tokens >= replayed(workload, default, regime).restored_tokens
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_is_simulated_is_what_the_daemon_would_do(preset: str) -> None:
+    """`preset_policy` reads each setting that decides what is kept."""
+    settings, policy = Settings(**settings_of(preset)), preset_policy(preset)
+    assert str(policy.scope) == settings.disk_prefix_cache
+    assert (policy.budget_bytes, policy.ttl_s) == (settings.kv_cache_budget, settings.kv_cache_ttl)
+    assert (policy.min_tokens, policy.block_size) == (settings.kv_cache_min_tokens, settings.block_size)
+    assert (policy.interval, policy.cold_max) == (settings.kv_cache_interval, settings.kv_cache_cold_max)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from diskprefix.policy.boundary import Prompt, neutralise, raw_boundaries, system_end, template_boundaries
 from diskprefix.policy.scope import Scope
 from diskprefix.policy.select import Selection, select
+from diskprefix.policy.sightings import Sighting
 from diskprefix.tokens import as_token_ids, common_prefix_length
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -131,8 +132,16 @@ def test_the_next_turn_still_has_every_boundary_of_this_one(tokenizer: Any) -> N
 
 
 def cut(prompt: Prompt, *recent: Prompt) -> Selection:
-    seen = [other.token_ids for other in recent]
-    return select(Scope("auto", 30), prompt, seen, block_size=4, min_tokens=4, cold_max=100, interval=100)
+    return select(
+        Scope("auto", 30),
+        prompt,
+        [other.token_ids for other in recent],
+        block_size=4,
+        min_tokens=4,
+        cold_max=100,
+        interval=100,
+        sighting=Sighting(trials=10),
+    )
 
 
 def test_an_injected_marker_does_not_move_the_selected_boundary(tokenizer: Any) -> None:

@@ -8,12 +8,17 @@ from hypothesis import strategies as st
 from diskprefix.policy.history import History
 from diskprefix.tokens import TokenIds, as_token_ids
 
-PROMPTS = st.lists(st.lists(st.integers(0, 50_000), max_size=12).map(as_token_ids), max_size=20)
+ONE, TWO = b"1" * 8, b"2" * 8
+GROUPS = (b"", ONE, TWO)
+PROMPTS = st.lists(
+    st.tuples(st.sampled_from(GROUPS), st.lists(st.integers(0, 50_000), max_size=12).map(as_token_ids)), max_size=20
+)
+Grouped = list[tuple[bytes, TokenIds]]
 
 
-def contents(history: History) -> list[list[int]]:
+def contents(history: History, group: bytes = b"") -> list[list[int]]:
     """Newest first."""
-    return [token_ids.tolist() for token_ids in history.recent(len(history))]
+    return [token_ids.tolist() for token_ids in history.recent(len(history), group)]
 
 
 def test_recent_gives_the_newest_first() -> None:
@@ -87,27 +92,38 @@ def test_what_is_remembered_cannot_be_written_to() -> None:
         remembered[0] = 9
 
 
+def test_each_group_is_a_window_of_its_own() -> None:
+    history = History(10, 100)
+    for group, first in ((b"", 1), (ONE, 2), (b"", 3), (TWO, 4), (ONE, 5)):
+        history.add(as_token_ids([first]), group)
+    assert (contents(history), contents(history, ONE), contents(history, TWO)) == ([[3], [1]], [[5], [2]], [[4]])
+    assert [token_ids.tolist() for token_ids in history.recent(1, ONE)] == [[5]]
+    assert history.recent(9, b"3" * 8) == ()
+    assert len(history) == 5
+
+
 @given(PROMPTS, st.integers(0, 8), st.integers(0, 40))
-def test_the_window_is_the_newest_prompts_that_fit_both_bounds(
-    prompts: list[TokenIds], max_prompts: int, max_tokens: int
+def test_the_windows_are_the_newest_prompts_of_all_groups_that_fit_both_bounds(
+    prompts: Grouped, max_prompts: int, max_tokens: int
 ) -> None:
     history = History.from_prompts(prompts, max_prompts=max_prompts, max_tokens=max_tokens)
-    expected: list[list[int]] = []
+    expected: list[tuple[bytes, list[int]]] = []
     left = max_tokens
-    for token_ids in reversed([p[:max_tokens].tolist() for p in prompts if len(p[:max_tokens])]):
+    for group, token_ids in reversed([(g, p[:max_tokens].tolist()) for g, p in prompts if len(p[:max_tokens])]):
         if len(expected) == max_prompts or len(token_ids) > left:
             break
-        expected.append(token_ids)
+        expected.append((group, token_ids))
         left -= len(token_ids)
-    assert contents(history) == expected
-    assert history.num_tokens == max_tokens - left
+    for group in GROUPS:
+        assert contents(history, group) == [token_ids for of, token_ids in expected if of == group]
+    assert (history.num_tokens, len(history)) == (max_tokens - left, len(expected))
 
 
 @given(PROMPTS, st.integers(1, 8), st.integers(1, 40))
 def test_a_window_built_from_what_a_window_holds_is_the_same_window(
-    prompts: list[TokenIds], max_prompts: int, max_tokens: int
+    prompts: Grouped, max_prompts: int, max_tokens: int
 ) -> None:
     history = History.from_prompts(prompts, max_prompts=max_prompts, max_tokens=max_tokens)
-    oldest_first = reversed(history.recent(len(history)))
+    oldest_first = [(b"", token_ids) for token_ids in reversed(history.recent(len(history)))]
     again = History.from_prompts(oldest_first, max_prompts=max_prompts, max_tokens=max_tokens)
     assert contents(again) == contents(history)

@@ -1,19 +1,31 @@
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.boundary import Mark, Prompt, raw_boundaries
 from diskprefix.policy.scope import Scope
-from diskprefix.policy.select import Selection, longest_common_prefix, select
+from diskprefix.policy.select import Reason, Selection, StateKind, select
+from diskprefix.policy.sightings import Sighting
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 
 OFF, FULL, AUTO = Scope("off"), Scope("full"), Scope("auto", 30)
 DEFAULTS: dict[str, Any] = {"block_size": 256, "min_tokens": 512, "cold_max": 10240, "interval": 10240}
 SMALL: dict[str, Any] = {"block_size": 4, "min_tokens": 0, "cold_max": 100, "interval": 100}
+NOTHING_KEPT = frozenset(
+    {"off", "nothing_new", "no_history", "no_match", "no_boundary"}
+    | {"below_min_tokens", "one_pass", "read_only", "gate"}
+)
+BEGIN, END, THINK = 1, 2, 3
+"""Markers around messages, and one that is no marker of this template."""
+ROLE = 4
+LIKELY = Sighting(trials=10, again=5)
+UNLIKELY = Sighting(trials=10)
+"""Of a prompt whose kind never came again."""
 
 
 def tokens(scope: int) -> Scope:
@@ -25,14 +37,38 @@ def ids(length: int, first: int = 0) -> TokenIds:
 
 
 def sharing(length: int, shared: int) -> TokenIds:
-    """`length` tokens of which the first `shared` are those of `ids(length)`."""
+    """`length` tokens of which the first `shared` are those of `ids(length)`, and the last is the first again: a marker
+    where the first is one."""
     token_ids = ids(length)
     token_ids[shared:] += 1_000_000
+    token_ids[-1] = 0
     return token_ids
 
 
+def message(number: int, length: int) -> list[int]:
+    """`length` tokens and two markers. Messages of different numbers share no words, and none with `ids`."""
+    words = range(10_000_000 * number, 10_000_000 * number + length - 3)
+    return [BEGIN, ROLE, *words, END]
+
+
+def chat(*messages: tuple[int, int], ending: tuple[int, ...] = (BEGIN, ROLE)) -> Prompt:
+    """Messages of a number and a length, the first of them the system's, and what has the model reply."""
+    token_ids = as_token_ids([token for one in messages for token in message(*one)] + list(ending))
+    # The next message begins in the same way, whoever sends it.
+    return Prompt(token_ids, raw_boundaries(token_ids, (BEGIN, END)), messages[0][1] + 1 if len(messages) > 1 else 0)
+
+
+SYSTEM, ASKED, SAID, TOLD = (1, 1000), (2, 300), (3, 400), (4, 500)
+"""Messages of a conversation."""
+FIRST_TURN, SECOND_TURN = chat(SYSTEM, ASKED), chat(SYSTEM, ASKED, SAID, TOLD)
+
+
 def pick(scope: Scope, prompt: Prompt, *recent: TokenIds, **changes: Any) -> Selection:
-    return select(scope, prompt, recent, **{**DEFAULTS, **changes})
+    return select(scope, prompt, recent, **{**DEFAULTS, "sighting": UNLIKELY, **changes})
+
+
+def seen(num_blocks: int, *, continues: bool = False) -> Sighting:
+    return replace(UNLIKELY, num_blocks=num_blocks, continues=continues)
 
 
 def test_off_selects_nothing_and_looks_at_nothing() -> None:
@@ -72,7 +108,7 @@ def test_a_number_is_not_moved_to_a_chat_boundary() -> None:
 
 @pytest.mark.parametrize("scope", [FULL, tokens(511), AUTO], ids=str)
 def test_below_min_tokens_nothing_is_kept_but_the_boundary_is_reported(scope: Scope) -> None:
-    selection = pick(scope, Prompt(ids(511)), ids(511), state="checkpoints")
+    selection = pick(scope, Prompt(ids(511)), ids(511))
     assert (selection.selected, selection.aligned, selection.keep_tail) == (511, 0, False)
     assert selection.checkpoints == ()
     assert selection.reason == "below_min_tokens"
@@ -135,13 +171,42 @@ def test_only_the_newest_prompts_in_the_window_are_looked_at() -> None:
 def test_without_history_auto_guesses_the_end_of_the_system_message() -> None:
     prompt = Prompt(ids(4123), boundaries=(1, 1432, 4100), system_end=1432)
     selection = pick(AUTO, prompt)
-    assert (selection.safe, selection.selected, selection.aligned) == (1432, 1432, 1280)
+    assert (selection.safe, selection.selected, selection.aligned) == (0, 1432, 1280)
     assert (selection.reason, selection.recent, selection.common) == ("system_guess", 0, 0)
 
 
-def test_with_history_the_guess_is_not_used() -> None:
-    prompt = Prompt(ids(4123), boundaries=(1, 1432, 4100), system_end=1432)
-    assert pick(AUTO, prompt, sharing(4000, 2)).selected == 1
+def test_a_system_message_that_nobody_has_sent_yet_is_guessed_beside_other_prompts() -> None:
+    others = [chat((n, 1000), (50, 300)).token_ids for n in range(10, 17)]
+    assert len(others) == 7
+    for recent in ([], others[:1], others):
+        selection = pick(AUTO, SECOND_TURN, *recent)
+        assert (selection.selected, selection.aligned, selection.reason) == (1001, 768, "system_guess")
+
+
+def test_where_eight_recent_prompts_share_nothing_the_guess_is_not_used() -> None:
+    others = [chat((n, 1000), (50, 300)).token_ids for n in range(10, 18)]
+    selection = pick(AUTO, SECOND_TURN, *others)
+    assert (selection.selected, selection.aligned, selection.reason) == (1, 0, "below_min_tokens")
+    again = chat((17, 1000), (51, 200)).token_ids
+    assert pick(AUTO, SECOND_TURN, *others, again).reason == "system_guess"
+
+
+def test_a_system_message_that_was_seen_is_no_guess() -> None:
+    selection = pick(AUTO, SECOND_TURN, chat(SYSTEM, (9, 300)).token_ids)
+    assert (selection.common, selection.selected, selection.reason) == (1002, 1001, "best_match")
+    before_the_window = pick(AUTO, SECOND_TURN, ids(4000, 7), sighting=seen(4))
+    assert (before_the_window.seen, before_the_window.selected, before_the_window.reason) == (
+        1024,
+        1001,
+        "best_match",
+    )
+
+
+def test_of_a_system_message_that_was_seen_in_part_all_is_guessed() -> None:
+    tools = chat((1, 700), (5, 300))
+    other = as_token_ids([*tools.token_ids[:600], *ids(600, 7), END])
+    selection = pick(AUTO, Prompt(tools.token_ids, tools.boundaries, tools.system_end), other)
+    assert (selection.common, selection.selected, selection.reason) == (600, 701, "system_guess")
 
 
 @pytest.mark.parametrize(
@@ -216,10 +281,9 @@ def test_auto_and_a_number_have_a_checkpoint_at_their_boundary(scope: Scope) -> 
     assert selection.checkpoints == (1280,) == (selection.aligned,)
 
 
-@pytest.mark.parametrize("scope", [AUTO, tokens(1432)], ids=str)
-def test_below_a_far_boundary_lie_checkpoints_to_fall_back_to(scope: Scope) -> None:
+def test_below_a_far_number_lie_checkpoints_to_fall_back_to() -> None:
     prompt = Prompt(ids(4123), boundaries=(1, 1432, 4100))
-    selection = pick(scope, prompt, sharing(4000, 1500), state="checkpoints", interval=600, min_tokens=100)
+    selection = pick(tokens(1432), prompt, sharing(4000, 1500), state="checkpoints", interval=600, min_tokens=100)
     assert selection.checkpoints == (512, 1024, 1280)
 
 
@@ -255,22 +319,243 @@ def test_state_that_can_be_cut_has_no_checkpoints(scope: Scope) -> None:
         ),
         (
             pick(AUTO, Prompt(ids(4123), (1, 1432)), *[sharing(4000, 1500)] * 12),
-            "[disk-cache] auto scope: window=30 recent=12 safe=1432 selected=1280 common=1500 reason=best_match",
+            "[disk-cache] auto scope: window=30 recent=12 safe=1432 selected=1280 common=1500 lost=2500 seen=0"
+            " continues=false again=0/10 prompt=4123 reason=best_match",
         ),
         (
             pick(Scope("auto", 8), Prompt(ids(4123), (1, 1432), system_end=1432)),
-            "[disk-cache] auto scope: window=8 recent=0 safe=1432 selected=1280 common=0 reason=system_guess",
+            "[disk-cache] auto scope: window=8 recent=0 safe=0 selected=1280 common=0 lost=0 seen=0"
+            " continues=false again=0/10 prompt=4123 reason=system_guess",
+        ),
+        (
+            pick(AUTO, Prompt(ids(4123)), sighting=seen(7, continues=True)),
+            "[disk-cache] auto scope: window=30 recent=0 safe=1792 selected=4096 common=0 lost=0 seen=1792"
+            " continues=true again=0/10 prompt=4123 reason=grows",
+        ),
+        (
+            pick(AUTO, Prompt(ids(4123)), *[sharing(4000, 1500)] * 12, sharing(4000, 3000), state="checkpoints"),
+            "[disk-cache] auto scope: window=30 recent=13 safe=3000 selected=2816 common=3000 lost=1000 seen=0"
+            " continues=false again=0/10 prompt=4123 reason=support checkpoints=1280x13,2816x1 restored=0 price=256",
+        ),
+        (
+            pick(FULL, Prompt(ids(4123), (1, 1432)), state="checkpoints", cold_max=2000),
+            "[disk-cache] full scope: prompt=4123 selected=4096 tail=27 reason=full checkpoints=1280,4096",
+        ),
+        (
+            pick(FULL, Prompt(ids(4123)), state="checkpoints").keeping_nothing("read_only"),
+            "[disk-cache] full scope: prompt=4123 selected=0 tail=0 reason=read_only",
         ),
     ],
-    ids=["off", "full", "below_min", "tokens", "auto", "guess"],
+    ids=["off", "full", "below_min", "tokens", "auto", "guess", "beyond", "support", "checkpoints", "read_only"],
 )
 def test_the_log_line_says_what_was_chosen_and_why(selection: Selection, line: str) -> None:
     assert selection.log_line() == line
 
 
+def test_a_conversation_that_grew_is_kept_to_its_last_safe_boundary() -> None:
+    selection = pick(AUTO, SECOND_TURN, FIRST_TURN.token_ids)
+    assert selection.common == 1302
+    assert (selection.selected, selection.aligned, selection.reason) == (2201, 2048, "grows")
+    assert not selection.keep_tail
+
+
+def test_a_conversation_grew_too_if_the_template_rewrote_what_has_the_model_reply() -> None:
+    thinking = chat(SYSTEM, ASKED, ending=(BEGIN, ROLE, THINK, 77, 78)).token_ids
+    assert pick(AUTO, SECOND_TURN, thinking).reason == "grows"
+
+
+def test_a_conversation_did_not_grow_if_a_message_of_it_is_missing() -> None:
+    another = chat(SYSTEM, ASKED, (6, 400), (7, 300)).token_ids
+    selection = pick(AUTO, SECOND_TURN, another)
+    assert (selection.selected, selection.reason) == (1301, "best_match")
+
+
+@pytest.mark.parametrize("length", [9, 50, 400])
+def test_a_conversation_did_not_grow_if_what_was_asked_is_another(length: int) -> None:
+    """However short: to share the system message says nothing of what stands behind it."""
+    assert pick(AUTO, SECOND_TURN, chat(SYSTEM, (6, length)).token_ids).reason == "best_match"
+
+
+def test_a_conversation_with_a_reminder_that_moves_is_kept_up_to_the_reminder() -> None:
+    before, now = chat(SYSTEM, ASKED, SAID, (9, 150)), chat(SYSTEM, ASKED, SAID, TOLD, (9, 150))
+    selection = pick(AUTO, now, before.token_ids)
+    assert (selection.common, len(before.token_ids)) == (1702, 1852)
+    assert (selection.selected, selection.aligned, selection.reason) == (2201, 2048, "grows")
+
+
+def test_a_conversation_did_not_grow_if_much_of_it_was_rewritten() -> None:
+    before, now = chat(SYSTEM, ASKED, SAID, (9, 400)), chat(SYSTEM, ASKED, SAID, TOLD, (9, 400))
+    selection = pick(AUTO, now, before.token_ids)
+    assert (selection.selected, selection.reason) == (1701, "best_match")
+    likely = pick(AUTO, now, before.token_ids, sighting=LIKELY)
+    assert (likely.selected, likely.reason) == (2201, "likely"), "without what will be rewritten again"
+
+
+@pytest.mark.parametrize(
+    ("length", "selected", "reason"), [(1600, 3923, "grows"), (1601, 1400, "best_match"), (1401, 4122, "grows")]
+)
+def test_at_most_an_eighth_of_what_grew_was_rewritten(length: int, selected: int, reason: str) -> None:
+    selection = pick(AUTO, Prompt(ids(4123)), sharing(length, 1400))
+    assert (selection.selected, selection.reason) == (selected, reason)
+
+
+def test_of_prompts_that_share_as_much_the_one_that_lost_least_counts() -> None:
+    for recent in ([1500, 3000], [3000, 1500]):
+        selection = pick(AUTO, Prompt(ids(4123)), *[sharing(length, 1400) for length in recent])
+        assert (selection.selected, selection.reason) == (4023, "grows")
+    best_match = pick(AUTO, Prompt(ids(4123)), sharing(1500, 1400), sharing(3000, 1450))
+    assert (best_match.selected, best_match.reason) == (1450, "best_match"), "one that shares less does not count"
+
+
+def test_what_grew_by_less_than_it_will_lose_is_kept_up_to_the_match() -> None:
+    selection = pick(AUTO, Prompt(ids(2100)), sharing(2200, 2000))
+    assert (selection.selected, selection.reason) == (2000, "best_match")
+
+
+def test_text_of_a_marker_inside_a_message_is_no_place_to_cut() -> None:
+    first, second = FIRST_TURN.token_ids.copy(), SECOND_TURN.token_ids.copy()
+    first[1200], second[1200], second[2100] = END, END, END
+    selection = pick(AUTO, Prompt(second, SECOND_TURN.boundaries, SECOND_TURN.system_end), first)
+    assert (selection.selected, selection.reason) == (2201, "grows")
+    other = pick(AUTO, Prompt(second, SECOND_TURN.boundaries, SECOND_TURN.system_end), first[:1250])
+    assert other.selected == 2201, "it ends inside a message, but nothing of it is missing"
+
+
+def test_raw_text_that_grew_is_kept_whole() -> None:
+    assert pick(AUTO, Prompt(ids(4123)), ids(1500)).reason == "grows"
+    assert pick(AUTO, Prompt(ids(4123)), ids(1500)).selected == 4123
+    assert not pick(AUTO, Prompt(ids(4096)), ids(1500)).keep_tail, "it is not expected to come again without more"
+
+
+def test_a_chat_does_not_continue_raw_text_that_begins_with_the_same_marker() -> None:
+    raw = as_token_ids([BEGIN, *range(20, 4000)])
+    assert pick(AUTO, SECOND_TURN, raw).reason == "system_guess"
+
+
+def test_a_prompt_that_grew_but_has_no_new_boundary_is_kept_up_to_the_match() -> None:
+    prompt = Prompt(SECOND_TURN.token_ids, FIRST_TURN.boundaries, FIRST_TURN.system_end)
+    selection = pick(AUTO, prompt, FIRST_TURN.token_ids)
+    assert (selection.selected, selection.reason) == (1301, "best_match")
+
+
+def test_what_was_seen_before_the_window_is_kept_as_what_was_seen_in_it() -> None:
+    selection = pick(AUTO, SECOND_TURN, chat(SYSTEM, (6, 300)).token_ids, sighting=seen(6))
+    assert (selection.common, selection.seen, selection.safe) == (1002, 1536, 1301)
+    assert (selection.selected, selection.reason) == (1301, "best_match")
+    assert selection.diverged_at == 1002, "this is about the window alone"
+
+
+def test_the_longer_of_the_match_and_what_was_seen_before_it_counts() -> None:
+    recent = sharing(4000, 2000)
+    selected = [pick(AUTO, Prompt(ids(4123)), recent, sighting=seen(n)).selected for n in (0, 7, 8, 16, 99)]
+    assert selected == [2000, 2000, 2048, 4096, 4123]
+
+
+def test_what_was_seen_before_is_kept_in_an_empty_window_too() -> None:
+    selection = pick(AUTO, Prompt(ids(4123)), sighting=seen(8))
+    assert (selection.selected, selection.reason) == (2048, "best_match")
+
+
+def test_a_conversation_that_went_on_beyond_the_window_grew() -> None:
+    selection = pick(AUTO, SECOND_TURN, ids(4000, 7), sighting=seen(5, continues=True))
+    assert (selection.selected, selection.aligned, selection.reason) == (2201, 2048, "grows")
+
+
+def test_a_prompt_whose_kind_comes_again_is_kept_at_once() -> None:
+    selection = pick(AUTO, SECOND_TURN, ids(4000, 7), sighting=LIKELY)
+    assert (selection.selected, selection.aligned, selection.reason) == (2201, 2048, "likely")
+    assert pick(AUTO, SECOND_TURN, FIRST_TURN.token_ids, sighting=LIKELY).reason == "grows"
+    assert pick(AUTO, Prompt(ids(4123)), sighting=LIKELY).selected == 4123
+
+
+def test_until_a_kind_is_known_its_prompts_are_kept_at_once_where_that_is_trusted() -> None:
+    def after(trials: int, *, is_trusting: bool = True) -> Selection:
+        return pick(AUTO, SECOND_TURN, sighting=Sighting(trials=trials, is_trusting=is_trusting))
+
+    assert (after(0).selected, after(0).reason) == (2201, "untried")
+    assert after(9).reason == "untried"
+    assert after(10).reason == "system_guess"
+    assert after(0, is_trusting=False).reason == "system_guess"
+
+
+def test_a_beginning_that_many_prompts_go_on_from_is_no_conversation() -> None:
+    anchor = ids(2000)
+    tails = [as_token_ids([*anchor, *range(10_000 * n, 10_000 * n + 3000)]) for n in range(1, 5)]
+    assert pick(AUTO, Prompt(tails[0]), anchor).reason == "grows"
+    assert pick(AUTO, Prompt(tails[1]), tails[0], anchor).reason == "grows", "it may have been tried once more"
+    third = pick(AUTO, Prompt(tails[2]), tails[1], tails[0], anchor)
+    assert (third.selected, third.reason) == (2000, "best_match")
+    longer = Prompt(as_token_ids([*tails[2], *range(900)]))
+    assert pick(AUTO, longer, tails[2], tails[1], tails[0], anchor).reason == "grows"
+
+
+@pytest.mark.parametrize("shared", [1, 300])
+def test_texts_that_share_little_say_nothing_of_what_is_lost_at_their_ends(shared: int) -> None:
+    assert pick(AUTO, Prompt(ids(4123)), sharing(4000, shared), sighting=LIKELY).selected == 4123
+
+
+MARKED = Prompt(ids(4123), (1, 1432, 4100), 1432, marks=(Mark(600), Mark(1432, 300.0), Mark(3000)))
+
+
+@pytest.mark.parametrize("recent", [(), (ids(4123),), (sharing(4000, 90),)], ids=["none", "repeat", "other"])
+def test_auto_does_what_the_marks_say_whatever_was_seen(recent: tuple[TokenIds, ...]) -> None:
+    selection = pick(AUTO, MARKED, *recent, sighting=LIKELY)
+    assert (selection.selected, selection.aligned, selection.keep_tail) == (3000, 2816, False)
+    assert selection.reason == "marks"
+
+
+@pytest.mark.parametrize(
+    ("scope", "reason", "checkpoints"),
+    [
+        (AUTO, "marks", (512, 1280, 2816)),
+        (tokens(3500), "marks", (512, 1280, 2816)),
+        (FULL, "full", (512, 1280, 2816, 4096)),
+    ],
+    ids=str,
+)
+def test_every_mark_has_a_checkpoint_under_every_scope(scope: Scope, reason: str, checkpoints: tuple[int, ...]) -> None:
+    selection = pick(scope, MARKED, state="checkpoints", checkpoint_tokens=10**6)
+    assert (selection.reason, selection.checkpoints) == (reason, checkpoints)
+
+
+def test_off_does_not_look_at_marks() -> None:
+    assert pick(OFF, MARKED).reason == "off"
+
+
+def test_a_mark_at_the_end_keeps_the_whole_prompt() -> None:
+    for position in (4123, 5000):
+        selection = pick(AUTO, Prompt(ids(4123), marks=(Mark(position),)))
+        assert (selection.selected, selection.aligned, selection.keep_tail) == (4123, 4096, True)
+
+
+@pytest.mark.parametrize("state", ["cuttable", "checkpoints"])
+def test_marks_that_too_little_stands_before_do_not_count(state: StateKind) -> None:
+    near = (Mark(300), Mark(500))
+    for scope in (AUTO, tokens(2000), FULL):
+        marked = pick(scope, Prompt(ids(4123), (1, 1432), 1432, marks=near), state=state)
+        assert marked == pick(scope, Prompt(ids(4123), (1, 1432), 1432), state=state)
+    both = pick(AUTO, Prompt(ids(4123), marks=(*near, Mark(1000))), state=state)
+    assert (both.selected, both.reason) == (1000, "marks")
+
+
+@pytest.mark.parametrize("reason", ["read_only", "gate"])
+def test_what_is_not_to_be_kept_says_why_and_what_was_seen(reason: Reason) -> None:
+    selection = pick(FULL, Prompt(ids(4123)), sharing(4000, 1500), state="checkpoints")
+    nothing = selection.keeping_nothing(reason)
+    assert (nothing.selected, nothing.aligned, nothing.kept, nothing.keep_tail) == (0, 0, 0, False)
+    assert (nothing.checkpoints, nothing.support, nothing.reason) == ((), (), reason)
+    assert (nothing.common, nothing.prompt_tokens, nothing.scope) == (1500, 4123, FULL)
+
+
+def test_what_is_kept_counts_the_tail() -> None:
+    assert pick(FULL, Prompt(ids(4123))).kept == 4123
+    assert pick(tokens(1000), Prompt(ids(4123))).kept == 768
+
+
 # Two letters only, so that random prompts share prefixes of every length.
 PROMPT_IDS = st.lists(st.integers(0, 1), max_size=40).map(as_token_ids)
-RECENT = st.lists(PROMPT_IDS, max_size=6)
+EARLIER = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(as_token_ids)
+RECENT = st.lists(EARLIER, max_size=6)
 
 
 @st.composite
@@ -278,7 +563,8 @@ def prompts(draw: st.DrawFn) -> Prompt:
     token_ids = draw(PROMPT_IDS)
     positions = st.integers(1, max(1, len(token_ids)))
     boundaries = tuple(sorted(draw(st.sets(positions, max_size=6)))) if len(token_ids) else ()
-    return Prompt(token_ids, boundaries, draw(st.sampled_from((0, *boundaries))))
+    marks = draw(st.just(()) | st.sets(positions, max_size=3).map(sorted)) if len(token_ids) else ()
+    return Prompt(token_ids, boundaries, draw(st.sampled_from((0, *boundaries))), marks=tuple(map(Mark, marks)))
 
 
 SCOPES = st.one_of(
@@ -291,6 +577,9 @@ KNOBS = st.fixed_dictionaries(
         "cold_max": st.integers(0, 50),
         "interval": st.integers(1, 50),
         "state": st.sampled_from(["cuttable", "checkpoints", "one_pass"]),
+        "restored": st.integers(0, 40),
+        "checkpoint_tokens": st.integers(0, 30),
+        "sighting": st.builds(Sighting, st.integers(0, 12), st.integers(0, 12), st.integers(0, 12), st.booleans()),
     }
 )
 
@@ -311,6 +600,9 @@ def test_whatever_is_selected_lies_in_the_prompt_and_on_the_grid(
         assert knobs["state"] == "checkpoints"
         assert position % block_size == 0
         assert max(knobs["min_tokens"], 1) <= position <= selection.aligned
+    if knobs["state"] == "checkpoints" and selection.aligned and not selection.keep_tail:
+        assert selection.checkpoints[-1] == selection.aligned, "nothing could be restored there"
+    assert len(selection.support) in (0, len(selection.checkpoints))
     assert list(selection.checkpoints) == sorted(set(selection.checkpoints))
 
 
@@ -318,7 +610,7 @@ def test_whatever_is_selected_lies_in_the_prompt_and_on_the_grid(
 def test_the_same_inputs_give_the_same_selection(
     scope: Scope, prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any]
 ) -> None:
-    copy = Prompt(prompt.token_ids.copy(), prompt.boundaries, prompt.system_end)
+    copy = Prompt(prompt.token_ids.copy(), prompt.boundaries, prompt.system_end, marks=prompt.marks)
     again = select(scope, copy, tuple(token_ids.copy() for token_ids in recent), **knobs)
     assert select(scope, prompt, recent, **knobs) == again
 
@@ -328,43 +620,73 @@ def test_what_is_kept_and_only_that_has_a_reason_to_be_kept(
     scope: Scope, prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any]
 ) -> None:
     selection = select(scope, prompt, recent, **knobs)
-    kept = selection.aligned > 0 or selection.keep_tail
-    assert kept == (selection.reason in ("full", "tokens", "best_match", "system_guess")) or not len(prompt.token_ids)
+    assert selection.reason in get_args(Reason)
+    assert (selection.kept == 0) == (selection.reason in NOTHING_KEPT) or not len(prompt.token_ids)
     assert "\n" not in selection.log_line()
 
 
-@given(st.integers(1, 8), prompts(), st.lists(PROMPT_IDS, min_size=1, max_size=6))
-def test_auto_cuts_at_a_boundary_inside_the_longest_match(n: int, prompt: Prompt, recent: list[TokenIds]) -> None:
-    selection = select(Scope("auto", n), prompt, recent, **SMALL)
-    assert selection.common == max(common_prefix_length(prompt.token_ids, other) for other in recent[:n])
-    if prompt.boundaries:
-        assert selection.selected == max((p for p in prompt.boundaries if p <= selection.common), default=0)
-    else:
-        assert selection.selected == selection.common
-
-
-@given(PROMPT_IDS, RECENT, RECENT)
-def test_more_history_never_shortens_the_match(
-    token_ids: TokenIds, recent: list[TokenIds], older: list[TokenIds]
+@given(st.integers(6, 9), prompts(), RECENT, KNOBS, st.randoms(use_true_random=False))
+def test_the_order_of_the_window_is_of_no_importance(
+    n: int, prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any], random: Any
 ) -> None:
-    assert longest_common_prefix(token_ids, recent) <= longest_common_prefix(token_ids, [*recent, *older])
+    shuffled = random.sample(recent, len(recent))
+    assert select(Scope("auto", n), prompt, recent, **knobs) == select(Scope("auto", n), prompt, shuffled, **knobs)
+
+
+@given(prompts(), RECENT, KNOBS, st.integers(2, 4))
+def test_where_state_can_be_cut_a_prompt_in_the_window_counts_once(
+    prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any], times: int
+) -> None:
+    knobs = knobs | {"state": "cuttable"}
+    once, often = (select(AUTO, prompt, window, **knobs) for window in (recent, recent * times))
+    assert (once.selected, once.kept, once.reason) == (often.selected, often.kept, often.reason)
+
+
+@given(st.integers(1, 8), prompts(), RECENT, KNOBS)
+def test_where_state_can_be_cut_auto_keeps_what_was_seen_or_will_return_or_the_system_message(
+    n: int, prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any]
+) -> None:
+    prompt = Prompt(prompt.token_ids, prompt.boundaries, prompt.system_end)
+    selection = select(Scope("auto", n), prompt, recent, **(knobs | {"state": "cuttable"}))
+    known = max(selection.common, selection.seen)
+    assert selection.common == max((common_prefix_length(prompt.token_ids, other) for other in recent[:n]), default=0)
+    assert selection.seen == min(knobs["sighting"].num_blocks * knobs["block_size"], len(prompt.token_ids))
+    safe = sorted(prompt.boundaries or range(len(prompt.token_ids) + 1))
+    assert selection.safe == max((p for p in safe if p <= known), default=0)
+    match selection.reason:
+        case "best_match":
+            assert selection.selected == selection.safe
+        case "grows" | "likely":
+            assert selection.selected == safe[-1] > known
+        case "system_guess":
+            assert selection.selected == prompt.system_end > known
+        case "below_min_tokens":
+            assert selection.selected in (selection.safe, safe[-1], prompt.system_end)
+        case _:
+            assert not selection.selected
+
+
+@given(prompts(), RECENT, RECENT)
+def test_more_history_never_shortens_the_match(prompt: Prompt, recent: list[TokenIds], older: list[TokenIds]) -> None:
+    fewer, more = (select(AUTO, prompt, window, **SMALL).common for window in (recent, [*recent, *older]))
+    assert fewer <= more
 
 
 @given(prompts(), PROMPT_IDS, RECENT)
 def test_appending_tokens_never_shortens_the_match(prompt: Prompt, more: TokenIds, recent: list[TokenIds]) -> None:
-    longer = Prompt(as_token_ids([*prompt.token_ids, *more]), prompt.boundaries, prompt.system_end)
+    longer = Prompt(as_token_ids([*prompt.token_ids, *more]), prompt.boundaries, prompt.system_end, marks=prompt.marks)
     before, after = select(AUTO, prompt, recent, **SMALL), select(AUTO, longer, recent, **SMALL)
     assert before.common <= after.common
     assert before.selected <= after.selected
 
 
-@given(prompts(), PROMPT_IDS)
+@given(prompts(), EARLIER)
 def test_a_conversation_that_grew_matches_all_of_its_last_turn(prompt: Prompt, more: TokenIds) -> None:
     grown = Prompt(as_token_ids([*prompt.token_ids, *more]), prompt.boundaries)
     assert select(AUTO, grown, [prompt.token_ids], **SMALL).common == len(prompt.token_ids)
 
 
-@given(prompts(), st.lists(PROMPT_IDS, min_size=1, max_size=6))
+@given(prompts(), st.lists(EARLIER, min_size=1, max_size=6))
 def test_the_first_token_that_diverged_is_new_to_every_prompt(prompt: Prompt, recent: list[TokenIds]) -> None:
     token_ids = prompt.token_ids
     diverged_at = select(FULL, prompt, recent, **SMALL).diverged_at

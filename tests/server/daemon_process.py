@@ -121,6 +121,8 @@ def serve_flags(model: Path, cache: Path, **changes: Any) -> list[str]:
         "block_size": 16,
         "kv_cache_min_tokens": 16,
         "kv_cache_budget": "64MiB",
+        # It computes faster than it restores.
+        "kv_cache_gate": "off",
         "disk_prefix_cache": "full",
         "device": "cpu",
     } | changes

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from diskprefix.cache_options import group_of
 from diskprefix.engine.request import DoneEvent, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError, ModelError, StoreUnavailable
 from diskprefix.server import body as reading
@@ -419,8 +420,25 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.5, 0.9, 0)
     assert (sampling.min_p, sampling.seed, sampling.stop, sampling.n) == (0.1, 11, ("END",), 2)
     assert (sampling.logit_bias, sampling.logprobs, sampling.presence_penalty) == ({5: -100.0}, 3, 1.0)
-    assert str(request.scope) == "auto:8"
-    assert request.reuse_generated
+    assert str(request.cache.scope) == "auto:8"
+    assert request.cache.reuse_generated
+
+
+def test_what_a_request_asks_of_the_cache_reaches_the_engine(server: AppServer, engine: ScriptedEngine) -> None:
+    message = {"role": "user", "content": "hello", "cache_control": {"type": "ephemeral", "ttl": "5m"}}
+    asked = {"prompt_cache_key": "agent", "prompt_cache_retention": "24h", "prefix_cache": {"save": False}}
+    with server.client() as client:
+        assert client.post(CHAT, json={"messages": [message]} | asked).status_code == 200
+        assert client.post("/v1/completions", json={"prompt": "hello"} | asked).status_code == 200
+        refused = client.post(CHAT, json={"messages": [message | {"cache_control": {"type": "eternal"}}]})
+    for request in engine.requests:
+        cache = request.cache
+        assert (cache.group, cache.ttl_s, cache.save) == (group_of("agent"), 86400.0, False)
+    marks = [request.prompt.marks for request in engine.requests]
+    assert [mark.ttl_s for mark in marks[0]] == [300.0]
+    assert marks[1] == ()
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "messages.0.cache_control.type"
 
 
 def test_the_daemons_word_on_replies_holds_for_requests_that_say_nothing(
@@ -430,7 +448,7 @@ def test_the_daemons_word_on_replies_holds_for_requests_that_say_nothing(
         for fields in ({}, {"prefix_cache": {"scope": "full"}}, {"prefix_cache": {"reuse_generated": False}}):
             assert client.post(CHAT, json=HELLO | fields).status_code == 200
             assert client.post("/v1/completions", json={"prompt": "hello"} | fields).status_code == 200
-    assert [request.reuse_generated for request in engine.requests] == [True] * 4 + [False] * 2
+    assert [request.cache.reuse_generated for request in engine.requests] == [True] * 4 + [False] * 2
 
 
 def test_a_stopping_daemon_refuses_what_waits_and_cancels_what_runs(chat_model: Path, engine: ScriptedEngine) -> None:

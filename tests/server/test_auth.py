@@ -173,7 +173,7 @@ def test_the_openai_client_works_with_its_api_key(server: AppServer) -> None:
 def tenant_of(client: httpx.Client, engine: ScriptedEngine, key: str | None, **fields: Any) -> Tenant:
     answer = client.post(CHAT, json=HELLO | fields, headers=bearer(key) if key else {})
     assert answer.status_code == 200, answer.text
-    return engine.requests[-1].tenant
+    return engine.requests[-1].cache.tenant
 
 
 def test_the_tenant_is_the_keys_and_a_salt_is_added_to_it(client: httpx.Client, engine: ScriptedEngine) -> None:

@@ -141,6 +141,20 @@ def test_the_request_may_set_the_scope(client: OpenAI) -> None:
     assert reply.model_extra["prefix_cache"]["scope"] == "auto:8"
 
 
+def test_what_the_client_knows_of_prompt_caching_is_understood(client: OpenAI) -> None:
+    messages: list[Any] = [message | {"cache_control": {"type": "ephemeral"}} for message in MESSAGES]
+    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "prompt_cache_key": "rivers"}
+    reply = client.chat.completions.create(messages=messages, prompt_cache_retention="24h", **fields)
+    plain = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1)
+    assert reply.usage is not None
+    assert plain.usage is not None
+    assert reply.usage.prompt_tokens == plain.usage.prompt_tokens
+    retention: Any = "48h"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(messages=messages, prompt_cache_retention=retention, **fields)
+    assert caught.value.param == "prompt_cache_retention"
+
+
 def test_a_bad_request_is_a_bad_request_error_with_its_param(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(

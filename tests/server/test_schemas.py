@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import InvalidRequest
 from diskprefix.policy.scope import Scope
 from diskprefix.server.body import parse_json
-from diskprefix.server.params import tenant_of
-from diskprefix.server.schemas import ChatRequest, CompletionRequest
+from diskprefix.server.params import cache_options, tenant_of
+from diskprefix.server.schemas import MAX_TTL_S, ChatRequest, CompletionRequest
+from diskprefix.store.eviction import recorded_ttl
 from diskprefix.tenant import SHARED, Tenant
 
 USER = {"role": "user", "content": "hello"}
@@ -112,6 +114,32 @@ def refusal(**fields: Any) -> InvalidRequest:
         ({"prefix_cache": {"reuse_generated": "true"}}, "prefix_cache.reuse_generated"),
         ({"prefix_cache": {"reuse_generated": 1}}, "prefix_cache.reuse_generated"),
         ({"prefix_cache": {"reuse_generated": None}}, "prefix_cache.reuse_generated"),
+        ({"prefix_cache": {"save": "false"}}, "prefix_cache.save"),
+        ({"prefix_cache": {"save": 0}}, "prefix_cache.save"),
+        ({"prefix_cache": {"save": None}}, "prefix_cache.save"),
+        ({"prefix_cache": {"ttl": None}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": ""}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": "soon"}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": "-5m"}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": "5M"}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": "\u0665m"}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": 2**31}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": "0.5s"}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": "24856d"}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": "9" * 5000}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": 0}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": 10**400}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": float("inf")}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": float("nan")}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": True}}, "prefix_cache.ttl"),
+        ({"prefix_cache": {"ttl": ["5m"]}}, "prefix_cache.ttl"),
+        ({"prompt_cache_key": ""}, "prompt_cache_key"),
+        ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
+        ({"prompt_cache_key": 5}, "prompt_cache_key"),
+        ({"prompt_cache_key": ["a"]}, "prompt_cache_key"),
+        ({"prompt_cache_retention": ""}, "prompt_cache_retention"),
+        ({"prompt_cache_retention": "48h"}, "prompt_cache_retention"),
+        ({"prompt_cache_retention": 24}, "prompt_cache_retention"),
         ({"prefix_cache": {"salt": ""}}, "prefix_cache.salt"),
         ({"prefix_cache": {"salt": 5}}, "prefix_cache.salt"),
         ({"prefix_cache": {"salt": ["a"]}}, "prefix_cache.salt"),
@@ -182,6 +210,54 @@ def test_tools_keep_the_order_and_the_fields_of_the_client() -> None:
     assert json.dumps(chat(tools=[tool]).offered_tools) == json.dumps([tool])
 
 
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+def test_a_mark_on_a_tool_or_its_function_is_not_offered_to_the_model() -> None:
+    parameters = {"properties": {"cache_control": {"type": "string"}}}
+    plain = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    marked = MARK | {"type": "function", "function": MARK | {"name": "f", "parameters": parameters}}
+    in_function = {"type": "function", "function": {"name": "g"} | MARK}
+    body = chat(tools=[CALL, marked, in_function])
+    assert json.dumps(body.offered_tools) == json.dumps([CALL, plain, {"type": "function", "function": {"name": "g"}}])
+    assert [index for index, _ in body.tool_marks] == [1, 1, 2]
+
+
+MARKED_FUNCTION = {"name": "f", "arguments": "{}"} | MARK
+MARKED_PARTS: list[dict[str, Any]] = [
+    {"type": "image_url", "image_url": {"url": "data:"} | MARK},
+    {"type": "input_audio", "input_audio": {"data": "", "format": "wav"} | MARK},
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (MARK, ""),
+        ({"cache_control": "ephemeral"}, ""),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL, CALL | MARK]}]}, "messages.0.tool_calls.1."),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": MARKED_FUNCTION}]}]},
+            "messages.0.tool_calls.0.function.",
+        ),
+        ({"messages": [{"role": "user", "content": MARKED_PARTS[:1]}]}, "messages.0.content.0.image_url."),
+        ({"messages": [{"role": "user", "content": MARKED_PARTS[1:]}]}, "messages.0.content.0.input_audio."),
+    ],
+)
+def test_a_mark_where_nothing_can_be_marked_is_refused(fields: dict[str, Any], param: str) -> None:
+    error = refusal(**fields)
+    assert error.param == f"{param}cache_control"
+    assert error.message == f"{error.param}: is not taken here: messages, content parts and tools can be marked"
+
+
+def test_raw_prompts_are_not_marked_and_null_is_no_mark() -> None:
+    with pytest.raises(InvalidRequest, match="cache_control: is not taken here"):
+        completion(prompt="x", **MARK)
+    call = CALL | {"cache_control": None}
+    assert chat(messages=[{"role": "assistant", "tool_calls": [call]}], cache_control=None).messages
+    assert completion(prompt="x", cache_control=None).prompt == "x"
+
+
 @pytest.mark.parametrize("fields", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}])
 def test_no_tools_are_offered_where_there_are_none_or_they_are_not_to_be_used(fields: dict[str, Any]) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -228,6 +304,71 @@ def test_a_window_beside_a_scope_without_one_is_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
         body.prefix_cache.applied_to(Scope("auto", 30))
     assert caught.value.param == "prefix_cache.window"
+
+
+def options_of(**fields: Any) -> CacheOptions:
+    default = Scope("auto", 30)
+    of_chat, of_text = (
+        cache_options(body, scope=default, caller=SHARED, reuse_generated=False)
+        for body in (chat(**fields), completion(prompt="x", **fields))
+    )
+    assert of_chat == of_text
+    return of_chat
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"prefix_cache": None, "prompt_cache_key": None, "prompt_cache_retention": None},
+        {"prefix_cache": {}},
+        {"prefix_cache": {"save": True}},
+    ],
+)
+def test_a_request_that_says_nothing_leaves_the_cache_to_the_daemon(fields: dict[str, Any]) -> None:
+    assert options_of(**fields) == CacheOptions(scope=Scope("auto", 30))
+
+
+@pytest.mark.parametrize(
+    ("fields", "ttl_s"),
+    [
+        ({"prompt_cache_retention": "in_memory"}, 3600),
+        ({"prompt_cache_retention": "in-memory"}, 3600),
+        ({"prompt_cache_retention": "24h"}, 86400),
+        ({"prefix_cache": {"ttl": "5m"}}, 300),
+        ({"prefix_cache": {"ttl": "1.5h"}}, 5400),
+        ({"prefix_cache": {"ttl": " 7d "}}, 7 * 86400),
+        ({"prefix_cache": {"ttl": "90"}}, 90),
+        ({"prefix_cache": {"ttl": 1}}, 1),
+        ({"prefix_cache": {"ttl": 2.5}}, 2.5),
+        ({"prefix_cache": {"ttl": MAX_TTL_S}}, MAX_TTL_S),
+        ({"prefix_cache": {"ttl": "5m"}, "prompt_cache_retention": "24h"}, 300),
+        ({"prefix_cache": {"scope": "full"}, "prompt_cache_retention": "24h"}, 86400),
+    ],
+)
+def test_a_request_says_how_long_it_is_kept(fields: dict[str, Any], ttl_s: float) -> None:
+    assert options_of(**fields).ttl_s == ttl_s
+
+
+def test_the_longest_time_that_can_be_asked_for_is_the_longest_that_the_store_holds() -> None:
+    assert recorded_ttl(MAX_TTL_S) == recorded_ttl(MAX_TTL_S + 1) == MAX_TTL_S
+
+
+def test_a_request_that_saves_nothing_only_reads() -> None:
+    assert not options_of(prefix_cache={"save": False}).save
+
+
+def test_requests_with_the_same_cache_key_are_a_group() -> None:
+    keys = ["a", "b", "a" * 512, "\u00fc", "\0", " "]
+    groups = [options_of(prompt_cache_key=key).group for key in keys]
+    assert groups == [options_of(prompt_cache_key=key).group for key in keys]
+    assert len(set(groups)) == len(keys)
+    assert {len(group) for group in groups} == {8}
+    assert options_of(prompt_cache_key="a", cache_salt="a").group == groups[0]
+
+
+def test_a_cache_key_is_no_salt() -> None:
+    assert options_of(prompt_cache_key="a").tenant == SHARED
 
 
 KEY = Tenant.of_key("0123456789abcdef")

@@ -1,24 +1,34 @@
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Container
 from dataclasses import dataclass, replace
+from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from diskprefix.store import eviction
 from diskprefix.store.eviction import (
     HALF_LIFE_S,
     JUST_WRITTEN_S,
     UsageTable,
     after_use,
+    bytes_to_free,
     choose_victims,
     decayed_hits,
     expired,
+    longer_ttl,
+    recorded_ttl,
     scores,
+    usable_bytes,
+    use_path,
 )
-from diskprefix.store.schema import UsageRecord
+from diskprefix.store.schema import USAGE_DTYPE, UsageRecord
 
 NOW = 1_000_000.0
 DAY_S = 86_400.0
@@ -40,6 +50,7 @@ def usage(
     stored_bytes: int = 10,
     prefill_s: float = 0.0,
     written_s_ago: float = DAY_S,
+    ttl_s: int = 0,
 ) -> UsageRecord:
     return UsageRecord(
         last_used=NOW - age_s,
@@ -48,6 +59,7 @@ def usage(
         stored_bytes=stored_bytes,
         prefill_s=prefill_s,
         created_at=NOW - written_s_ago,
+        ttl_s=ttl_s,
     )
 
 
@@ -85,6 +97,9 @@ def chain(*records: UsageRecord) -> Tree:
     return nodes, {name(i): name(i - 1) if i else b"" for i in range(len(records))}
 
 
+recorded_ttls = st.sampled_from([0, 0, 4, -4, 3600, -3600, 2**31 - 1, -(2**31)])
+
+
 @st.composite
 def trees(draw: st.DrawFn) -> Tree:
     count = draw(st.integers(1, 25))
@@ -98,6 +113,7 @@ def trees(draw: st.DrawFn) -> Tree:
             stored_bytes=draw(st.integers(1, 100)),
             prefill_s=draw(st.sampled_from([0.0, 0.01, 0.5, 1e4])),
             written_s_ago=draw(times),
+            ttl_s=draw(recorded_ttls),
         )
         for node in parents
     }
@@ -141,6 +157,78 @@ def test_each_victim_is_worth_least_of_those_that_may_go(
         kept.remove(victim)
 
 
+def plainly(
+    table: UsageTable, parents: dict[bytes, bytes], wanted: int, pinned: Container[bytes], bare: Container[bytes]
+) -> list[bytes]:
+    """The same choice made the plain way: every leaf goes into one heap before the first is taken."""
+    worth = dict(zip(table.names, scores(table, NOW).tolist(), strict=True))
+    records = dict(zip(table.names, table.records, strict=True))
+    children = {node: int(record["children"]) for node, record in records.items()}
+    free = {node for node, record in records.items() if not abs(NOW - record["created_at"]) < JUST_WRITTEN_S}
+    leaves = [(-math.inf if node in bare else worth[node], node) for node in free if not children[node]]
+    heapq.heapify(leaves)
+    chosen: list[bytes] = []
+    while leaves and sum(int(records[node]["stored_bytes"]) for node in chosen) < wanted:
+        _, node = heapq.heappop(leaves)
+        if node in pinned:
+            continue
+        chosen.append(node)
+        parent = parents[node]
+        if parent in children:
+            children[parent] -= 1
+            if not children[parent] and parent in free:
+                heapq.heappush(leaves, (-math.inf if parent in bare else worth[parent], parent))
+    return chosen
+
+
+@given(trees(), st.integers(0, 3000), pins, st.sets(st.integers(0, 24).map(name)), st.sampled_from([0, 1, 5, 1024]))
+def test_few_leaves_sorted_at_a_time_give_the_same_choice_as_all_of_them(
+    tree: Tree, wanted: int, pinned: frozenset[bytes], bare: set[bytes], num_sorted: int
+) -> None:
+    nodes, parents = tree
+    with mock.patch.object(eviction, "_SORTED_AT_FIRST", num_sorted):
+        chosen = victims(nodes, parents, wanted=wanted, pinned=pinned, bare=bare)
+    assert chosen == plainly(UsageTable.of(nodes), parents, wanted, pinned, bare)
+
+
+@given(trees(), st.integers(0, 3000), st.sets(st.integers(0, 24).map(name)), st.data())
+def test_a_table_with_rows_that_are_nobodys_gives_the_same_choice(
+    tree: Tree, wanted: int, bare: set[bytes], data: st.DataObject
+) -> None:
+    nodes, parents = tree
+    names = data.draw(st.permutations([*nodes, *(bytes(1) for _ in range(5))]))
+    rows = {node: row for row, node in enumerate(names) if node in nodes}
+    table = UsageTable(names, np.zeros(len(names), USAGE_DTYPE), rows)
+    table.records["children"] = 1
+    table.records[list(map(rows.__getitem__, nodes))] = UsageTable.of(nodes).records
+    mask = np.array([node in bare for node in names])
+    chosen = choose_victims(table, parents.__getitem__, bytes_wanted=wanted, pinned=(), now=NOW, saves_nothing=mask)
+    assert chosen == victims(nodes, parents, wanted=wanted, bare=bare)
+
+
+def test_another_rank_gives_another_order_and_what_has_none_goes_first() -> None:
+    records = {name(i): usage(age_s=i) for i in range(4)}
+
+    def rank(_table: UsageTable, _now: float) -> NDArray[np.float64]:
+        return np.array([2.0, 1.0, math.nan, 3.0])
+
+    chosen = choose_victims(UsageTable.of(records), lambda _: b"", bytes_wanted=10**9, pinned=(), now=NOW, rank=rank)
+    assert chosen == [name(2), name(1), name(0), name(3)]
+
+
+@given(*[st.integers(0, 2**40)] * 4)
+def test_room_is_made_only_where_it_lacks_and_then_some_ahead(used: int, need: int, usable: int, budget: int) -> None:
+    freed = bytes_to_free(used=used, need=need, usable=usable, budget=budget)
+    if used + need <= usable:
+        assert freed == 0
+    else:
+        assert freed == max(used + need - usable, budget // 64)
+
+
+def test_a_tenth_of_the_limit_stays_free() -> None:
+    assert usable_bytes(10 << 30) == (9 << 30) - (1 << 20)
+
+
 @given(trees(), st.integers(0, 1000), pins)
 def test_the_choice_is_a_function_of_its_arguments(tree: Tree, wanted: int, pinned: frozenset[bytes]) -> None:
     nodes, parents = tree
@@ -175,20 +263,39 @@ def test_names_that_end_in_zero_bytes_are_told_apart() -> None:
 
 
 def test_what_was_used_again_outlives_newer_prompts_that_came_once() -> None:
-    reused = usage(age_s=0.9 * HALF_LIFE_S, hits=1.0)
-    batch = [usage(age_s=i) for i in range(20)]
+    reused = usage(age_s=300, hits=1.0)
+    batch = [usage(age_s=10 + i) for i in range(20)]
     assert order(reused, *batch)[-1] == 0
 
 
+def test_where_nearly_all_is_used_again_the_newest_turn_outlives_a_conversation_that_ended() -> None:
+    ended = [usage(age_s=120 + i, hits=1.0) for i in range(20)]
+    assert order(usage(age_s=60), *ended)[-1] == 0
+
+
+def test_what_nobody_used_goes_before_what_is_as_old_and_was_used() -> None:
+    assert order(usage(hits=1.0), usage(), usage(hits=0.5)) == [1, 2, 0]
+
+
 def test_a_conversation_of_many_turns_that_ended_does_not_outlive_one_that_goes_on() -> None:
-    ended, going_on = usage(age_s=HALF_LIFE_S, hits=1000.0), usage(age_s=1, hits=1.0)
+    ended, going_on = usage(age_s=300, hits=1000.0), usage(age_s=1, hits=1.0)
     assert order(ended, going_on) == [0, 1]
 
 
+@given(st.lists(st.floats(0, YEAR_S), min_size=2, max_size=8), st.floats(1, 1000))
+def test_the_order_is_the_same_on_a_daemon_that_is_so_many_times_slower(ages: list[float], slower: float) -> None:
+    at_most_hourly = [3600 + age for age in ages]
+    worth = [
+        scores(UsageTable.of({name(i): usage(age_s=k * age, hits=float(i % 2)) for i, age in enumerate(times)}), NOW)
+        for k, times in ((1.0, at_most_hourly), (slower, at_most_hourly))
+    ]
+    np.testing.assert_allclose(worth[0] - worth[1], np.log2(slower), atol=1e-3)
+
+
 def test_what_took_long_to_compute_for_its_size_outlives_what_did_not() -> None:
-    slow = usage(age_s=HALF_LIFE_S, prefill_s=9.0, stored_bytes=10)
-    quick = usage(age_s=1, prefill_s=1.0, stored_bytes=10)
-    large = usage(age_s=1, prefill_s=9.0, stored_bytes=100)
+    slow = usage(age_s=300, prefill_s=9.0, stored_bytes=10)
+    quick = usage(age_s=100, prefill_s=1.0, stored_bytes=10)
+    large = usage(age_s=100, prefill_s=9.0, stored_bytes=100)
     assert order(slow, quick, large) == [2, 1, 0]
 
 
@@ -199,10 +306,11 @@ def test_a_node_whose_time_is_unknown_counts_as_the_median() -> None:
     assert worth[0] < worth[3] < worth[2]
 
 
-def test_one_wrong_measurement_does_not_keep_a_node_for_hours() -> None:
+def test_one_wrong_measurement_does_not_keep_a_node_for_more_than_64_times_the_age_of_others() -> None:
     usual = [usage(age_s=60, prefill_s=0.3) for _ in range(5)]
-    suspended = usage(age_s=40 * 60, prefill_s=8 * 3600.0)
+    suspended = usage(age_s=66 * 60, prefill_s=8 * 3600.0)
     assert order(*usual, suspended)[0] == 5
+    assert order(*usual, replace(suspended, last_used=NOW - 60 * 60))[-1] == 5
 
 
 def test_hits_halve_in_a_half_life_and_uses_add_to_what_is_left() -> None:
@@ -211,8 +319,21 @@ def test_hits_halve_in_a_half_life_and_uses_add_to_what_is_left() -> None:
     assert decayed_hits(record, NOW + HALF_LIFE_S) == 4.0
     assert decayed_hits(record, NOW + 100 * YEAR_S) == 0.0
     used = after_use(record, NOW + 2 * HALF_LIFE_S, 3)
-    assert (used.last_used, used.hits) == (NOW + 2 * HALF_LIFE_S, 5.0)
-    assert replace(used, last_used=record.last_used, hits=record.hits) == record
+    assert (used.last_used, used.hits, used.restores) == (NOW + 2 * HALF_LIFE_S, 5.0, 3)
+    assert replace(used, last_used=record.last_used, hits=record.hits, restores=0) == record
+
+
+@given(trees(), st.floats(-10 * DAY_S, 10 * DAY_S), st.integers(0, 5), recorded_ttls, st.sampled_from([0, 2**32 - 2]))
+def test_many_records_are_used_at_once_as_each_by_itself(
+    tree: Tree, elapsed_s: float, hits: int, ttl_s: int, restores: int
+) -> None:
+    nodes = {node: replace(record, restores=restores) for node, record in tree[0].items()}
+    table = UsageTable.of(nodes)
+    used = use_path(table.records, NOW + elapsed_s, hits, ttl_s)
+    each = UsageTable.of({node: after_use(record, NOW + elapsed_s, hits, ttl_s) for node, record in nodes.items()})
+    for field in USAGE_DTYPE.names or ():
+        np.testing.assert_allclose(used[field], each.records[field], rtol=1e-12)
+    assert table.records.tobytes() == UsageTable.of(nodes).records.tobytes()
 
 
 @given(st.lists(st.tuples(st.floats(0, 10 * DAY_S), st.integers(0, 5)), max_size=10), st.floats(0, YEAR_S))
@@ -361,6 +482,14 @@ def gone(
     return expired(UsageTable.of(records), parents.__getitem__, ttl_s=ttl_s, pinned=pinned, now=NOW)
 
 
+def limit_s(recorded: int, ttl_s: float) -> float:
+    """After how many seconds a node may go whose record says `recorded`, where the daemon says `ttl_s`."""
+    default = ttl_s if ttl_s else math.inf
+    if recorded == 0:
+        return default
+    return recorded if recorded > 0 else max(-recorded, default)
+
+
 @given(trees(), st.sampled_from([0.0, 3.0, 3600.0, YEAR_S]), pins)
 def test_exactly_what_nobody_used_for_its_time_to_live_expires_children_first(
     tree: Tree, ttl_s: float, pinned: frozenset[bytes]
@@ -369,7 +498,8 @@ def test_exactly_what_nobody_used_for_its_time_to_live_expires_children_first(
     names = gone(nodes, parents, ttl_s=ttl_s, pinned=pinned)
     for i, node in enumerate(names):
         assert all(child in names[:i] for child, parent in parents.items() if parent == node)
-    kept = {node for node in nodes if max(0.0, NOW - nodes[node].last_used) < ttl_s or node in pinned}
+    ages = {node: max(0.0, NOW - record.last_used) for node, record in nodes.items()}
+    kept = {node for node in nodes if ages[node] < limit_s(nodes[node].ttl_s, ttl_s) or node in pinned}
     while not kept >= (needed := {parents[node] for node in kept} - {b""}):
         kept |= needed
     assert set(names) == set(nodes) - kept
@@ -383,3 +513,33 @@ def test_a_node_in_use_keeps_its_ancestors_alive_whatever_their_records_say() ->
 def test_a_clock_that_jumped_back_expires_nothing_and_a_time_of_no_meaning_does() -> None:
     records = {name(0): usage(age_s=-YEAR_S), name(1): usage(age_s=math.nan), name(2): usage(age_s=DAY_S)}
     assert set(gone(records, dict.fromkeys(records, b""), ttl_s=DAY_S)) == {name(1), name(2)}
+
+
+@given(recorded_ttls, recorded_ttls, st.sampled_from([0.0, 3.0, 600.0, YEAR_S]))
+def test_the_longer_of_two_times_is_the_longer_one_whatever_the_daemons_is(a: int, b: int, ttl_s: float) -> None:
+    longer = longer_ttl(a, b)
+    assert limit_s(longer, ttl_s) == max(limit_s(a, ttl_s), limit_s(b, ttl_s))
+    assert longer == longer_ttl(b, a) == longer_ttl(longer, b)
+    assert -(2**31) <= longer < 2**31
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "recorded"), [(None, 0), (300.0, 300), (0.2, 1), (1.5, 2), (100 * YEAR_S, 2**31 - 1)]
+)
+def test_a_time_to_live_is_recorded_in_whole_seconds_that_fit_the_record(asked_s: float | None, recorded: int) -> None:
+    assert recorded_ttl(asked_s) == recorded
+    assert after_use(usage(ttl_s=1), NOW, 1, recorded).ttl_s == (max(recorded, 1) if recorded else -1)
+
+
+def test_a_node_goes_after_its_own_time_also_where_the_daemon_keeps_everything() -> None:
+    times = {name(i): usage(age_s=400, ttl_s=ttl_s) for i, ttl_s in enumerate((0, 300, -300, 400, 401))}
+    parents = dict.fromkeys(times, b"")
+    assert set(gone(times, parents, ttl_s=0)) == {name(1), name(3)}
+    assert set(gone(times, parents, ttl_s=350)) == {name(0), name(1), name(2), name(3)}
+    assert set(gone(times, parents, ttl_s=DAY_S)) == {name(1), name(3)}
+
+
+def test_a_node_whose_time_is_over_stays_while_one_that_continues_it_lives() -> None:
+    records, parents = chain(*(usage(age_s=400, ttl_s=ttl_s) for ttl_s in (1, 1, 3600, 1)))
+    assert gone(records, parents, ttl_s=0) == [name(3)]
+    assert gone(records, parents, ttl_s=0, pinned=frozenset([name(3)])) == []

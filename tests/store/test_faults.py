@@ -13,6 +13,7 @@ import torch
 
 from diskprefix.errors import CacheError
 from diskprefix.store import writer
+from diskprefix.store.changes import Use
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from tests.store.building import BLOCK, ROOT, Clock, is_whole, open_store, prompt, publication
@@ -169,10 +170,10 @@ def test_a_clock_that_jumps_back_loses_nothing_and_stops_nothing(tmp_path: Path)
         store.publish(pub)
         assert is_whole(store, pub)
         assert pub.tip is not None
-        store.touch({pub.tip: (clock.now, 1)})
+        store.touch({pub.tip: Use(clock.now)})
         pubs.append(pub)
     with store.snapshot() as snapshot:
-        recent = [found.tolist() for found in snapshot.recent_prompts(ROOT, 4)]
+        recent = [found.tolist() for _, found in snapshot.recent_prompts(ROOT, 4)]
     assert recent == [prompt(seed, 3 * BLOCK).tolist() for seed in range(26, 30)]
     assert store.expire(1e6) == 0
     store.close()

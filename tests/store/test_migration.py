@@ -161,13 +161,13 @@ def test_the_history_keeps_its_order_and_is_as_old_as_the_last_use_of_its_root(t
     with store.snapshot() as snapshot:
         for root, prompts in file.history.items():
             there = snapshot.recent_prompts(root, 100)
-            assert [p.tolist() for p in there] == [p.tolist() for p in prompts]
+            assert [p.tolist() for _, p in there] == [p.tolist() for p in prompts]
         numbers = [history_sequence(key) for key, _ in snapshot.history(ROOT)]
     newest = int((LAST_USED + 4) * 1e6)
     assert numbers == [newest - i for i in range(5)]
     store.publish(publication_like(store, file, OTHER, prompt(9, 2 * BLOCK)))
     with store.snapshot() as snapshot:
-        assert snapshot.recent_prompts(OTHER, 1)[0].tolist() == prompt(9, 2 * BLOCK).tolist()
+        assert snapshot.recent_prompts(OTHER, 1)[0][1].tolist() == prompt(9, 2 * BLOCK).tolist()
     store.close()
 
 
@@ -332,7 +332,7 @@ def test_a_damaged_entry_or_prompt_is_left_out_alone(tmp_path: Path, caplog: pyt
     assert_carried_over(store, file)
     with store.snapshot() as snapshot:
         there = snapshot.recent_prompts(ROOT, 10)
-    assert [p.tolist() for p in there] == [p.tolist() for p in file.history[ROOT]]
+    assert [p.tolist() for _, p in there] == [p.tolist() for p in file.history[ROOT]]
     store.close()
     assert "2 of 7 entries, 1 of 7 prompts" in caplog.text
 

@@ -7,7 +7,7 @@ import pytest
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store import purge as purging
-from diskprefix.store.changes import NewNode
+from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec import Codec
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.folder import FolderLock
@@ -133,10 +133,11 @@ def test_blocks_of_no_saved_prompt_keep_what_they_continue(store: Store) -> None
 def test_recent_prompts_that_begin_with_a_purged_one_are_forgotten(store: Store) -> None:
     long = prompt(1, 4 * BLOCK)
     first, other = saved(store, long[: 2 * BLOCK]), saved(store, prompt(2, 2 * BLOCK))
-    store.publish(replace(publication(store, long, root=first.root), nodes=(), tip=None, entry=None))
+    unsaved = replace(publication(store, long, root=first.root), nodes=(), tip=None, entry=None)
+    store.publish(replace(unsaved, prompt_group=b"together"))
     assert purge_now(store, Selection(entries=frozenset({tip(first)}))).prompts == 2
     with store.snapshot() as snapshot:
-        assert [p.tolist() for p in snapshot.recent_prompts(other.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
+        assert [p.tolist() for _, p in snapshot.recent_prompts(other.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
     store.close()
 
 
@@ -183,7 +184,7 @@ def test_by_age_what_was_used_since_stays_with_all_that_it_continues(store: Stor
     old, used = saved(store, fork(long, 2 * BLOCK)), saved(store, long)
     clock.now += 100
     new = saved(store, prompt(3, BLOCK))
-    store.touch({tip(used): (clock.now, 1)})
+    store.touch({tip(used): Use(clock.now)})
     purged = purge_now(store, Selection(older_than_s=50.0), clock.now)
     assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (1, 3, 2, 0)
     assert is_whole(store, used)

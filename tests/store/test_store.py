@@ -13,8 +13,10 @@ import pytest
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFormatError, StoreFull, StoreUnavailable
 from diskprefix.store import environment
-from diskprefix.store.schema import Kind
+from diskprefix.store.changes import Use
+from diskprefix.store.schema import Kind, history_sequence
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import verify_index
 from tests.store.building import BLOCK, ROOT, Clock, is_whole, layout_of, make_newer, open_store, prompt, publication
 
 
@@ -29,7 +31,7 @@ def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
     assert is_whole(store, pub)
     with store.snapshot() as snapshot:
         assert [name for name, _ in snapshot.entries()] == [pub.tip]
-        assert [p.tolist() for p in snapshot.recent_prompts(ROOT, 10)] == [prompt(1, 3 * BLOCK + 5).tolist()]
+        assert [p.tolist() for _, p in snapshot.recent_prompts(ROOT, 10)] == [prompt(1, 3 * BLOCK + 5).tolist()]
         assert pub.tip is not None
         assert [name for name, _ in snapshot.path(pub.tip)] == [node.name for node in pub.nodes]
     store.close()
@@ -97,7 +99,7 @@ def test_the_least_recently_used_prompt_goes_first_and_a_touch_saves_it(tmp_path
     clock.now += 11
     tip = pubs[0].tip
     assert tip is not None
-    store.touch({tip: (clock.now, 1)})
+    store.touch({tip: Use(clock.now)})
     for pub in pubs[4:7]:
         clock.now += 11
         store.publish(pub)
@@ -111,7 +113,7 @@ def test_use_survives_a_reopen_and_counts_for_every_ancestor(tmp_path: Path) -> 
     pub = publication(store, prompt(1, 2 * BLOCK))
     store.publish(pub)
     assert pub.tip is not None
-    store.touch({pub.tip: (5000.0, 3)})
+    store.touch({pub.tip: Use(5000.0, 3)})
     store.close()
     store = open_store(tmp_path)
     with store.snapshot() as snapshot:
@@ -193,11 +195,28 @@ def test_the_history_keeps_the_newest_prompts_of_each_root(tmp_path: Path) -> No
         store.publish(publication(store, prompt(seed, BLOCK)))
     store.publish(publication(store, prompt(50, BLOCK), root=other))
     with store.snapshot() as snapshot:
-        assert [p.tolist() for p in snapshot.recent_prompts(ROOT, 99)] == [
+        assert [p.tolist() for _, p in snapshot.recent_prompts(ROOT, 99)] == [
             prompt(s, BLOCK).tolist() for s in (3, 4, 5, 6)
         ]
-        assert [p.tolist() for p in snapshot.recent_prompts(ROOT, 2)] == [prompt(s, BLOCK).tolist() for s in (5, 6)]
-        assert [p.tolist() for p in snapshot.recent_prompts(other, 99)] == [prompt(50, BLOCK).tolist()]
+        assert [p.tolist() for _, p in snapshot.recent_prompts(ROOT, 2)] == [prompt(s, BLOCK).tolist() for s in (5, 6)]
+        assert [p.tolist() for _, p in snapshot.recent_prompts(other, 99)] == [prompt(50, BLOCK).tolist()]
+    store.close()
+
+
+def test_a_remembered_prompt_comes_back_with_its_group_and_the_bound_is_over_all_groups(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    groups = [b"", b"1" * 8, b"\xff" * 8, b"", b"1" * 8]
+    for seed, group in enumerate(groups):
+        store.publish(replace(publication(store, prompt(seed, BLOCK)), prompt_group=group))
+    store.close()
+    store = open_store(tmp_path)
+    with store.snapshot() as snapshot:
+        recent = snapshot.recent_prompts(ROOT, 99)
+        numbers = [history_sequence(key) for key, _ in snapshot.history(ROOT)]
+    assert [group for group, _ in recent] == groups[1:]
+    assert [p.tolist() for _, p in recent] == [prompt(seed, BLOCK).tolist() for seed in (1, 2, 3, 4)]
+    assert numbers == sorted(set(numbers), reverse=True)
+    assert verify_index(store).problems == ()
     store.close()
 
 
@@ -463,7 +482,7 @@ def test_under_pressure_a_prompt_of_checkpoints_goes_from_its_end_and_the_shared
     store.publish(long)
     shared = next(node for node in long.nodes if node.kind == Kind.CHECKPOINT)
     clock.now += 60
-    store.touch({shared.name: (clock.now, 1)})
+    store.touch({shared.name: Use(clock.now)})
     clock.now += 60
     other = publication(store, prompt(2, num_blocks * BLOCK), layout=HYBRID, root=b"o" * 16)
     evicted = store.publish(other)
@@ -521,4 +540,72 @@ def test_a_checkpoint_that_is_published_again_is_not_evicted_to_make_room_for_it
     assert known.nodes[4].kind == Kind.CHECKPOINT
     assert checkpoint is not None
     assert checkpoint.created_at == 1000.0
+    store.close()
+
+
+def ttls(store: Store, pub: Publication) -> list[int]:
+    """What the nodes' records say of their times to live."""
+    with store.snapshot() as snapshot:
+        usages = [snapshot.usage(node.name) for node in pub.nodes]
+    return [usage.ttl_s for usage in usages if usage is not None]
+
+
+def keeping_for(pub: Publication, *ttl_s: float | None, path_ttl_s: float | None) -> Publication:
+    nodes = tuple(replace(node, ttl_s=own) for node, own in zip(pub.nodes, ttl_s, strict=True))
+    return replace(pub, nodes=nodes, ttl_s=path_ttl_s)
+
+
+def test_nodes_are_kept_for_the_longest_that_any_use_asked_for(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    pub = publication(store, prompt(1, 2 * BLOCK + 1))
+    store.publish(keeping_for(pub, 3600, 300, 300, path_ttl_s=300))
+    assert ttls(store, pub) == [3600, 300, 300]
+    store.publish(keeping_for(pub, 300, 600, 300, path_ttl_s=300))
+    assert ttls(store, pub) == [3600, 600, 300]
+    store.touch({pub.nodes[1].name: Use(1001.0, 1, 1800)})
+    assert ttls(store, pub) == [3600, 1800, 300]
+    # A use that says nothing asks for what the daemon says.
+    store.touch({pub.nodes[0].name: Use(1002.0)})
+    assert ttls(store, pub) == [-3600, 1800, 300]
+    store.publish(publication(store, prompt(1, 2 * BLOCK + 1)))
+    assert ttls(store, pub) == [-3600, -1800, -300]
+    store.close()
+
+
+def test_what_is_over_its_own_time_goes_and_what_nobody_asked_a_time_for_stays(tmp_path: Path) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, clock=clock)
+    kept, going, marked = (publication(store, prompt(seed, 2 * BLOCK + 1)) for seed in range(3))
+    store.publish(kept)
+    store.publish(keeping_for(going, 300, 300, 300, path_ttl_s=300))
+    store.publish(keeping_for(marked, 3600, 300, 300, path_ttl_s=300))
+    store.close()
+    store = open_store(tmp_path, clock=clock)
+    clock.now += 299
+    assert store.expire(0) == 0
+    clock.now += 1
+    assert store.expire(0) == 5
+    assert is_whole(store, kept)
+    assert len(ttls(store, marked)) == 1
+    clock.now += 3600
+    assert store.expire(0) == 1
+    assert store.counts()["prompts"] == 3
+    assert verify_index(store).problems == ()
+    store.close()
+
+
+def test_whether_anything_has_a_time_of_its_own_is_looked_for_once_and_known_afterwards(tmp_path: Path) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, clock=clock)
+    pub = publication(store, prompt(1, 2 * BLOCK))
+    known = [store.may_have_own_ttls]
+    store.publish(publication(store, prompt(2, BLOCK)))
+    for after_s, gone in ((0, 0), (0, 0), (300, 3), (0, 0)):
+        clock.now += after_s
+        assert store.expire(0) == gone
+        known.append(store.may_have_own_ttls)
+        if len(known) == 2:
+            store.publish(keeping_for(pub, 300, 300, 300, path_ttl_s=300))
+            known.append(store.may_have_own_ttls)
+    assert known == [True, False, True, True, True, False]
     store.close()

@@ -7,11 +7,12 @@ pinned, was just written, or that a remaining node continues.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -32,10 +33,10 @@ from hypothesis.stateful import (
 )
 
 from diskprefix.errors import PrefixGone, StoreFull
-from diskprefix.store.changes import NewNode
+from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec import Codec
 from diskprefix.store.environment import Environment
-from diskprefix.store.eviction import JUST_WRITTEN_S
+from diskprefix.store.eviction import JUST_WRITTEN_S, recorded_ttl
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.purge import Selection, purge
 from diskprefix.store.schema import Kind
@@ -64,7 +65,7 @@ class Prompt(NamedTuple):
     """A prompt under one root: a choice for each full block, so that prompts share, branch and extend; and a rest.
 
     `points`: after how many blocks there is a checkpoint, if its model has states. All but the first `num_exact` blocks
-    were generated.
+    were generated. `ttl_s`: how long the request asks to keep it. `group`: in which it is remembered.
     """
 
     root: bytes
@@ -72,6 +73,8 @@ class Prompt(NamedTuple):
     num_rest: int
     points: frozenset[int] = frozenset()
     num_exact: int = 9
+    ttl_s: float | None = None
+    group: bytes = b""
 
     @property
     def token_ids(self) -> TokenIds:
@@ -86,6 +89,8 @@ prompts = st.builds(
     st.integers(0, 2),
     st.frozensets(st.integers(1, 4), max_size=3),
     st.sampled_from([9, 9, 2, 0]),
+    st.sampled_from([None, None, 250.0, 600.0]),
+    st.sampled_from([b"", b"together"]),
 )
 processes = st.sampled_from(["here", "there"])
 delays_s = st.sampled_from([JUST_WRITTEN_S, 600.0, 0.0])
@@ -113,7 +118,8 @@ def publication_of(store: Store, prompt: Prompt, first: int = 0) -> Publication:
     nodes = []
     for node in whole.nodes:
         prefix = token_ids[: node.position + len(node.token_ids)].tobytes() + bytes([node.kind, node.generated])
-        nodes.append(replace(node, payload=memoryview(payload(prompt.root, prefix, len(node.payload)))))
+        own = memoryview(payload(prompt.root, prefix, len(node.payload)))
+        nodes.append(replace(node, payload=own, ttl_s=prompt.ttl_s))
     if prompt.num_rest == 0:
         # As a boundary of the policy ends it: with a full block, which others may continue, or its checkpoint.
         nodes.pop()
@@ -124,6 +130,8 @@ def publication_of(store: Store, prompt: Prompt, first: int = 0) -> Publication:
         tip=nodes[-1].name,
         root_record=root_record,
         history_limit=HISTORY_LIMIT,
+        prompt_group=prompt.group,
+        ttl_s=prompt.ttl_s,
     )
 
 
@@ -138,6 +146,12 @@ class ModelNode:
     created_at: float
     last_used: float
     restores: int = 0
+    asked_s: set[float | None] = field(default_factory=set)
+    """For how long its uses asked to keep it; None where one asked for what the daemon says."""
+
+    def is_over(self, ttl_s: float, now: float) -> bool:
+        asked_s = (asked or ttl_s or math.inf for asked in self.asked_s)
+        return now - self.last_used >= max(asked_s) and self.last_used <= now
 
 
 class Model:
@@ -147,8 +161,8 @@ class Model:
         self.nodes: dict[bytes, ModelNode] = {}
         self.entries: dict[bytes, int] = {}
         """Number of tokens of each saved prompt, by the name of its last node."""
-        self.history: dict[bytes, list[tuple[int, list[int]]]] = {root: [] for root in SALTS}
-        """The recent prompts of each root with their numbers, oldest first."""
+        self.history: dict[bytes, list[tuple[int, bytes, list[int]]]] = {root: [] for root in SALTS}
+        """The recent prompts of each root with their numbers and groups, oldest first."""
 
     def path(self, name: bytes) -> Iterator[bytes]:
         """Names of stored nodes from this one up to the first; nothing if it is not stored."""
@@ -190,17 +204,19 @@ class Model:
         assert publication.entry is not None
         assert publication.prompt is not None
         for new in publication.nodes:
-            self.nodes.setdefault(new.name, ModelNode(new, publication.root, now, now))
-        self.touch(publication.tip, now, 0)
+            self.nodes.setdefault(new.name, ModelNode(new, publication.root, now, now)).asked_s.add(new.ttl_s)
+        self.touch(publication.tip, now, 0, publication.ttl_s)
         self.entries.setdefault(publication.tip, publication.entry.num_tokens)
         history = self.history[publication.root]
         number = max(int(now * 1e6), history[-1][0] + 1 if history else 0)
-        self.history[publication.root] = [*history, (number, publication.prompt.tolist())][-HISTORY_LIMIT:]
+        remembered = number, publication.prompt_group, publication.prompt.tolist()
+        self.history[publication.root] = [*history, remembered][-HISTORY_LIMIT:]
 
-    def touch(self, name: bytes, when: float, hits: int) -> None:
+    def touch(self, name: bytes, when: float, hits: int, ttl_s: float | None) -> None:
         for node in map(self.nodes.__getitem__, self.path(name)):
             node.last_used = max(node.last_used, when)
             node.restores += hits
+            node.asked_s.add(ttl_s)
 
     def remove(self, names: Iterable[bytes]) -> None:
         for name in names:
@@ -208,12 +224,12 @@ class Model:
             self.entries.pop(name, None)
 
     def expired(self, ttl_s: float, now: float, pinned: set[bytes]) -> set[bytes]:
-        kept = {name for name, node in self.nodes.items() if now - node.last_used < ttl_s or node.last_used > now}
+        kept = {name for name, node in self.nodes.items() if not node.is_over(ttl_s, now)}
         return self.nodes.keys() - self.with_ancestors(kept | pinned)
 
     def forget_before(self, when: float) -> None:
         for root, history in self.history.items():
-            self.history[root] = [(number, prompt) for number, prompt in history if number >= when * 1e6]
+            self.history[root] = [prompt for prompt in history if prompt[0] >= when * 1e6]
 
 
 class Written(NamedTuple):
@@ -381,13 +397,19 @@ class StoreMachine(RuleBasedStateMachine):
             found = [is_there(snapshot, node) for node in nodes]
         assert (*found, False).index(False) == self.model.stored_prefix(nodes)
 
-    @rule(process=processes, prompt=prompts, hits=st.integers(0, 3), late_s=st.sampled_from([0.0, 0.5, 100.0]))
-    def touch(self, process: str, prompt: Prompt, hits: int, late_s: float) -> None:
+    @rule(
+        process=processes,
+        prompt=prompts,
+        hits=st.integers(0, 3),
+        late_s=st.sampled_from([0.0, 0.5, 100.0]),
+        ttl_s=st.sampled_from([None, 250.0, 3600.0]),
+    )
+    def touch(self, process: str, prompt: Prompt, hits: int, late_s: float, ttl_s: float | None) -> None:
         nodes = publication_of(self.store, prompt).nodes
         # The deepest that is stored; or, as after an eviction by the other process, one that is not.
         name = nodes[max(0, self.model.stored_prefix(nodes) - 1)].name
-        self.do(process, Store.touch, {name: (self.clock.now - late_s, hits)})
-        self.model.touch(name, self.clock.now - late_s, hits)
+        self.do(process, Store.touch, {name: Use(self.clock.now - late_s, hits, recorded_ttl(ttl_s))})
+        self.model.touch(name, self.clock.now - late_s, hits, ttl_s)
 
     @precondition(lambda self: self.model.nodes)
     @rule(data=st.data())
@@ -428,7 +450,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(
         process=processes,
-        ttl_s=st.sampled_from([3600.0, 300.0]),
+        ttl_s=st.sampled_from([3600.0, 300.0, 0.0]),
         after_s=st.sampled_from([0.0, 200.0, 300.0, 3500.0, 86_400.0]),
         num_in_use=st.integers(0, 1),
     )
@@ -438,7 +460,8 @@ class StoreMachine(RuleBasedStateMachine):
             names = self.model.expired(ttl_s, self.clock.now, self.pinned(process))
             assert self.do(process, Store.expire, ttl_s) == len(names)
         self.model.remove(names)
-        self.model.forget_before(self.clock.now - ttl_s)
+        if ttl_s:
+            self.model.forget_before(self.clock.now - ttl_s)
 
     @precondition(lambda self: self.model.entries)
     @rule(process=processes, data=st.data(), what=st.sampled_from(["damage", "prompt", "tenant"]))
@@ -481,7 +504,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.remove(doomed)
         self.model.entries.pop(tip, None)
         self.model.history[root] = [
-            (number, prompt) for number, prompt in self.model.history[root] if prompt[: len(token_ids)] != token_ids
+            prompt for prompt in self.model.history[root] if prompt[2][: len(token_ids)] != token_ids
         ]
 
     @rule(budget_bytes=st.sampled_from([BUDGET, SMALLER_BUDGET]), alone=st.booleans())
@@ -525,8 +548,8 @@ class StoreMachine(RuleBasedStateMachine):
                 assert read_payload(snapshot, node.new) == node.new.payload.obj
             assert {name: entry.num_tokens for name, entry in snapshot.entries()} == self.model.entries
             for root, history in self.model.history.items():
-                found = [prompt.tolist() for prompt in snapshot.recent_prompts(root, 99)]
-                assert found == [prompt for _, prompt in history]
+                found = [(group, prompt.tolist()) for group, prompt in snapshot.recent_prompts(root, 99)]
+                assert found == [(group, prompt) for _, group, prompt in history]
 
     @invariant()
     def uses_and_continuations_are_counted(self) -> None:

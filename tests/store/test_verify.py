@@ -25,7 +25,9 @@ from diskprefix.store.schema import (
     encode_node,
     encode_prompt,
     encode_record,
+    history_group,
     history_key,
+    history_sequence,
     node_name,
     piece_key,
 )
@@ -72,6 +74,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     one, two = prompt(1, 4 * BLOCK + 5), prompt(1, 4 * BLOCK + 5)
     two[3 * BLOCK :] += 1
     first, second = (publication(store, tokens, layout=LAYOUT) for tokens in (one, two))
+    second = replace(second, prompt_group=GROUP, ttl_s=3600.0)
     other = publication(store, prompt(2, 2 * BLOCK), root=OTHER_ROOT, layout=LAYOUT)
     other = replace(other, root_record=replace_root(other.root_record, identity=IDENTITY, tenant="a" * 32))
     token_ids = prompt(3, 4 * BLOCK + 5)
@@ -212,6 +215,18 @@ def change_entry(records: Records, stored: Stored) -> None:
     records.put("entries", stored.first.tip, encode_record(stored.first.tip, changed))
 
 
+def change_group(records: Records, stored: Stored) -> None:
+    key = next(key for key in records.keys("history") if history_group(key) == GROUP)
+    value = records.get("history", key)
+    records.delete("history", key)
+    records.put("history", history_key(stored.first.root, history_sequence(key), b"another!"), value)
+
+
+def remember_in_half_a_group(records: Records, stored: Stored) -> None:
+    key = history_key(stored.first.root, 1) + b"half"
+    records.put("history", key, encode_prompt(key, prompt(1, 9)))
+
+
 def continue_a_tail(records: Records, stored: Stored) -> None:
     """A block moved behind the tail of an empty rest, which ends where the block starts."""
     tail = stored.other.nodes[-1]
@@ -284,6 +299,7 @@ def with_flag(records: Records, name: bytes) -> bytes:
 
 
 STRANGE_KEY = b"short"
+GROUP = b"together"
 GONE = bytes(range(16))
 
 DAMAGE: dict[str, tuple[Damage, set[tuple[str, str]]]] = {
@@ -407,6 +423,8 @@ DAMAGE: dict[str, tuple[Damage, set[tuple[str, str]]]] = {
         lambda r, _: r.put("history", history_key(GONE, 1), encode_prompt(history_key(GONE, 1), prompt(1, 9))),
         {("rootless", "history")},
     ),
+    "a recent prompt in another group": (change_group, {("damaged", "history")}),
+    "a recent prompt in half a group": (remember_in_half_a_group, {("damaged", "history")}),
     "a checkpoint's record damaged": (
         lambda r, s: r.flip("nodes", s.node(Kind.CHECKPOINT, 2 * BLOCK), 50),
         {("damaged", "nodes")},

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from diskprefix.errors import StoreUnavailable
+from diskprefix.store import writer as writer_module
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
-from tests.store.building import BLOCK, is_whole, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
 
 
 class Gate:
@@ -157,3 +161,67 @@ def test_a_damaged_node_goes_before_what_is_submitted_after_it(store: Store) -> 
     assert writer.close(30)
     assert writer.quarantined == 3
     assert is_whole(store, pub)
+
+
+def test_uses_together_ask_for_the_longest_time_that_one_of_them_did(store: Store) -> None:
+    pubs = [replace(publication(store, prompt(seed, BLOCK)), ttl_s=10.0) for seed in range(2)]
+    pubs = [replace(pub, nodes=tuple(replace(node, ttl_s=10.0) for node in pub.nodes)) for pub in pubs]
+    writer = Writer(store, buffer_bytes=1 << 30)
+    for pub in pubs:
+        submit(writer, pub)
+        assert writer.flush(30)
+        assert pub.tip is not None
+        for ttl_s in (300.0, 3600.0, 60.0):
+            writer.touch(pub.tip, 2000.0, ttl_s, hits=0)
+    assert pubs[1].tip is not None
+    writer.touch(pubs[1].tip, 2000.0)
+    assert writer.close(30)
+    with store.snapshot() as snapshot:
+        usages = [snapshot.usage(node.name) for pub in pubs for node in pub.nodes]
+    assert [usage.ttl_s for usage in usages if usage is not None] == [3600, 3600, -3600, -3600]
+    assert [usage.restores for usage in usages if usage is not None] == [0, 0, 1, 1]
+
+
+def test_what_has_a_time_of_its_own_expires_without_a_daemons_time_also_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
+    clock = Clock()
+    store = open_store(tmp_path / "kv", clock=clock)
+    kept, going = (publication(store, prompt(seed, BLOCK)) for seed in range(2))
+    store.publish(kept)
+    store.publish(replace(going, ttl_s=5.0, nodes=tuple(replace(node, ttl_s=5.0) for node in going.nodes)))
+    store.close()
+    clock.now += 5
+    store = open_store(tmp_path / "kv", clock=clock)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    deadline = time.monotonic() + 30
+    while not writer.expired and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert writer.expired == 2
+    assert is_whole(store, kept)
+    assert writer.close(30)
+    store.close()
+
+
+@pytest.mark.parametrize(("own", "looks_after_s"), [(False, [3600.0, 3600.0]), (True, [30.0, 3600.0])])
+def test_a_store_without_times_of_its_own_is_hardly_ever_looked_through(
+    store: Store, monkeypatch: pytest.MonkeyPatch, own: bool, looks_after_s: list[float]
+) -> None:
+    """Times are the writer's own; the first look, soon after the start, tells what there is."""
+    writer = Writer(store, buffer_bytes=1 << 30)
+    assert writer.close(30)
+    now = [1000.0]
+    looks: list[float] = []
+
+    def expire(_ttl_s: float) -> int:
+        # What has a time of its own is there at the first look only.
+        store.may_have_own_ttls = own and not looks
+        looks.append(now[0])
+        return 0
+
+    monkeypatch.setattr(store, "expire", expire)
+    monkeypatch.setattr("diskprefix.store.writer.time.monotonic", lambda: now[0])
+    for now[0] in range(1000, 9000, 10):
+        writer._expire()
+    assert [b - a for a, b in pairwise(looks)][:2] == looks_after_s

@@ -1,0 +1,438 @@
+"""`diskprefix simulate`: what each setting would have done to a recorded workload."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diskprefix.cli.options import GroupedCommand, option
+from diskprefix.cli.serve import build_settings, setting_of
+from diskprefix.cli.simulate_plot import PLOT_FORMATS, draw, require_matplotlib
+from diskprefix.cli.simulate_table import show
+from diskprefix.cli.tooling import print_json
+from diskprefix.errors import SettingsError
+from diskprefix.policy.scope import Scope, parse_scope
+from diskprefix.server.printable import printable_only
+from diskprefix.settings import (
+    MAX_BUDGET,
+    MIN_BUDGET,
+    Settings,
+    find_policy,
+    format_size,
+    parse_size,
+    read_policy,
+)
+from diskprefix.simulate.comparison import REGIMES, Case, Regime, Row, cases, compare
+from diskprefix.simulate.formats import JsonObject, ReadBody, read_trace
+from diskprefix.simulate.geometry import CHECKPOINTS, CUTTABLE, Geometry
+from diskprefix.simulate.simulator import Policy
+from diskprefix.simulate.synthetic import CATALOG
+from diskprefix.simulate.trace import RecordedDaemon, Trace, TraceRequest
+
+_SETTINGS, _STATE, _WORKLOAD, _OUTPUT = "What to compare", "What the model's state weighs", "Workload", "Output"
+_DEFAULTS = Settings()
+_SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")
+_BUDGETS = ("unlimited", "4GiB")
+_SYNTHETIC = "synthetic:"
+_MOST_REQUESTS = 1_000_000
+_MOST_BYTES_PER_TOKEN, _MOST_STATE_BYTES = 2**30, 2**40
+_UNBOUNDED_POSITIONS = 1 << 30
+"""What fits into a model is not for the simulation to judge."""
+_TOKENS_PER_S = 1000.0
+
+_EPILOG = """\b
+Examples:
+  diskprefix simulate day.jsonl
+      seven scopes, two kinds of models, with 4 GiB and without limit
+  diskprefix simulate day.jsonl --regime cuttable --scope auto:30 --scope full --budget 1GiB --budget 8GiB
+      how much room does it take?
+  diskprefix simulate day.jsonl --scope off --policy chat --policy agent
+      which preset fits?
+  diskprefix simulate synthetic:interleaved:500 --json | jq '.[] | {scope, restored_share, written_share}'
+      no workload at hand: a made-up one
+  diskprefix serve --record day.jsonl
+      the workload of your own daemon: lengths and hashes, no text
+
+Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenizer for request bodies.
+"""
+
+
+@click.command(cls=GroupedCommand, short_help="Replay a workload: what would each setting do?", epilog=_EPILOG)
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
+@option(
+    "--scope",
+    group=_SETTINGS,
+    metavar="SCOPE",
+    multiple=True,
+    default=_SCOPES,
+    envvar=None,
+    help="As --disk-prefix-cache of serve: off, full, auto:N or N. May be given several times.",
+)
+@option(
+    "--regime",
+    group=_SETTINGS,
+    type=click.Choice(REGIMES, case_sensitive=False),
+    multiple=True,
+    default=REGIMES,
+    envvar=None,
+    help="cuttable: a model whose state can be cut anywhere. checkpoints: one with recurrent or linear attention. "
+    "May be given twice.",
+)
+@option(
+    "--budget",
+    group=_SETTINGS,
+    metavar="SIZE",
+    multiple=True,
+    default=_BUDGETS,
+    envvar=None,
+    help="As --kv-cache-budget of serve, or unlimited. May be given several times.",
+)
+@option(
+    "--policy",
+    group=_SETTINGS,
+    metavar="NAME|FILE",
+    multiple=True,
+    envvar=None,
+    help="A preset, such as agent, or a .toml file becomes a row of its own. What it leaves open is as for the others. "
+    "May be given several times.",
+)
+@option(
+    "--block-size",
+    group=_SETTINGS,
+    type=int,
+    show_default=f"the recording's, else {_DEFAULTS.block_size}",
+    envvar=None,
+    help="As of serve: tokens of a block.",
+)
+@option(
+    "--kv-cache-min-tokens",
+    group=_SETTINGS,
+    type=int,
+    show_default=f"the recording's, else {_DEFAULTS.kv_cache_min_tokens}",
+    envvar=None,
+    help="As of serve: shorter prefixes are not saved.",
+)
+@option(
+    "--kv-cache-ttl",
+    group=_SETTINGS,
+    metavar="DURATION",
+    show_default="nothing expires",
+    envvar=None,
+    help="As of serve: what was not used for so long is removed.",
+)
+@option(
+    "--bytes-per-token",
+    group=_STATE,
+    metavar="SIZE",
+    show_default="the recording's, else "
+    f"{CUTTABLE.bytes_per_token} cuttable, {CHECKPOINTS.bytes_per_token} checkpoints",
+    envvar=None,
+    help="State that each token adds. A recording says it of its daemon's model, as `/props` does; without one it is "
+    "that of SmolLM2-135M and of Qwen3-Next-80B-A3B.",
+)
+@option(
+    "--state-bytes",
+    group=_STATE,
+    metavar="SIZE",
+    show_default=f"the recording's, else {format_size(CHECKPOINTS.state_bytes)}",
+    envvar=None,
+    help="Of models with checkpoints: what one checkpoint weighs.",
+)
+@option(
+    "--tokens-per-s",
+    group=_STATE,
+    type=float,
+    show_default=f"as recorded, else {_TOKENS_PER_S:.0f}",
+    envvar=None,
+    help="Speed of prefill: only the seconds saved depend on it.",
+)
+@option(
+    "--model",
+    group=_WORKLOAD,
+    metavar="ID|PATH",
+    show_default="the embedded SmolLM2-135M-Instruct",
+    envvar=None,
+    help="Whose tokenizer and chat template render request bodies; its weights are not loaded.",
+)
+@option(
+    "--chat-template",
+    group=_WORKLOAD,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    show_default="the model's own",
+    envvar=None,
+    help="A Jinja chat template for request bodies.",
+)
+@option(
+    "--limit",
+    group=_WORKLOAD,
+    metavar="N",
+    type=click.IntRange(min=1),
+    show_default="all of them",
+    envvar=None,
+    help="Replay the first N requests of each trace only.",
+)
+@option("--json", group=_OUTPUT, is_flag=True, envvar=None, help="Print JSON for scripts, and nothing else.")
+@option(
+    "--plot",
+    group=_OUTPUT,
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="nothing is drawn",
+    envvar=None,
+    help="Draw restored share against bytes written, with a curve for each scope, to a .png or .svg. Needs matplotlib.",
+)
+def simulate(
+    traces: tuple[str, ...],
+    scope: tuple[str, ...],
+    regime: tuple[Regime, ...],
+    budget: tuple[str, ...],
+    policy: tuple[str, ...],
+    block_size: int | None,
+    kv_cache_min_tokens: int | None,
+    kv_cache_ttl: str | None,
+    bytes_per_token: str | None,
+    state_bytes: str | None,
+    tokens_per_s: float | None,
+    model: str | None,
+    chat_template: Path | None,
+    limit: int | None,
+    json: bool,
+    plot: Path | None,
+) -> None:
+    """Replay recorded workloads without a model, and show what each setting would have restored and written.
+
+    What is kept and what is evicted is decided by the code that the daemon runs; only the model, the disk and the clock
+    are made up. Scopes, marks and times to live that single requests ask for hold in every row.
+
+    Not simulated are --kv-cache-gate, --reuse-generated, --kv-cache-min-free and --kv-cache-write-buffer: all that is
+    wanted is restored, replies are not kept, and what is written is written at once.
+
+    \b
+    TRACE  a file with one JSON object a line:
+             what `diskprefix serve --record FILE` writes
+             request bodies, as OpenAI has them, or lists of messages;
+               `timestamp` (ms) is heeded
+             Mooncake's: timestamp, input_length, output_length, hash_ids
+           or synthetic:NAME or synthetic:NAME:REQUESTS, made up: shared-anchor,
+           interleaved, retrieval, moving-reminder, edits, one-off
+
+    \b
+    hits           requests of which something was restored
+    restored       prompt tokens that need not be computed
+    written        tokens written to disk, for each prompt token
+    selected       tokens that the policy wants kept of the average prompt
+    bytes          written to disk
+    amplif.        how often the average byte of them was written
+    evictions      blocks, checkpoints or snapshots given up for room
+    saved          time that prefill would have taken for what was restored
+    Narrow terminals show fewer of these.
+
+    \b
+    whole-snapshots  for comparison, the plain best-match rule: what a prompt shares with
+                     one of the 30 before, saved whole, found under its exact hash
+    upper-bound      what no rule passes: all tokens that a prompt shares with one
+                     before it, kept for ever, cut anywhere
+    """
+    if tokens_per_s is not None and not (math.isfinite(tokens_per_s) and tokens_per_s > 0):
+        raise SettingsError("--tokens-per-s: it must be more than 0", param="--tokens-per-s")
+    if plot is not None:
+        _check_plot(plot)
+    asked = _Asked(
+        scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope)),
+        regimes=tuple(dict.fromkeys(regime)),
+        budgets=tuple(_budget(size) for size in budget),
+        presets={name: read_policy(find_policy(name), setting_of) for name in policy},
+        flags={"block_size": block_size, "kv_cache_min_tokens": kv_cache_min_tokens, "kv_cache_ttl": kv_cache_ttl},
+        bytes_per_token=_given_size(bytes_per_token, "--bytes-per-token", _MOST_BYTES_PER_TOKEN),
+        state_bytes=_given_size(state_bytes, "--state-bytes", _MOST_STATE_BYTES),
+        tokens_per_s=tokens_per_s,
+    )
+    # What is wrong with an option need not wait for the traces.
+    asked.cases(None)
+    replayed = _read(traces, _lazy_reader(model, chat_template), limit)
+    rows = _run([(trace, _cases(asked, trace)) for trace in replayed])
+    if plot is not None:
+        draw(rows, plot)
+    if json:
+        print_json([asdict(row) for row in rows])
+    else:
+        show(replayed, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What to compare, as the options say it. None is left to the recording, or else to the default."""
+
+    scopes: Sequence[Scope]
+    regimes: Sequence[Regime]
+    budgets: Sequence[int | None]
+    presets: Mapping[str, Mapping[str, Any]]
+    """What each policy file says."""
+    flags: Mapping[str, Any]
+    bytes_per_token: int | None
+    state_bytes: int | None
+    tokens_per_s: float | None
+
+    def cases(self, daemon: RecordedDaemon | None) -> list[Case]:
+        """The runs over a workload that `daemon` recorded. Raises `SettingsError`."""
+        recorded = {"block_size": daemon.block_size, "kv_cache_min_tokens": daemon.min_tokens} if daemon else {}
+        flags = recorded | {name: value for name, value in self.flags.items() if value is not None}
+        tokens_per_s = self.tokens_per_s or (daemon and daemon.tokens_per_s) or _TOKENS_PER_S
+        reference = _policy(build_settings(flags), tokens_per_s)
+        return cases(
+            [replace(reference, scope=scope) for scope in self.scopes],
+            self._geometries(daemon),
+            self.budgets,
+            {name: _policy(build_settings({**flags, **said}), tokens_per_s) for name, said in self.presets.items()},
+            reference,
+        )
+
+    def _geometries(self, daemon: RecordedDaemon | None) -> dict[Regime, Geometry]:
+        by_regime: dict[Regime, Geometry] = {"cuttable": CUTTABLE, "checkpoints": CHECKPOINTS}
+        if daemon and (daemon.bytes_per_token or daemon.state_bytes):
+            own = Geometry(daemon.bytes_per_token, daemon.state_bytes, daemon.logits_bytes)
+            by_regime["checkpoints" if own.state_bytes else "cuttable"] = own
+        if self.bytes_per_token is not None:
+            of_flag = self.bytes_per_token
+            by_regime = {regime: replace(state, bytes_per_token=of_flag) for regime, state in by_regime.items()}
+        if self.state_bytes is not None:
+            by_regime["checkpoints"] = replace(by_regime["checkpoints"], state_bytes=self.state_bytes)
+        return {regime: by_regime[regime] for regime in self.regimes}
+
+
+def _cases(asked: _Asked, trace: Trace) -> list[Case]:
+    try:
+        return asked.cases(trace.daemon)
+    except SettingsError as error:
+        raise SettingsError(f"{trace.name}: as recorded, {error.message}", param="TRACE") from error
+
+
+def _check_plot(path: Path) -> None:
+    """Before a long simulation. Raises `SettingsError` for a place or a kind of file that cannot be written."""
+    if path.suffix.lower() not in PLOT_FORMATS:
+        raise SettingsError(f"--plot: {path} must end in {' or '.join(PLOT_FORMATS)}", param="--plot")
+    if not path.absolute().parent.is_dir():
+        raise SettingsError(f"--plot: there is no folder {path.parent}", param="--plot")
+    require_matplotlib()
+
+
+def _policy(settings: Settings, tokens_per_s: float) -> Policy:
+    return Policy(
+        scope=parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache"),
+        budget_bytes=settings.kv_cache_budget,
+        block_size=settings.block_size,
+        min_tokens=settings.kv_cache_min_tokens,
+        interval=settings.kv_cache_interval,
+        cold_max=settings.kv_cache_cold_max,
+        ttl_s=settings.kv_cache_ttl,
+        seconds_per_token=1 / tokens_per_s,
+    )
+
+
+def _budget(text: str) -> int | None:
+    """In bytes; None is without end."""
+    return None if text.strip().lower() == "unlimited" else _size(text, "--budget", MIN_BUDGET, MAX_BUDGET)
+
+
+def _given_size(text: str | None, flag: str, most: int) -> int | None:
+    return None if text is None else _size(text, flag, 1, most)
+
+
+def _size(text: str, flag: str, least: int, most: int) -> int:
+    num_bytes = parse_size(text, param=flag)
+    if not least <= num_bytes <= most:
+        raise SettingsError(f"{flag}: {text} is out of range ({least} to {most} bytes)", param=flag)
+    return num_bytes
+
+
+def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
+    """Reads request bodies with a tokenizer that is loaded for the first of them."""
+    read: ReadBody | None = None
+
+    def read_body(body: JsonObject) -> TraceRequest:
+        nonlocal read
+        if read is None:
+            from diskprefix.cli.request_bodies import body_reader
+            from diskprefix.engine.loader import load_tokenizer
+            from diskprefix.server.chat import PromptRenderer
+
+            tokenizer = load_tokenizer(model, chat_template, lambda line: click.echo(line, err=True))
+            renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=_UNBOUNDED_POSITIONS)
+            read = body_reader(renderer)
+        return read(body)
+
+    return read_body
+
+
+def _read(names: Sequence[str], read_body: ReadBody, limit: int | None) -> list[Trace]:
+    """All of them before the first is replayed: what is wrong with the last is not said an hour later."""
+    traces = []
+    for name, title in zip(names, _titles(names), strict=True):
+        if name.startswith(_SYNTHETIC):
+            trace = _synthetic(name)
+        else:
+            with _status(f"reading {title}"):
+                trace = read_trace(Path(name).expanduser(), read_body, name=title, warn=_warn)
+        traces.append(trace if limit is None else trace.head(limit))
+    return traces
+
+
+def _warn(line: str) -> None:
+    click.echo(f"warning: {printable_only(line)}", err=True)
+
+
+def _titles(names: Sequence[str]) -> list[str]:
+    """The names of the files without folder and suffix, where that tells them apart."""
+    stems = [Path(name).stem for name in names]
+    return [name if stems.count(stem) > 1 else stem for name, stem in zip(names, stems, strict=True)]
+
+
+def _synthetic(name: str) -> Trace:
+    kind, _, number = name.removeprefix(_SYNTHETIC).partition(":")
+    if kind not in CATALOG:
+        raise SettingsError(f"{name}: there is no workload {kind!r}; there are {', '.join(CATALOG)}", param="TRACE")
+    if ":" not in name.removeprefix(_SYNTHETIC):
+        return CATALOG[kind]()
+    if not (number.isascii() and number.isdigit() and 1 <= int(number) <= _MOST_REQUESTS):
+        raise SettingsError(
+            f"{name}: {number!r} is not a number of requests, from 1 to {_MOST_REQUESTS}", param="TRACE"
+        )
+    return CATALOG[kind](num_requests=int(number))
+
+
+def _run(planned: Sequence[tuple[Trace, list[Case]]]) -> list[Row]:
+    from diskprefix.engine.progress import progress_bar
+
+    total = sum(len(trace) * len(runs) for trace, runs in planned)
+    done = 0
+    rows: list[Row] = []
+    with progress_bar("simulating", total, lambda _line: None) as advance:
+
+        def on_requests(number: int) -> None:
+            nonlocal done
+            done += number
+            advance(done)
+
+        for trace, runs in planned:
+            rows += compare(trace, runs, on_requests)
+    return rows
+
+
+@contextmanager
+def _status(text: str) -> Iterator[None]:
+    """Rendering request bodies takes a while: say so at a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield

@@ -1,0 +1,369 @@
+"""`diskprefix warm`: prefill prompts ahead of time, so that the first request for them is a hit."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from diskprefix.cli.options import GroupedCommand, GroupedOption, option
+from diskprefix.cli.serve import build_settings, configure_logging, serve
+from diskprefix.cli.tooling import counted, plain, print_json
+from diskprefix.cli.warm_input import WarmItem, read_items
+from diskprefix.cli.warm_target import Answer, InProcess, OverHttp, Target
+from diskprefix.errors import DiskPrefixError, InvalidRequest, NotReady, SettingsError
+from diskprefix.policy.scope import parse_scope
+from diskprefix.server.printable import printable_only, shown
+from diskprefix.settings import Settings
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+_ALONE, _WARM, _DAEMON = "With --alone: ", "Warm", "A running daemon"
+_NOT_OF_WARM = {"disk_prefix_cache", "reuse_generated", "record"}
+"""Options of `serve` under the headings that are taken over, but for these: each prompt is warmed under --scope."""
+_TAKEN_OVER = ("Model", "Disk cache", "Disk cache, rarely needed")
+_DEFAULT_URL = f"http://{Settings.host}:{Settings.port}"
+_FAILED = 1
+"""Exit code."""
+_PATIENCE_S = 600.0
+"""For how long a prompt is sent again that a full queue refuses."""
+_LONGEST_PAUSE_S = 10.0
+_POLL_S = 0.05
+_UNTOLD = (401, 403)
+_KEPT = ("queued", "stored")
+
+_EPILOG = """\b
+Examples:
+  diskprefix warm system-prompt.txt                    a raw prompt, as /v1/completions takes it
+  diskprefix warm conversation.json                    a list of messages, or a request body
+  diskprefix warm yesterday.jsonl                      one request body or list of messages a line
+  diskprefix warm --alone --model ~/models/qwen *.json without a daemon: the model is loaded here
+
+Exit codes: 0 done; 1 a prompt failed, or no daemon answers; 2 wrong usage; 3, 4 as serve, with --alone.
+"""
+
+
+def _options_of_serve() -> Iterator[click.Parameter]:
+    for parameter in serve.params:
+        if not isinstance(parameter, GroupedOption) or parameter.group not in _TAKEN_OVER:
+            continue
+        if parameter.name not in _NOT_OF_WARM:
+            taken = copy.copy(parameter)
+            taken.group = f"{_ALONE}{parameter.group}"
+            yield taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmed:
+    """What became of one prompt. `saved` as in the response; `reason` says why it is none of it, `error` why the prompt
+    was not computed. `seconds` until it was computed."""
+
+    where: str
+    prompt_tokens: int = 0
+    restored: int = 0
+    saved: str = "none"
+    reason: str | None = None
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@click.command(cls=GroupedCommand, short_help="Prefill and save prompts ahead of time.", epilog=_EPILOG)
+@click.argument(
+    "files", nargs=-1, required=True, metavar="FILE...", type=click.Path(exists=True, dir_okay=False, allow_dash=True)
+)
+@option(
+    "--scope",
+    group=_WARM,
+    metavar="SCOPE",
+    default="full",
+    envvar=None,
+    help="What to keep of each prompt: full, auto:N or N, instead of what its body says.",
+)
+@option("--json", group=_WARM, is_flag=True, envvar=None, help="Print JSON for scripts, and nothing else.")
+@option("--url", group=_DAEMON, metavar="URL", default=_DEFAULT_URL, help="Where it is; also DISKPREFIX_URL.")
+@option(
+    "--api-key",
+    group=_DAEMON,
+    metavar="KEY",
+    show_default="none is sent",
+    help="The key to send, for a daemon with --api-keys: what is saved is that key's. In DISKPREFIX_API_KEY no list of "
+    "processes shows it.",
+)
+@option("--alone", group=_DAEMON, is_flag=True, envvar=None, help="Load the model here instead of asking a daemon.")
+@click.pass_context
+def warm(
+    context: click.Context,
+    /,
+    files: tuple[str, ...],
+    scope: str,
+    json: bool,
+    url: str,
+    api_key: str | None,
+    alone: bool,
+    **flags: Any,
+) -> int:
+    """Have prompts computed and kept on disk before anybody asks for them.
+
+    Each FILE is a text, a JSON list of messages or request body, or a .jsonl with one of these a line; - is standard
+    input. They are sent to a running daemon, or with --alone computed in this process, on the folder that a daemon with
+    the same options would use, also beside one that runs. A prompt that is known already is only read.
+
+    Of a body, what has no say in the prompt is dropped: model, response_format, and all about the reply (max_tokens,
+    stream, n, stop, logprobs, sampling ...), and of prefix_cache scope, window and save.
+
+    It returns when everything is on disk. A prompt that fails is named by its file and line, and the others go on.
+    """
+    _refuse_what_is_not_used(context, alone)
+    kept = parse_scope(scope, param="--scope")
+    if kept.kind == "off":
+        raise SettingsError("--scope: off would keep nothing", param="--scope")
+    configure_logging("warning")
+    target: Target = InProcess(_settings(flags)) if alone else OverHttp(url, api_key)
+    items = list(_read(files))
+    try:
+        with _display(json) as show:
+            target.wait_ready(show.say)
+            warming = _Warming(target, str(kept), show)
+            for number, item in enumerate(items, start=1):
+                show.at(number, len(items), item)
+                warming.add(item)
+    finally:
+        target.close()
+    warming.report(as_json=json)
+    return _FAILED if warming.has_failed else 0
+
+
+warm.params.extend(_options_of_serve())
+
+
+def _refuse_what_is_not_used(context: click.Context, alone: bool) -> None:
+    """Raises `UsageError` for an option of the other way."""
+    for parameter in context.command.params:
+        group = getattr(parameter, "group", "")
+        is_given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+        if is_given and not alone and group.startswith(_ALONE):
+            raise click.UsageError(f"{parameter.opts[0]} is for --alone; a running daemon has its own", context)
+        if is_given and alone and parameter.name in ("url", "api_key"):
+            raise click.UsageError(f"{parameter.opts[0]} is for a running daemon; --alone asks none", context)
+
+
+def _settings(flags: dict[str, Any]) -> Settings:
+    # Bodies come from this process: no stranger can fill its memory with them.
+    return replace(build_settings(flags), max_body_bytes=2**40)
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A file that could not be read."""
+
+    where: str
+    error: str
+
+
+def _read(files: Sequence[str]) -> Iterator[WarmItem | _Unread]:
+    for name in files:
+        try:
+            yield from read_items(name)
+        except DiskPrefixError as error:
+            yield _Unread(name, error.message)
+        except OSError as error:
+            yield _Unread(name, error.strerror or str(error))
+
+
+class _Warming:
+    """Sends prompts, one after the other, and counts."""
+
+    def __init__(self, target: Target, scope: str, show: _Show) -> None:
+        self._target = target
+        self._scope = scope
+        self._show = show
+        self._done: list[Warmed] = []
+        self._started = time.monotonic()
+        self._before = self._state()
+        self._after = self._before
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._lost) or any(warmed.error for warmed in self._done)
+
+    def add(self, item: WarmItem | _Unread) -> None:
+        """Have it computed, and wait until it is on disk: the daemon's buffer of writes would refuse what it cannot
+        hold."""
+        warmed = self._warm(item)
+        self._done.append(warmed)
+        self._show.done(warmed)
+        self._settle()
+
+    def _warm(self, item: WarmItem | _Unread) -> Warmed:
+        if isinstance(item, _Unread):
+            return Warmed(where=item.where, error=item.error)
+        started = time.monotonic()
+        try:
+            path, body = item.request(self._scope)
+            answer = self._ask(path, body)
+        except InvalidRequest as error:
+            return Warmed(where=item.where, error=error.message)
+        if answer.status == 401:
+            raise SettingsError(f"--api-key: {answer.message}", param="--api-key")
+        if answer.status != 200:
+            return Warmed(where=item.where, error=answer.message)
+        cache = answer.body["prefix_cache"]
+        is_kept = cache["saved"] in _KEPT
+        return Warmed(
+            where=item.where,
+            prompt_tokens=answer.body["usage"]["prompt_tokens"],
+            restored=cache["restored"],
+            saved=cache["saved"],
+            reason=None if is_kept else cache["miss_reason"] or cache.get("reason"),
+            seconds=round(time.monotonic() - started, 3),
+        )
+
+    def _ask(self, path: str, body: object) -> Answer:
+        """Again and again while too many others wait."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            answer = self._target.call("POST", path, body)
+            if answer.status not in (429, 503) or time.monotonic() > deadline:
+                return answer
+            self._show.say(answer.message)
+            wanted = answer.headers.get("retry-after", "")
+            time.sleep(min(float(wanted) if wanted.isdecimal() else 1.0, _LONGEST_PAUSE_S))
+
+    def _settle(self) -> None:
+        """Until what waits to be written now is written. Others may keep the daemon writing for ever."""
+        first = self._after = self._state()
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._after is not None and first is not None and self._after["pending_bytes"]:
+            if self._after["saved_bytes"] - first["saved_bytes"] >= first["pending_bytes"]:
+                return
+            if time.monotonic() > deadline:
+                raise NotReady("the daemon has not written what it has to in a long time; its log may say why")
+            self._show.say("writing")
+            time.sleep(_POLL_S)
+            self._after = self._state()
+
+    def _state(self) -> dict[str, Any] | None:
+        """The cache's counts; None where the key must not see them."""
+        answer = self._target.call("GET", "/props")
+        if answer.status in _UNTOLD:
+            return None
+        if answer.status != 200:
+            raise NotReady(f"the daemon does not tell what it has written: {answer.message}")
+        state: dict[str, Any] = answer.body["full_cache"]["state"]
+        return state
+
+    def _counted(self, name: str) -> int:
+        """How much a count of the daemon has grown."""
+        if self._before is None or self._after is None:
+            return 0
+        return int(self._after[name] - self._before[name])
+
+    @property
+    def _lost(self) -> int:
+        return self._counted("dropped")
+
+    def report(self, *, as_json: bool) -> None:
+        """Print the summary, or everything as JSON."""
+        done = [warmed for warmed in self._done if warmed.error is None]
+        total = {
+            "prompts": len(self._done),
+            "failed": len(self._done) - len(done),
+            "not_saved": sum(warmed.saved not in _KEPT for warmed in done),
+            "prompt_tokens": sum(warmed.prompt_tokens for warmed in done),
+            "restored_tokens": sum(warmed.restored for warmed in done),
+            "dropped": self._lost,
+            "evicted_blocks": self._counted("evicted_blocks"),
+            "on_disk": self._after is not None and not self._after["error"],
+            "seconds": round(time.monotonic() - self._started, 3),
+        }
+        if as_json:
+            print_json({"total": total, "prompts": [asdict(warmed) for warmed in self._done]})
+            return
+        click.echo(_summary(total))
+        for line in self._warnings(total):
+            click.echo(f"warning: {line}", err=True)
+
+    def _warnings(self, total: dict[str, Any]) -> Iterator[str]:
+        if self._after is None:
+            yield "only the key named admin may ask whether all is on disk: it is written within seconds"
+        elif self._after["error"]:
+            yield f"nothing is kept on disk: {shown(str(self._after['error']))}"
+        if total["dropped"]:
+            yield f"{counted(total['dropped'], 'prompt')} of this time did not fit: see the daemon's log"
+        if total["evicted_blocks"]:
+            blocks = counted(total["evicted_blocks"], "block")
+            yield f"{blocks} had to go meanwhile: the budget (--kv-cache-budget) is too small for everything"
+
+
+def _summary(total: dict[str, Any]) -> str:
+    tokens, restored = total["prompt_tokens"], total["restored_tokens"]
+    parts = [
+        f"{counted(total['prompts'] - total['failed'], 'prompt')} of {counted(tokens, 'token')}",
+        f"{restored:,} restored and {tokens - restored:,} computed in {total['seconds']:.1f} s",
+        *([f"{total['not_saved']} not saved"] if total["not_saved"] else []),
+        *([f"{total['failed']} failed"] if total["failed"] else []),
+    ]
+    return ", ".join(parts)
+
+
+class _Show:
+    """What people see while it goes on: a line for each prompt, and on a terminal what is done right now."""
+
+    def __init__(self, is_quiet: bool, status: Status | None) -> None:
+        self._is_quiet = is_quiet
+        self._status = status
+        self._prompt = ""
+        self._tokens = self._restored = 0
+
+    def at(self, number: int, total: int, item: WarmItem | _Unread) -> None:
+        so_far = f"{counted(self._tokens, 'token')} until now, {self._restored:,} restored"
+        self._prompt = f"{number} of {total} ({so_far}): {item.where}"
+        self._update(self._prompt)
+
+    def say(self, line: str) -> None:
+        """What is waited for."""
+        self._update(f"{self._prompt}: {line}" if self._prompt else line)
+
+    def done(self, warmed: Warmed) -> None:
+        self._tokens += warmed.prompt_tokens
+        self._restored += warmed.restored
+        if self._status is not None:
+            # The line stands on the same terminal as the status.
+            self._status.stop()
+        where = printable_only(warmed.where)
+        if warmed.error is not None:
+            click.echo(f"error: {where}: {warmed.error}", err=True)
+        elif not self._is_quiet:
+            click.echo(f"{where}: {_described(warmed)}")
+        if self._status is not None:
+            self._status.start()
+
+    def _update(self, line: str) -> None:
+        if self._status is not None:
+            self._status.update(plain(line))
+
+
+def _described(warmed: Warmed) -> str:
+    saved = {"queued": "saved", "stored": "known already", "dropped": "not saved: no room"}.get(warmed.saved)
+    saved = saved or f"not saved: {warmed.reason or 'nothing to keep'}".replace("_", " ")
+    tokens = counted(warmed.prompt_tokens, "token")
+    return f"{tokens}, {warmed.restored:,} restored, {saved}, {warmed.seconds:.1f} s"
+
+
+@contextmanager
+def _display(is_quiet: bool) -> Iterator[_Show]:
+    if not sys.stderr.isatty():
+        yield _Show(is_quiet, None)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        yield _Show(is_quiet, status)

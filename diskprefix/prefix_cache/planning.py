@@ -1,0 +1,141 @@
+"""What of a prompt is still to be stored. Free of torch: the simulator plans the same."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from diskprefix.policy.boundary import Mark
+from diskprefix.policy.select import Selection, StateKind
+from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.store.schema import Kind
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is still to be stored, parents first; the node that the entry ends with, None if there is to be none; and
+    the entry's length in tokens."""
+
+    nodes: tuple[Node, ...] = ()
+    tip: bytes | None = None
+    num_tokens: int = 0
+
+    def beginning(self, num_nodes: int, state: StateKind) -> Plan:
+        """Its first `num_nodes` nodes, as far as a later request can go on from them."""
+        nodes = self.nodes[:num_nodes]
+        if len(nodes) == len(self.nodes):
+            return self
+        while nodes and nodes[-1].kind == Kind.BLOCK and state != "cuttable":
+            # Nothing can go on from a block without the states at its end.
+            nodes = nodes[:-1]
+        return Plan(nodes, nodes[-1].name, nodes[-1].end) if nodes else Plan()
+
+
+@dataclass
+class Progress:
+    """How far a request's prompt is stored: `blocks` those that were there when it came, `tip` the node that it was
+    restored from and `restored` the tokens, `exact` whether those are what a prefill computes, `submitted` the names of
+    the nodes that it had stored itself, `restorable` the last position that a later request could go on from."""
+
+    blocks: Sequence[Node] = ()
+    tip: bytes | None = None
+    restored: int = 0
+    exact: bool = True
+    has_tail: bool = False
+    submitted: set[bytes] = field(default_factory=set)
+    restorable: int = 0
+
+
+class Planner:
+    """Plans what one request stores of its prompt, whose `nodes` may grow by its reply.
+
+    `prompt_tokens`: where the prompt ends. What stands behind it was decoded.
+    """
+
+    def __init__(self, nodes: PromptNodes, progress: Progress, state: StateKind, prompt_tokens: int) -> None:
+        self.nodes = nodes
+        self.progress = progress
+        self._state = state
+        self._prompt_tokens = prompt_tokens
+
+    def plan(self, selection: Selection, states_at: Container[int]) -> Plan:
+        """What of the prompt the policy wants and is not stored yet. `states_at`: where states were taken."""
+        missing, block = self.missing(selection.aligned // self.nodes.block_size, states_at)
+        if selection.keep_tail:
+            parent = block.name if block else self.nodes.root
+            tail = self.nodes.tail(parent, self.nodes.num_blocks, generated=not self.progress.exact)
+            return Plan(missing if self.progress.has_tail else (*missing, tail), tail.name, tail.end)
+        if block is None:
+            return Plan()
+        return Plan(missing, self._boundary_tip(block, states_at), block.end)
+
+    def missing(self, num_blocks: int, states_at: Container[int]) -> tuple[tuple[Node, ...], Node | None]:
+        """Of the first `num_blocks` blocks, those that are still to be stored, each with the checkpoint at its end if
+        there is one; and the last block of all, None without any."""
+        missing: list[Node] = []
+        block: Node | None = None
+        for index in range(num_blocks):
+            block, is_stored = self._block(index, block)
+            if not is_stored:
+                missing.append(block)
+            if block.end in states_at:
+                missing.append(self.nodes.checkpoint(block))
+        return tuple(missing), block
+
+    def saved_tokens(self, nodes: Sequence[Node]) -> Iterator[int]:
+        """For each of the nodes to be stored, the tokens whose prefill it saves.
+
+        Where states cannot be cut, a checkpoint or a tail saves all that lies between it and the one before, and blocks
+        alone save nothing; they count their own tokens, so that they have a cost too.
+        """
+        for node in nodes:
+            if node.kind == Kind.BLOCK or self._state == "cuttable":
+                yield node.num_tokens
+            else:
+                yield node.end - self.progress.restorable
+                self.progress.restorable = node.end
+
+    def _block(self, index: int, before: Node | None) -> tuple[Node, bool]:
+        """Block number `index` after the block `before`, and whether it is stored already, or will be."""
+        stored = self.progress.blocks
+        is_of_reply = (index + 1) * self.nodes.block_size > self._prompt_tokens
+        generated = is_of_reply or not self.progress.exact
+        # What was decoded and reaches further than was restored is not what this run computed.
+        if index < len(stored) and stored[index].generated <= generated:
+            return stored[index], True
+        parent = before.name if before else self.nodes.root
+        block = self.nodes.block(parent, index, generated=generated)
+        return block, block.name in self.progress.submitted
+
+    def _boundary_tip(self, block: Node, states_at: Container[int]) -> bytes | None:
+        """The node that a saved boundary ends with; None where the states at it were not computed by this run."""
+        if self._state == "cuttable":
+            return block.name
+        checkpoint = self.nodes.checkpoint(block).name
+        return checkpoint if block.end in states_at or checkpoint == self.progress.tip else None
+
+
+def ttl_at(position: int, marks: Sequence[Mark], ttl_s: float | None) -> float | None:
+    """For how long what ends at a position is to be kept after its last use, in seconds; None is the daemon's own.
+
+    A mark holds for all that stands before it, and the longest of them wins; what reaches no mark has `ttl_s`, what the
+    request asks for. Marks that leave it to the daemon count by `marked_nodes`.
+    """
+    asked = [ttl for at, ttl in _asked(marks, ttl_s) if at >= position and ttl is not None]
+    return max(asked, default=ttl_s)
+
+
+def marked_nodes(
+    nodes: PromptNodes, marks: Sequence[Mark], ttl_s: float | None
+) -> Iterator[tuple[bytes, float | None]]:
+    """For each mark the name of the last block before it, and the time that it asks for. To be touched if it is stored:
+    so a mark counts where an earlier request stored what stands before it, and none shortens what another asks for."""
+    names = nodes.block_names()
+    for position, ttl in _asked(marks, ttl_s):
+        if num_blocks := min(position // nodes.block_size, len(names)):
+            yield names[num_blocks - 1], ttl
+
+
+def _asked(marks: Sequence[Mark], ttl_s: float | None) -> Iterator[tuple[int, float | None]]:
+    for mark in marks:
+        yield mark.position, ttl_s if mark.ttl_s is None else mark.ttl_s

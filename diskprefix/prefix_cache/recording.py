@@ -1,0 +1,448 @@
+"""The daemon's own recording: one line of JSON for each request, with which `diskprefix simulate` replays the workload.
+
+A recording holds neither text nor token ids. Of a prompt it holds the hash of its beginning at each position that
+matters to the cache: every grid point, every boundary and mark, the end of the system part, its own end, and where
+earlier prompts end that it continues. Where it leaves an earlier prompt, it is cut too, and says which one that was.
+The hash at a position depends on the root and on the tokens up to there and on nothing else, so two prompts of one root
+share their first p tokens exactly if both hash alike at p. It is keyed with the store's secret, as is what stands for
+the root and for the group: who does not know that cannot test a guess of what somebody wrote, or of who it was.
+
+Of earlier prompts, recent ones are known, and those of the cache's history. What a prompt shares with others, it shares
+up to the last boundary or grid point that both have, which is where the cache cuts too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import queue
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from diskprefix.cache_options import CacheOptions
+from diskprefix.cache_report import CacheReport, MissReason, Source
+from diskprefix.errors import SettingsError
+from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.scope import Scope
+from diskprefix.prefix_cache.partings import Partings
+from diskprefix.tenant import SHARED
+from diskprefix.tokens import TokenIds
+
+log = logging.getLogger("diskprefix")
+
+VERSION = 1
+
+_HASH_BYTES = 8
+_KEY_BYTES = 8
+_MOST_WAITING = 256
+"""Requests that may wait to be written: on a disk that hangs, recording stops, not the daemon."""
+_CLOSE_TIMEOUT_S = 5.0
+_LOOK_EVERY_S = 2.0
+"""How often it is looked whether the file was moved away or deleted."""
+_MOST_TOKENS = 1 << 24
+"""No prompt is longer."""
+_BEGINNING = b'{"version":'
+_LONGEST_LINE_BYTES = 1 << 24
+
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+class RecordedMark(msgspec.Struct, frozen=True, array_like=True):
+    """A position that the client marked, in tokens, and its time to live in seconds; None is the daemon's own."""
+
+    position: int
+    ttl_s: _Amount | None = None
+
+
+class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request; a line of the file. A field that is absent has its default.
+
+    `when` is in seconds since 1970. `root` stands for the model and the tenant, `group` for that of `CacheOptions`:
+    keyed hashes of 16 hex digits. `is_shared`: the request came with neither key nor salt. `own_scope`: it asked for
+    another scope than the daemon's. `bytes_per_token`, `state_bytes` and `logits_bytes` are what the model's state
+    weighs, as `kv.layout.Layout` has them; all 0 if that is not known.
+    `cuts` are positions in tokens, ascending, the last one the prompt's end; `hashes` says, as 16 hex digits each,
+    what the prompt is up to there. At `parted_at`, one of the cuts, it leaves an earlier prompt that was not cut there;
+    `parted_from` is the hash of that one at a later cut. `remembered`: the prompt was computed to its end and holds no
+    media, so whatever the scope, it could have been kept. The rest is what the cache then did: see `CacheReport`.
+    """
+
+    version: int
+    when: _Amount
+    root: str
+    scope: str
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    min_tokens: _Count
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)]
+    cuts: list[int]
+    hashes: list[str]
+    parted_at: int = 0
+    parted_from: str = ""
+    is_shared: bool = True
+    own_scope: bool = False
+    group: str = ""
+    save: bool = True
+    ttl_s: _Amount | None = None
+    reuse_generated: bool = False
+    output_tokens: _Count = 0
+    boundaries: list[int] = []
+    system_end: int = 0
+    marks: list[RecordedMark] = []
+    remembered: bool = True
+    bytes_per_token: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
+    state_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+    logits_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
+    selected: _Count = 0
+    aligned: _Count = 0
+    restored: _Count = 0
+    source: Source = "none"
+    miss_reason: MissReason | None = None
+    prefill_ms: _Amount = 0.0
+    restore_ms: _Amount = 0.0
+
+    @classmethod
+    def parse(cls, line: bytes | str) -> RecordedRequest:
+        """One line of a recording. Raises `ValueError` that says what is wrong with it."""
+        record = msgspec.json.decode(line, type=cls)
+        if record.version != VERSION:
+            raise ValueError(f"version {record.version} of the recording is not known here ({VERSION} is)")
+        positions = [0, *record.cuts]
+        if len(record.hashes) != len(record.cuts) or positions[-1] != record.prompt_tokens:
+            raise ValueError("cuts: they must end with the prompt and have a hash each")
+        if any(later <= earlier for earlier, later in pairwise(positions)):
+            raise ValueError("cuts: they must ascend")
+        if record.parted_at and record.parted_at not in record.cuts:
+            raise ValueError("parted_at: is no cut")
+        places = {
+            "boundaries": record.boundaries,
+            "marks": [mark.position for mark in record.marks],
+            "system_end": [record.system_end],
+        }
+        for key, found in places.items():
+            if found != sorted(found) or not all(0 <= place <= record.prompt_tokens for place in found):
+                raise ValueError(f"{key}: must ascend and lie within the prompt")
+        return record
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Prompts that were there before this process."""
+
+    root: bytes
+    prompts: Sequence[TokenIds]
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What a request hands to the thread that writes."""
+
+    prompt: Prompt
+    root: bytes
+    group: bytes
+    record: RecordedRequest
+    """Without what is hashed."""
+
+
+class Recorder:
+    """Appends requests to a file, from a thread of its own: `note` only hands them over.
+
+    Whatever goes wrong with the file later is logged, once until it works again, and never fails a request. A file that
+    was moved away or deleted is begun anew, so its log may be rotated. `secret_of` answers the store's secret.
+    `default_scope` is the daemon's. `weigh`, `know`, `note` and `close` are for one thread.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        secret_of: Callable[[], int],
+        block_size: int,
+        min_tokens: int,
+        default_scope: Scope,
+    ) -> None:
+        """Opens the file, private to its owner where it is new. Raises `SettingsError` if it cannot be written, if it
+        is no recording, or if another daemon writes it."""
+        self._path = path
+        self._secret_of = secret_of
+        self._block_size = block_size
+        self._min_tokens = min_tokens
+        self._default_scope = default_scope
+        self._own_key = secrets.token_bytes(_KEY_BYTES)
+        self._partings = Partings()
+        self._is_failing = False
+        self._bytes_per_token = self._state_bytes = self._logits_bytes = 0
+        self._fd = _open(path)
+        self._looked_at = time.monotonic()
+        self._waiting: queue.Queue[_Note | _Known | None] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
+        self._thread.start()
+
+    def weigh(self, *, bytes_per_token: int, state_bytes: int, logits_bytes: int) -> None:
+        """Say what the model's state weighs; it stands in each line from now on."""
+        self._bytes_per_token, self._state_bytes, self._logits_bytes = bytes_per_token, state_bytes, logits_bytes
+
+    def know(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
+        """Have new prompts be cut where they leave these, which are from before this process, oldest first."""
+        with suppress(queue.Full):
+            self._waiting.put_nowait(_Known(root, [token_ids.copy() for token_ids in prompts]))
+
+    def note(
+        self,
+        prompt: Prompt,
+        options: CacheOptions,
+        report: CacheReport,
+        *,
+        root: bytes,
+        when: float,
+        output_tokens: int,
+        prefill_ms: float,
+        remembered: bool,
+    ) -> None:
+        """Append one request that has ended. `when` it arrived, in seconds since 1970. `remembered`: see
+        `RecordedRequest`."""
+        record = RecordedRequest(
+            version=VERSION,
+            when=round(when, 3),
+            root="",
+            scope=str(options.scope),
+            block_size=self._block_size,
+            min_tokens=self._min_tokens,
+            prompt_tokens=len(prompt.token_ids),
+            cuts=[],
+            hashes=[],
+            is_shared=options.tenant == SHARED,
+            own_scope=options.scope != self._default_scope,
+            save=options.save,
+            ttl_s=options.ttl_s,
+            reuse_generated=options.reuse_generated,
+            output_tokens=output_tokens,
+            boundaries=list(prompt.boundaries),
+            system_end=prompt.system_end,
+            marks=[RecordedMark(mark.position, mark.ttl_s) for mark in prompt.marks],
+            remembered=remembered,
+            bytes_per_token=self._bytes_per_token,
+            state_bytes=self._state_bytes,
+            logits_bytes=self._logits_bytes,
+            selected=report.selected,
+            aligned=report.aligned,
+            restored=report.restored,
+            source=report.source,
+            miss_reason=report.miss_reason,
+            prefill_ms=round(prefill_ms, 2),
+            restore_ms=round(report.restore_ms, 2),
+        )
+        try:
+            self._waiting.put_nowait(_Note(prompt, root, options.group, record))
+        except queue.Full:
+            self._failed("requests come faster than they are written")
+
+    def close(self) -> None:
+        """Write what is waiting, and close the file. A disk that hangs is waited for only so long."""
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("[record] %s: not everything was written in time", self._path)
+        else:
+            os.close(self._fd)
+
+    def _write_all(self) -> None:
+        while (note := self._waiting.get()) is not None:
+            try:
+                if isinstance(note, _Known):
+                    self._learn(note)
+                    continue
+                self._append(msgspec.json.encode(self._hashed(note)) + b"\n")
+                self._is_failing = False
+            except OSError as error:
+                self._failed(error.strerror or str(error))
+            except SettingsError as error:
+                self._failed(error.message)
+            except Exception as error:
+                # A mistake in here must not end the thread: the requests themselves are served.
+                log.debug("[record] failed", exc_info=error)
+                self._failed(repr(error))
+
+    def _failed(self, reason: str) -> None:
+        if not self._is_failing:
+            self._is_failing = True
+            log.warning("[record] %s: a request was not recorded: %s (said once)", self._path, reason)
+
+    def _hashed(self, note: _Note) -> RecordedRequest:
+        """The record, with where the prompt is cut and all that is hashed."""
+        prompt, key = note.prompt, self._key()
+        record = msgspec.structs.replace(
+            note.record,
+            root=_keyed(key, b"root", note.root),
+            group=_keyed(key, b"group", note.group) if note.group else "",
+        )
+        wanted = {
+            *prompt.boundaries,
+            *(mark.position for mark in prompt.marks),
+            prompt.system_end,
+            *range(self._block_size, len(prompt.token_ids), self._block_size),
+            len(prompt.token_ids),
+        }
+        # With media, equal tokens are not equal prompts: what is hashed then is like nothing else.
+        root = note.root if not prompt.media else secrets.token_bytes(len(note.root))
+        places, left = ([], None) if prompt.media else self._partings.add(root, prompt.token_ids)
+        wanted.update(place.position for place in places)
+        cuts = sorted(position for position in wanted if 0 < position <= len(prompt.token_ids))
+        hashes = _prefix_hashes(key, root, prompt.token_ids, cuts)
+        digest_at = dict(zip(cuts, hashes, strict=True))
+        for place in places:
+            place.digest = digest_at[place.position]
+        if left is not None and left.before is not None and left.digest:
+            parted_at, parted_from = left.before.position, left.digest.hex()
+            record = msgspec.structs.replace(record, parted_at=parted_at, parted_from=parted_from)
+        return msgspec.structs.replace(record, cuts=cuts, hashes=[digest.hex() for digest in hashes])
+
+    def _learn(self, known: _Known) -> None:
+        for token_ids in known.prompts:
+            places, _ = self._partings.add(known.root, token_ids)
+            positions = [place.position for place in places]
+            for place, digest in zip(
+                places, _prefix_hashes(self._key(), known.root, token_ids, positions), strict=True
+            ):
+                place.digest = digest
+
+    def _key(self) -> bytes:
+        secret = self._secret_of()
+        # Without a store there is no secret: hashes that nobody can test, and that nobody can join to later ones.
+        return secret.to_bytes(_KEY_BYTES, "little") if secret else self._own_key
+
+    def _append(self, line: bytes) -> None:
+        """The whole line or nothing of it: half a line would be a broken record for ever."""
+        if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
+            if not _is_at(self._fd, self._path):
+                moved, self._fd = self._fd, _open(self._path)
+                os.close(moved)
+            self._looked_at = time.monotonic()
+        end = os.fstat(self._fd).st_size
+        written = 0
+        try:
+            while written < len(line):
+                written += os.write(self._fd, line[written:])
+        except OSError:
+            if written:
+                os.ftruncate(self._fd, end)
+            raise
+
+
+def _keyed(key: bytes, kind: bytes, value: bytes) -> str:
+    """What stands for a value: the same for the same one, and nothing that can be guessed without the key."""
+    return hashlib.blake2b(value, digest_size=_HASH_BYTES, key=key, person=kind).hexdigest()
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is still the one with this name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _prefix_hashes(key: bytes, root: bytes, token_ids: TokenIds, positions: Sequence[int]) -> list[bytes]:
+    """The keyed hashes of a prompt's beginnings, which ascend in length, in one pass over its tokens."""
+    digest = hashlib.blake2b(root, digest_size=_HASH_BYTES, key=key)
+    hashes, start = [], 0
+    for position in positions:
+        digest.update(token_ids[start:position].tobytes())
+        hashes.append(digest.digest())
+        start = position
+    return hashes
+
+
+def _open(path: Path) -> int:
+    """The file, to append to, locked for this process, its last line whole. Raises `SettingsError`."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    try:
+        # Not waiting, as opening a pipe would.
+        fd = os.open(path, flags | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise _refused(f"cannot write {path}: {error.strerror}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise _refused(f"{path} is no regular file")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _refused(f"another daemon records to {path}") from error
+        except OSError as error:
+            log.debug("[record] %s cannot be locked: %s", path, error)
+        _check_content(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_content(fd: int, path: Path) -> None:
+    """Raises `SettingsError` for a file with something else in it. Half a line at its end, which a crash may leave, is
+    cut off: it would make the next one unreadable."""
+    size = os.fstat(fd).st_size
+    tail = os.pread(fd, _LONGEST_LINE_BYTES, max(size - _LONGEST_LINE_BYTES, 0))
+    last_line = len(tail) - (tail.rfind(b"\n") + 1)
+    is_other = not _BEGINNING.startswith(os.pread(fd, len(_BEGINNING), 0))
+    if is_other or (last_line == len(tail) and size > len(tail)):
+        raise _refused(f"{path} holds something else than a recording; give another name")
+    if last_line:
+        log.warning("[record] %s: %d bytes of an unfinished last line are cut off", path, last_line)
+        os.ftruncate(fd, size - last_line)
+
+
+def _refused(message: str) -> SettingsError:
+    return SettingsError(f"--record: {message}", param="--record")
+
+
+def joined(requests: Sequence[RecordedRequest]) -> dict[str, str]:
+    """For each hash in the recording, the one at the last known cut before it, which may be another prompt's; "" at the
+    beginning of prompts.
+
+    A prompt has the cuts of all prompts that share them, so it can be put together from its end backwards: what stands
+    between two cuts is the same in all prompts that have both.
+    """
+    before: dict[str, str] = {}
+    position_of = {"": 0}
+    for request in requests:
+        earlier = ""
+        for position, later in zip(request.cuts, request.hashes, strict=True):
+            position_of[later] = position
+            _link(before, position_of, earlier, later)
+            earlier = later
+    for request in requests:
+        # What the other prompt's line says is missing if it could not be written.
+        if request.parted_at and position_of.get(request.parted_from, 0) > request.parted_at:
+            parted = request.hashes[request.cuts.index(request.parted_at)]
+            _link(before, position_of, parted, request.parted_from)
+    return before
+
+
+def _link(before: dict[str, str], position_of: dict[str, int], earlier: str, later: str) -> None:
+    """Say that the prefix `earlier` is a beginning of `later`, and put both into one chain with what is known."""
+    while True:
+        known = before.get(later)
+        if known is None:
+            before[later] = earlier
+            return
+        if position_of[known] == position_of[earlier]:
+            return
+        if position_of[known] > position_of[earlier]:
+            later = known
+        else:
+            before[later] = earlier
+            later, earlier = earlier, known

@@ -1,0 +1,305 @@
+"""Reads recorded workloads. What a file is, its first line tells: every line is a JSON object of the same kind.
+
+    {"timestamp": …, "input_length": …, "output_length": …, "hash_ids": […]}     Mooncake's traces (times in ms)
+    {"version": …, "cuts": […], "hashes": […], …}                                what `serve --record` writes
+    {"messages": […]} or {"prompt": …} or […]                                    request bodies, or messages alone
+
+Blocks of a Mooncake trace have 512 tokens, unless the lines have another `block_size`. Of request bodies, `timestamp`
+(milliseconds, as Mooncake has it) and `output_length` are read too, where they are; without times they come a second
+apart. The lines of a batch file, whose `body` is the request body, are taken as well. A last line that a crash left
+unfinished is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+
+from diskprefix.errors import DiskPrefixError, InvalidRequest, SettingsError
+from diskprefix.policy.boundary import Mark, Prompt
+from diskprefix.policy.scope import Scope, parse_scope
+from diskprefix.prefix_cache.recording import RecordedRequest, joined
+from diskprefix.simulate.blocks import BlockRequest, block_trace
+from diskprefix.simulate.trace import RecordedDaemon, Trace, TraceRequest, spooled
+from diskprefix.simulate.wording import plain_words
+from diskprefix.tokens import TokenIds
+
+log = logging.getLogger("diskprefix")
+
+JsonObject: TypeAlias = dict[str, Any]
+_Json: TypeAlias = dict[str, Any] | list[Any]
+ReadBody: TypeAlias = Callable[[JsonObject], TraceRequest]
+"""From a request body to what it asks for, at time 0. Raises `InvalidRequest` for what the daemon would refuse."""
+
+MOONCAKE_BLOCK_TOKENS = 512
+_MOST_TOKENS = 1 << 24
+"""No prompt is longer."""
+_PAUSE_S = 1.0
+_LEAST_MEASURED_S = 1e-3
+_KNOWN = "a Mooncake trace (hash_ids), a recording of the daemon (hashes) or request bodies (messages or prompt)"
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _MooncakeRow(msgspec.Struct, frozen=True):
+    timestamp: _Time
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=_MOST_TOKENS)]
+    hash_ids: list[_Count]
+    output_length: _Count = 0
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = MOONCAKE_BLOCK_TOKENS
+
+
+class _BesideBody(msgspec.Struct, frozen=True):
+    timestamp: _Time | None = None
+    output_length: _Count = 0
+
+
+Warn: TypeAlias = Callable[[str], None]
+
+
+def read_trace(path: Path, read_body: ReadBody | None = None, *, name: str = "", warn: Warn = log.warning) -> Trace:
+    """The workload in `path`, named after it unless it gets a `name`. `read_body` is needed for request bodies only.
+    `warn` is told what is left out.
+
+    Raises `SettingsError` that names the file, the line and the key at fault.
+    """
+    number, line = next(_numbered_lines(path, warn), (0, b""))
+    if not line:
+        raise _refused(path, None, f"it is empty; accepted is {_KNOWN}")
+    first = _decoded(path, number, line)
+    lines, name = _numbered_lines(path, warn), name or path.stem
+    if isinstance(first, dict) and "hash_ids" in first:
+        return _mooncake(path, lines, name)
+    if isinstance(first, dict) and "hashes" in first:
+        return _recording(path, lines, name)
+    if isinstance(first, dict) and not first.keys() & {"messages", "prompt", "body"}:
+        raise _refused(path, number, f"its keys are not those of {_KNOWN}")
+    if read_body is None:
+        raise _refused(path, None, "request bodies need a model's tokenizer; say which")
+    return spooled(name, _bodies(path, lines, read_body))
+
+
+_Lines: TypeAlias = Iterator[tuple[int, bytes]]
+
+
+def _numbered_lines(path: Path, warn: Warn) -> _Lines:
+    """Those that are not blank, counted from 1, without half a last one."""
+    is_first = True
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                if not (is_first or line.endswith(b"\n") or _is_json(line)):
+                    warn(f"{path}:{number}: the last line is unfinished, and left out")
+                    return
+                yield number, line
+                is_first = False
+    except OSError as error:
+        raise _refused(path, None, f"it cannot be read: {error.strerror}") from error
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except RecursionError:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+_Decoded = TypeVar("_Decoded")
+
+
+def _decode(path: Path, number: int, line: bytes, kind: type[_Decoded]) -> _Decoded:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise _refused(path, number, plain_words(error)) from error
+
+
+def _decoded(path: Path, number: int, line: bytes) -> _Json:
+    value = _decode(path, number, line, object)
+    if isinstance(value, dict | list):
+        return value
+    raise _refused(path, number, "it must be a JSON object")
+
+
+def _refused(path: Path, number: int | None, reason: str) -> SettingsError:
+    place = path if number is None else f"{path}:{number}"
+    return SettingsError(f"{place}: {reason}", param="TRACE")
+
+
+def _mooncake(path: Path, lines: _Lines, name: str) -> Trace:
+    """Prompts by the ids of their blocks, each of which names a block and all before it; no boundaries are known."""
+    requests: list[BlockRequest] = []
+    block_tokens = 0
+    for number, line in lines:
+        row = _decode(path, number, line, _MooncakeRow)
+        block_tokens = block_tokens or row.block_size
+        if row.block_size != block_tokens:
+            raise _refused(path, number, f"block_size: {row.block_size} is not the {block_tokens} of the lines before")
+        if len(row.hash_ids) != -(-row.input_length // block_tokens):
+            blocks = f"{len(row.hash_ids)} blocks of {block_tokens} tokens"
+            raise _refused(path, number, f"hash_ids: {blocks} are not the {row.input_length} of input_length")
+        if max(row.hash_ids) >= 1 << 64:
+            raise _refused(path, number, f"hash_ids: {max(row.hash_ids)} has more than 64 bits")
+        request = BlockRequest(
+            when=row.timestamp / 1000,
+            # Only whether two are alike matters.
+            block_ids=np.array(row.hash_ids, np.uint64).view(np.int64),
+            num_tokens=row.input_length,
+            output_tokens=row.output_length,
+        )
+        requests.append(request)
+    return block_trace(name, requests, block_tokens)
+
+
+def _recording(path: Path, lines: _Lines, name: str) -> Trace:
+    """Prompts that share tokens exactly up to the last position at which the recording says that they are the same.
+
+    What stands between two neighbouring cuts gets a number of its own, which is all of its tokens. So prompts that part
+    behind a cut differ from the very next token on, and no two stretches are alike by chance. The token before a
+    boundary is a marker, which as a rule is the same in all prompts, as real ones are: by the markers in what another
+    prompt lost, the policy tells what was said from what the template wrote.
+    """
+    records: list[RecordedRequest] = []
+    position_of = {"": 0}
+    boundaries: set[str] = set()
+    for number, line in lines:
+        try:
+            record = _checked(RecordedRequest.parse(line), position_of)
+        except DiskPrefixError as error:
+            raise _refused(path, number, error.message) from error
+        except (ValueError, RecursionError) as error:
+            raise _refused(path, number, plain_words(error)) from error
+        records.append(record)
+        hash_at = dict(zip(record.cuts, record.hashes, strict=True))
+        boundaries.update(hash_at[position] for position in record.boundaries if position in hash_at)
+    daemon = _recorded_daemon(records)
+    records.sort(key=lambda record: record.when)
+    before = joined(records)
+    number_of = {digest: index for index, digest in enumerate(before)}
+    marker_of = _markers(before, position_of, boundaries)
+
+    def replay() -> Iterator[TraceRequest]:
+        for record in records:
+            hashes, digest = [], record.hashes[-1]
+            while digest:
+                hashes.append(digest)
+                digest = before[digest]
+            hashes.reverse()
+            lengths = np.diff([0, *(position_of[digest] for digest in hashes)])
+            token_ids = np.repeat(np.array([number_of[digest] for digest in hashes], np.int32), lengths)
+            for digest in hashes:
+                if digest in marker_of:
+                    token_ids[position_of[digest] - 1] = marker_of[digest]
+            yield _replayed(record, token_ids, record.when - records[0].when)
+
+    return Trace(name, len(records), replay, daemon)
+
+
+def _markers(before: dict[str, str], position_of: dict[str, int], boundaries: Collection[str]) -> dict[str, int]:
+    """For each hash at a boundary, the token before it: -1, and less where two prompts part with a marker each."""
+    marker_of: dict[str, int] = {}
+    parting: Counter[str] = Counter()
+    for digest in sorted(boundaries):
+        earlier = before[digest]
+        marker_of[digest] = -1
+        if position_of[digest] == position_of[earlier] + 1:
+            parting[earlier] += 1
+            marker_of[digest] = -parting[earlier]
+    return marker_of
+
+
+def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
+    """As it was last."""
+    last = records[-1]
+    computed = [record for record in records if record.prefill_ms and record.prompt_tokens > record.restored]
+    seconds = sum(record.prefill_ms for record in computed) / 1e3
+    is_measured = seconds > _LEAST_MEASURED_S
+    return RecordedDaemon(
+        block_size=last.block_size,
+        min_tokens=last.min_tokens,
+        bytes_per_token=last.bytes_per_token,
+        state_bytes=last.state_bytes,
+        logits_bytes=last.logits_bytes,
+        tokens_per_s=sum(record.prompt_tokens - record.restored for record in computed) / seconds
+        if is_measured
+        else 0.0,
+    )
+
+
+def _checked(record: RecordedRequest, position_of: dict[str, int]) -> RecordedRequest:
+    """Notes where the prompt is cut. Raises `ValueError` or `InvalidScope`."""
+    parse_scope(record.scope, param="scope")
+    if not record.cuts:
+        raise ValueError("cuts: a prompt has at least one")
+    try:
+        bytes.fromhex(record.group)
+    except ValueError as error:
+        raise ValueError("group: is no hex text") from error
+    for digest, cut in zip(record.hashes, record.cuts, strict=True):
+        if position_of.setdefault(digest, cut) != cut:
+            raise ValueError(f"hashes: {digest!r} stands at {cut} here and at {position_of[digest]} elsewhere")
+    return record
+
+
+def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> TraceRequest:
+    prompt = Prompt(
+        token_ids=token_ids,
+        boundaries=tuple(record.boundaries),
+        system_end=record.system_end,
+        marks=tuple(Mark(mark.position, mark.ttl_s) for mark in record.marks),
+    )
+    return TraceRequest(
+        when=when,
+        prompt=prompt,
+        output_tokens=record.output_tokens,
+        scope=_own_scope(record),
+        group=bytes.fromhex(record.group),
+        tenant=record.root,
+        is_shared=record.is_shared,
+        save=record.save,
+        ttl_s=record.ttl_s,
+        remembered=record.remembered,
+    )
+
+
+def _own_scope(record: RecordedRequest) -> Scope | None:
+    if record.miss_reason == "media":
+        return Scope("off")  # whatever is simulated, prompts with images are not cached
+    return parse_scope(record.scope, param="scope") if record.own_scope else None
+
+
+def _bodies(path: Path, lines: _Lines, read_body: ReadBody) -> Iterator[TraceRequest]:
+    for index, (number, line) in enumerate(lines):
+        value = _decoded(path, number, line)
+        beside = _decode(path, number, line, _BesideBody) if isinstance(value, dict) else _BesideBody()
+        try:
+            request = read_body(_body(value))
+        except InvalidRequest as error:
+            raise _refused(path, number, error.message) from error
+        except RecursionError as error:
+            raise _refused(path, number, plain_words(error)) from error
+        when = index * _PAUSE_S if beside.timestamp is None else beside.timestamp / 1000
+        yield replace(request, when=when, output_tokens=beside.output_length)
+
+
+def _body(value: JsonObject | list[Any]) -> JsonObject:
+    """A request body, also inside a line of a batch file; messages alone become one. Raises `InvalidRequest`."""
+    if isinstance(value, dict):
+        inner = value.get("body")
+        return inner if isinstance(inner, dict) else value
+    if value and all(isinstance(item, dict) and "role" in item for item in value):
+        return {"messages": value}
+    raise InvalidRequest("a list must be one of messages, each with a role")

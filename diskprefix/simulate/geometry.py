@@ -1,0 +1,54 @@
+"""What the state of a model weighs: all that a simulation has to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from diskprefix.policy.select import StateKind
+from diskprefix.store.changes import node_bytes
+from diskprefix.store.codec import Element
+from diskprefix.store.pieces import Form, PayloadLayout
+from diskprefix.store.schema import Kind
+
+_ROW_BYTES = 128
+_STATE_ROW_BYTES = 1 << 10
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """`bytes_per_token` is the state that each token adds, `state_bytes` what exists at one position only (0: none,
+    so that state can be cut anywhere), `logits_bytes` the next-token logits that the end of a prompt holds."""
+
+    bytes_per_token: int
+    state_bytes: int = 0
+    logits_bytes: int = 2 * 49_152
+
+    @property
+    def state_kind(self) -> StateKind:
+        return "checkpoints" if self.state_bytes else "cuttable"
+
+    @property
+    def checkpoint_tokens(self) -> int:
+        """As in `kv.layout.Layout`."""
+        return -(-self.state_bytes // self.bytes_per_token) if self.bytes_per_token else 2**31
+
+    @cached_property
+    def layout(self) -> PayloadLayout:
+        """The rows may be others than the model's, the bytes are its own."""
+        states = (Form(-(-self.state_bytes // _STATE_ROW_BYTES), _STATE_ROW_BYTES, Element.BYTES),)
+        return PayloadLayout(
+            groups=(Form(-(-self.bytes_per_token // _ROW_BYTES), _ROW_BYTES, Element.BF16),),
+            logits=Form(1, self.logits_bytes, Element.BF16),
+            states=states if self.state_bytes else (),
+        )
+
+    def stored_bytes(self, num_tokens: int, kind: Kind) -> int:
+        """What a node takes in the file, stored as it is: whole pages for its pieces, and its records."""
+        return node_bytes(num_tokens, [piece.num_bytes for piece in self.layout.pieces(num_tokens, kind)])
+
+
+CUTTABLE = Geometry(bytes_per_token=23_040)
+"""The embedded SmolLM2-135M in bf16."""
+CHECKPOINTS = Geometry(bytes_per_token=24_576, state_bytes=75 << 20, logits_bytes=2 * 151_936)
+"""Qwen3-Next-80B-A3B in bf16: 12 layers of attention, 36 of linear attention with states in fp32."""

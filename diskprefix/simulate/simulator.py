@@ -1,0 +1,227 @@
+"""One workload through one policy: each request takes the way that `prefix_cache.request` takes it, but for the state.
+
+What is matched, selected and planned, and what is evicted, is decided by the daemon's own code. In the place of the
+model stands what its state weighs, in the place of LMDB a store that knows names only, and the clock is the trace's.
+Not simulated: the write buffer, the gate, requests that overlap, replies that are kept, compression, and the bound on
+remembered prompts that the budget sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from diskprefix.policy.history import History
+from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
+from diskprefix.policy.select import Selection, select
+from diskprefix.policy.sightings import Sighting, Sightings
+from diskprefix.prefix_cache.matching import Found, Matcher
+from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prefix_cache.planning import Planner, Progress, marked_nodes, ttl_at
+from diskprefix.simulate.geometry import Geometry
+from diskprefix.simulate.store import NewEntry, Rank, SimulatedStore
+from diskprefix.simulate.trace import Trace, TraceRequest
+from diskprefix.store.eviction import scores
+from diskprefix.store.schema import HISTORY_TOKENS
+from diskprefix.tokens import root_hash
+
+_SECRET = 0
+_OFF = Scope("off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The settings of a daemon that matter to what is kept; the defaults are the daemon's.
+
+    `ttl_s` 0 keeps what is seldom used. `rank` is what eviction goes by. `seconds_per_token`: how long prefill takes.
+    """
+
+    scope: Scope
+    budget_bytes: int | None = None
+    block_size: int = 256
+    min_tokens: int = 512
+    interval: int = 10240
+    cold_max: int = 10240
+    ttl_s: float = 0.0
+    rank: Rank = scores
+    seconds_per_token: float = 1e-3
+
+
+@dataclass
+class Totals:
+    """What a policy did to a workload. `written_tokens` are those of blocks and tails, `written_bytes` what they and
+    the checkpoints took in the file, `distinct_bytes` the same with what was written twice counted once."""
+
+    requests: int = 0
+    hits: int = 0
+    prompt_tokens: int = 0
+    restored_tokens: int = 0
+    written_tokens: int = 0
+    written_bytes: int = 0
+    distinct_bytes: int = 0
+    selected_tokens: int = 0
+    evictions: int = 0
+    dropped: int = 0
+    peak_bytes: int = 0
+    seconds_saved: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / max(self.requests, 1)
+
+    @property
+    def restored_share(self) -> float:
+        """Of all prompt tokens, those that need not be computed."""
+        return self.restored_tokens / max(self.prompt_tokens, 1)
+
+    @property
+    def written_share(self) -> float:
+        """Tokens written for each prompt token."""
+        return self.written_tokens / max(self.prompt_tokens, 1)
+
+    @property
+    def write_amplification(self) -> float:
+        """How often the average byte that was written was written."""
+        return self.written_bytes / self.distinct_bytes if self.distinct_bytes else 1.0
+
+
+class _Stored(NamedTuple):
+    node: Node
+
+
+class Outcome(NamedTuple):
+    """What happened to one request."""
+
+    restored: int
+    selection: Selection
+    written_tokens: int
+
+
+class Simulator:
+    """A daemon without a model. `step` takes the requests of a trace in their order."""
+
+    def __init__(self, policy: Policy, geometry: Geometry) -> None:
+        self.totals = Totals()
+        self._policy = policy
+        self._geometry = geometry
+        self._state = geometry.state_kind
+        self.store = SimulatedStore(
+            policy.budget_bytes, has_states=bool(geometry.state_bytes), ttl_s=policy.ttl_s, rank=policy.rank
+        )
+        self.memories: dict[str, tuple[History, Sightings]] = {}
+        """By tenant."""
+        self._written: set[bytes] = set()
+        self._bytes_of = lru_cache(maxsize=1024)(geometry.stored_bytes)
+
+    def step(self, request: TraceRequest) -> Outcome:
+        """One request from its lookup to its publication."""
+        policy, prompt = self._policy, request.prompt
+        scope = request.scope or policy.scope
+        self.store.pass_time(request.when)
+        root = root_hash(request.tenant)
+        nodes = PromptNodes(_SECRET, root, prompt.token_ids, policy.block_size, self._geometry.layout)
+        progress = self._restore(request, nodes) if scope.kind != "off" else Progress()
+        history, sightings = self._memory(request)
+        names = nodes.block_names()
+        is_auto = scope.kind == "auto"
+        selection = select(
+            scope,
+            prompt,
+            history.recent(scope.value if is_auto else DEFAULT_WINDOW, request.group),
+            block_size=policy.block_size,
+            min_tokens=policy.min_tokens,
+            cold_max=policy.cold_max,
+            interval=policy.interval,
+            state=self._state,
+            restored=progress.restored,
+            checkpoint_tokens=self._geometry.checkpoint_tokens,
+            sighting=sightings.look(prompt, names, policy.block_size) if is_auto else Sighting(),
+        )
+        if not request.save and scope.kind != "off":
+            selection = selection.keeping_nothing("read_only")
+        written = 0
+        if request.remembered and scope.kind != "off":
+            written = self._publish(request, nodes, progress, selection)
+            if request.save and len(prompt.token_ids) >= policy.min_tokens:
+                history.add(prompt.token_ids, request.group)
+                sightings.add(prompt.token_ids, names, policy.block_size)
+        self._count(len(prompt.token_ids), progress.restored, selection, written)
+        return Outcome(progress.restored, selection, written)
+
+    def _memory(self, request: TraceRequest) -> tuple[History, Sightings]:
+        if request.tenant not in self.memories:
+            history = History(max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
+            sightings = Sightings(is_trusting=request.is_shared or not request.tenant)
+            self.memories[request.tenant] = history, sightings
+        return self.memories[request.tenant]
+
+    def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Progress:
+        found: Found[_Stored] = Found()
+        matcher = Matcher(nodes, self._find, self._state)
+        matcher.match(found)
+        matches = matcher.restorable(found)
+        blocks = [match.node for match in found.blocks]
+        if not matches:
+            return Progress(blocks=blocks)
+        tip = matches[-1].node
+        self.store.touch(tip.name, request.when, 1, ttl_at(tip.end, request.prompt.marks, request.ttl_s))
+        return Progress(
+            blocks=blocks, tip=tip.name, restored=tip.end, has_tail=found.tail is not None, restorable=tip.end
+        )
+
+    def _find(self, node: Node) -> _Stored | None:
+        return _Stored(node) if node.name in self.store else None
+
+    def _publish(self, request: TraceRequest, nodes: PromptNodes, progress: Progress, selection: Selection) -> int:
+        planner = Planner(nodes, progress, self._state, len(nodes.token_ids))
+        # What was restored is not computed, so no checkpoint can be taken there.
+        plan = planner.plan(selection, {at for at in selection.checkpoints if at > progress.restored})
+        marks, per_token = request.prompt.marks, self._policy.seconds_per_token
+        entries = [
+            NewEntry(
+                node,
+                self._bytes_of(node.num_tokens, node.kind),
+                per_token * saved_tokens,
+                ttl_at(node.end, marks, request.ttl_s),
+            )
+            for node, saved_tokens in zip(plan.nodes, planner.saved_tokens(plan.nodes), strict=True)
+        ]
+        if not entries and plan.tip is None:
+            return 0
+        if not self.store.publish(entries, plan.tip, ttl_at(plan.num_tokens, marks, request.ttl_s), request.when):
+            return 0
+        if request.save:
+            for name, ttl_s in marked_nodes(nodes, marks, request.ttl_s):
+                self.store.touch(name, request.when, 0, ttl_s)
+        totals = self.totals
+        for entry in entries:
+            totals.written_bytes += entry.num_bytes
+            if entry.node.name not in self._written:
+                self._written.add(entry.node.name)
+                totals.distinct_bytes += entry.num_bytes
+        return sum(entry.node.num_tokens for entry in entries)
+
+    def _count(self, num_tokens: int, restored: int, selection: Selection, written: int) -> None:
+        totals, store = self.totals, self.store
+        totals.requests += 1
+        totals.hits += restored > 0
+        totals.prompt_tokens += num_tokens
+        totals.restored_tokens += restored
+        totals.written_tokens += written
+        totals.selected_tokens += selection.kept
+        totals.seconds_saved += restored * self._policy.seconds_per_token
+        totals.evictions, totals.dropped = store.evicted, store.dropped
+        totals.peak_bytes = max(totals.peak_bytes, store.used_bytes)
+
+
+def simulate(
+    trace: Trace, policy: Policy, geometry: Geometry, on_step: Callable[[int], None] = lambda _number: None
+) -> Totals:
+    """Replay a whole trace. `on_step` is called with the number of requests that are done."""
+    simulator = Simulator(policy, geometry)
+    for number, request in enumerate(trace, start=1):
+        simulator.step(request)
+        on_step(number)
+    return simulator.totals

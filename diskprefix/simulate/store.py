@@ -1,0 +1,176 @@
+"""A store that only knows which nodes it holds. What it evicts is chosen by the code that chooses for the real one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diskprefix.prefix_cache.nodes import Node
+from diskprefix.store.eviction import (
+    UsageTable,
+    bytes_to_free,
+    choose_victims,
+    expired,
+    expiry_interval_s,
+    recorded_ttl,
+    scores,
+    usable_bytes,
+    use_path,
+)
+from diskprefix.store.schema import USAGE_DTYPE, Kind
+
+Rank = Callable[[UsageTable, float], NDArray[np.float64]]
+
+_NOBODYS = np.zeros((), USAGE_DTYPE)
+_NOBODYS["children"] = 1
+
+
+@dataclass(frozen=True)
+class NewEntry:
+    """A node to be stored: `num_bytes` is what it takes in the file, `prefill_s` how long its tokens took to compute,
+    `ttl_s` as in `store.changes.NewNode`."""
+
+    node: Node
+    num_bytes: int
+    prefill_s: float
+    ttl_s: float | None = None
+
+
+class SimulatedStore:
+    """Holds nodes within a budget in bytes; None is without end. `rank` says what is least worth keeping.
+
+    `has_states`: a block that neither checkpoint nor tail continues is of no use (see `store.eviction`). `ttl_s`: what
+    was not used for so many seconds goes; 0 keeps it.
+    """
+
+    def __init__(self, budget_bytes: int | None, *, has_states: bool, ttl_s: float = 0.0, rank: Rank = scores) -> None:
+        self.used_bytes = 0
+        self.evicted = 0
+        self.expired = 0
+        self.dropped = 0
+        self._budget_bytes = budget_bytes
+        self._has_states = has_states
+        self._ttl_s = ttl_s
+        self._rank = rank
+        self._expired_at = -math.inf
+        self._has_own_ttls = False
+        self._rows: dict[bytes, int] = {}
+        self._names: list[bytes] = []
+        self._nodes: list[Node] = []
+        self._records = np.zeros(1024, USAGE_DTYPE)
+        """A row for each node; those of nodes that are gone are nobody's (`UsageTable`) until they are taken again."""
+        self._free: list[int] = []
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def record(self, name: bytes) -> np.void:
+        """The usage record of a node that is stored, dtype `USAGE_DTYPE`."""
+        record: np.void = self._records[self._rows[name]].copy()
+        return record
+
+    def parent(self, name: bytes) -> bytes:
+        """What a node continues; nothing for one that is not stored."""
+        row = self._rows.get(name)
+        return b"" if row is None else self._nodes[row].parent
+
+    def pass_time(self, now: float) -> None:
+        """Let go what has expired, as often as the daemon does."""
+        if now < self._expired_at + expiry_interval_s(self._ttl_s, has_own_ttls=self._has_own_ttls):
+            return
+        self._expired_at = now
+        if self._ttl_s or self._has_own_ttls:
+            gone = expired(self._table(), self.parent, ttl_s=self._ttl_s, pinned=frozenset(), now=now)
+            self._delete(gone)
+            self.expired += len(gone)
+
+    def publish(self, entries: Iterable[NewEntry], tip: bytes | None, ttl_s: float | None, now: float) -> bool:
+        """Store nodes, parents first, evicting what stands in their way; False if they cannot fit: then nothing is
+        stored. `tip` is the end of the path that is used thereby."""
+        new = [entry for entry in entries if entry.node.name not in self._rows]
+        keep = {entry.node.parent for entry in new} | ({tip} if tip else set())
+        if not self._make_room(sum(entry.num_bytes for entry in new), keep, now):
+            self.dropped += 1
+            return False
+        for entry in new:
+            self._put(entry, now)
+        if tip is not None:
+            self.touch(tip, now, 0, ttl_s)
+        return True
+
+    def touch(self, name: bytes, now: float, hits: int, ttl_s: float | None) -> None:
+        """Note a use of a node, and so of all that it continues."""
+        path: list[int] = []
+        while (row := self._rows.get(name)) is not None:
+            path.append(row)
+            name = self._nodes[row].parent
+        if path:
+            self._has_own_ttls |= ttl_s is not None
+            rows = np.array(path)
+            self._records[rows] = use_path(self._records[rows], now, hits, recorded_ttl(ttl_s))
+
+    def _put(self, entry: NewEntry, now: float) -> None:
+        node = entry.node
+        if self._free:
+            row = self._free.pop()
+            self._names[row], self._nodes[row] = node.name, node
+        else:
+            row = len(self._nodes)
+            self._names.append(node.name)
+            self._nodes.append(node)
+            if row == len(self._records):
+                self._records = np.concatenate([self._records, np.zeros(row, USAGE_DTYPE)])
+        self._rows[node.name] = row
+        self._has_own_ttls |= entry.ttl_s is not None
+        self._records[row] = (now, now, 0.0, entry.prefill_s, 0, entry.num_bytes, 0, recorded_ttl(entry.ttl_s))
+        self.used_bytes += entry.num_bytes
+        if (parent := self._rows.get(node.parent)) is not None:
+            self._records["children"][parent] += 1
+
+    def _make_room(self, need: int, keep: Container[bytes], now: float) -> bool:
+        if self._budget_bytes is None:
+            return True
+        usable = usable_bytes(self._budget_bytes)
+        wanted = bytes_to_free(used=self.used_bytes, need=need, usable=usable, budget=self._budget_bytes)
+        if need > usable:
+            return False
+        if not wanted:
+            return True
+        table = self._table()
+        victims = choose_victims(
+            table,
+            self.parent,
+            bytes_wanted=wanted,
+            pinned=keep,
+            now=now,
+            saves_nothing=self._is_bare_block if self._has_states else lambda _name: False,
+            rank=self._rank,
+        )
+        freed = sum(int(self._records["stored_bytes"][self._rows[name]]) for name in victims)
+        if self.used_bytes + need - freed > usable:
+            return False
+        self._delete(victims)
+        self.evicted += len(victims)
+        return True
+
+    def _delete(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            row = self._rows.pop(name)
+            self.used_bytes -= int(self._records["stored_bytes"][row])
+            if (parent := self._rows.get(self._nodes[row].parent)) is not None:
+                self._records["children"][parent] -= 1
+            self._records[row] = _NOBODYS
+            self._free.append(row)
+
+    def _table(self) -> UsageTable:
+        return UsageTable(self._names, self._records[: len(self._names)], self._rows)
+
+    def _is_bare_block(self, name: bytes) -> bool:
+        return self._nodes[self._rows[name]].kind == Kind.BLOCK

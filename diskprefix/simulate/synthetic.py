@@ -1,0 +1,252 @@
+"""Workloads made up from a seed, so that tests and settings can be tried without anybody's data.
+
+Prompts look like chats: system message, turns, and the beginning of a reply, each opened by `BEGIN` and closed by
+`END`. The text is random numbers, as what is in it makes no difference to the cache. `BEGIN` and `END` are the markers
+of the embedded model, and the numbers ordinary tokens of it, so that it can be given the same prompts.
+
+Each generator takes a seed, the number of requests and sizes in tokens, and always makes the same trace of them.
+`(low, high)` is drawn from evenly, both included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from diskprefix.policy.boundary import Prompt, raw_boundaries
+from diskprefix.simulate.trace import Trace, TraceRequest
+from diskprefix.tokens import TokenIds, as_token_ids
+
+BEGIN, END = 1, 2
+_NEWLINE, _SYSTEM, _USER, _ASSISTANT = 198, 9690, 4093, 520
+_TEXT_IDS = 10_000, 49_000
+_MEAN_PAUSE_S = 5.0
+
+Sizes: TypeAlias = tuple[int, int]
+
+
+class Generator(Protocol):
+    """`CATALOG` holds these; most take sizes besides."""
+
+    def __call__(self, seed: int = 0, num_requests: int = 200) -> Trace: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Chat:
+    """One request: its messages, the first of which is the system message, and the length of the reply."""
+
+    messages: tuple[TokenIds, ...]
+    reply_tokens: int
+
+    def prompt(self) -> Prompt:
+        token_ids = np.concatenate([*self.messages, as_token_ids([BEGIN, _ASSISTANT, _NEWLINE])])
+        return Prompt(
+            token_ids=token_ids,
+            boundaries=raw_boundaries(token_ids, (BEGIN, END)),
+            # One past the marker that opens the next message, as of a real template.
+            system_end=len(self.messages[0]) + 1,
+        )
+
+
+class _Source:
+    """Draws text, sizes and pauses."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def size(self, sizes: Sizes) -> int:
+        return int(self.random.integers(sizes[0], sizes[1], endpoint=True))
+
+    def text(self, sizes: Sizes) -> TokenIds:
+        return self.random.integers(*_TEXT_IDS, self.size(sizes), dtype=np.int32)
+
+    def system(self, sizes: Sizes) -> TokenIds:
+        return _message(_SYSTEM, self.text(sizes))
+
+    def user(self, sizes: Sizes) -> TokenIds:
+        return _message(_USER, self.text(sizes))
+
+    def reply(self, sizes: Sizes) -> TokenIds:
+        return _message(_ASSISTANT, self.text(sizes))
+
+    def one_of(self, count: int) -> int:
+        return int(self.random.integers(count))
+
+
+def _message(role: int, text: TokenIds) -> TokenIds:
+    return np.concatenate([as_token_ids([BEGIN, role, _NEWLINE]), text, as_token_ids([END, _NEWLINE])])
+
+
+def _trace(name: str, num_requests: int, seed: int, chats: Callable[[_Source], Iterator[_Chat]]) -> Trace:
+    """The first `num_requests` that `chats` draws, with pauses between them."""
+
+    def replay() -> Iterator[TraceRequest]:
+        pauses = np.random.default_rng([seed, 1]).exponential(_MEAN_PAUSE_S, num_requests)
+        for when, chat in zip(np.cumsum(pauses).tolist(), chats(_Source(seed)), strict=False):
+            yield TraceRequest(when=when, prompt=chat.prompt(), output_tokens=chat.reply_tokens)
+
+    return Trace(name, num_requests, replay)
+
+
+def shared_anchor(
+    seed: int = 0, num_requests: int = 200, *, system: Sizes = (1500, 1500), tail: Sizes = (50, 800), anchors: int = 1
+) -> Trace:
+    """A few system messages that all requests share, and one message of each request's own."""
+
+    def chats(source: _Source) -> Iterator[_Chat]:
+        systems = [source.system(system) for _ in range(anchors)]
+        while True:
+            messages = systems[source.one_of(anchors)], source.user(tail)
+            yield _Chat(messages, source.size((50, 400)))
+
+    return _trace("shared-anchor", num_requests, seed, chats)
+
+
+def interleaved(
+    seed: int = 0,
+    num_requests: int = 200,
+    *,
+    system: Sizes = (2000, 2000),
+    user: Sizes = (50, 800),
+    reply: Sizes = (50, 400),
+    conversations: int = 4,
+    turns: Sizes = (4, 16),
+) -> Trace:
+    """Conversations under one system message that grow by turns; one that has ended makes room for a new one."""
+
+    def chats(source: _Source) -> Iterator[_Chat]:
+        anchor = source.system(system)
+        for conversation in _by_turns(source, anchor, conversations, turns):
+            yield conversation.next(user, reply)
+
+    return _trace("interleaved", num_requests, seed, chats)
+
+
+def moving_reminder(
+    seed: int = 0,
+    num_requests: int = 200,
+    *,
+    system: Sizes = (2000, 2000),
+    user: Sizes = (50, 800),
+    reply: Sizes = (50, 400),
+    reminder: int = 120,
+    conversations: int = 2,
+    turns: Sizes = (8, 20),
+) -> Trace:
+    """As `interleaved`, with a reminder that stands behind the newest message only: the next prompt lacks it there."""
+
+    def chats(source: _Source) -> Iterator[_Chat]:
+        anchor, reminded = source.system(system), source.user((reminder, reminder))
+        for conversation in _by_turns(source, anchor, conversations, turns):
+            chat = conversation.next(user, reply)
+            yield _Chat((*chat.messages, reminded), chat.reply_tokens)
+
+    return _trace("moving-reminder", num_requests, seed, chats)
+
+
+def edits(
+    seed: int = 0,
+    num_requests: int = 200,
+    *,
+    system: Sizes = (2000, 2000),
+    user: Sizes = (50, 800),
+    reply: Sizes = (50, 400),
+    conversations: int = 2,
+    turns: Sizes = (8, 20),
+    edited: float = 0.2,
+) -> Trace:
+    """As `interleaved`, but a share of the requests has another text in the place of an earlier message."""
+
+    def chats(source: _Source) -> Iterator[_Chat]:
+        anchor = source.system(system)
+        for conversation in _by_turns(source, anchor, conversations, turns):
+            if source.random.random() < edited:
+                conversation.edit(user)
+            yield conversation.next(user, reply)
+
+    return _trace("edits", num_requests, seed, chats)
+
+
+class _Conversation:
+    def __init__(self, source: _Source, system: TokenIds, turns: Sizes) -> None:
+        self.turns_left = source.size(turns)
+        self._source = source
+        self._messages = [system]
+
+    def next(self, user: Sizes, reply: Sizes) -> _Chat:
+        """The request of the next turn; its reply will be part of the one after."""
+        self._messages.append(self._source.user(user))
+        chat_messages = tuple(self._messages)
+        answer = self._source.reply(reply)
+        self._messages.append(answer)
+        self.turns_left -= 1
+        return _Chat(chat_messages, len(answer))
+
+    def edit(self, sizes: Sizes) -> None:
+        """Rewrite one of the user's messages, if there is one."""
+        asked = len(self._messages) // 2
+        if asked:
+            self._messages[2 * self._source.one_of(asked) + 1] = self._source.user(sizes)
+
+
+def _by_turns(source: _Source, system: TokenIds, conversations: int, turns: Sizes) -> Iterator[_Conversation]:
+    """Whose turn it is; a conversation that has had all its turns is replaced by a new one."""
+    open_ones = [_Conversation(source, system, turns) for _ in range(conversations)]
+    while True:
+        at = source.one_of(conversations)
+        if open_ones[at].turns_left == 0:
+            open_ones[at] = _Conversation(source, system, turns)
+        yield open_ones[at]
+
+
+def retrieval(
+    seed: int = 0,
+    num_requests: int = 200,
+    *,
+    system: Sizes = (1000, 1000),
+    document: Sizes = (200, 800),
+    question: Sizes = (20, 100),
+    documents: int = 30,
+    found: int = 4,
+) -> Trace:
+    """Each request brings some documents in the order of their rank, and a question.
+
+    The documents are turns of their own, so that they can be cut between. Some are found far more often than others
+    (Zipf's law), which is what there is to share.
+    """
+
+    def chats(source: _Source) -> Iterator[_Chat]:
+        anchor = source.system(system)
+        library = [source.user(document) for _ in range(documents)]
+        weights = 1 / np.arange(1, documents + 1)
+        weights /= weights.sum()
+        while True:
+            ranked = source.random.choice(documents, found, replace=False, p=weights).tolist()
+            messages = anchor, *(library[i] for i in ranked), source.user(question)
+            yield _Chat(messages, source.size((50, 300)))
+
+    return _trace("retrieval", num_requests, seed, chats)
+
+
+def one_off(seed: int = 0, num_requests: int = 200, *, system: Sizes = (100, 2000), user: Sizes = (200, 4000)) -> Trace:
+    """Prompts that have nothing in common: all that is written of them is written in vain."""
+
+    def chats(source: _Source) -> Iterator[_Chat]:
+        while True:
+            yield _Chat((source.system(system), source.user(user)), source.size((50, 400)))
+
+    return _trace("one-off", num_requests, seed, chats)
+
+
+CATALOG: dict[str, Generator] = {
+    "shared-anchor": shared_anchor,
+    "interleaved": interleaved,
+    "retrieval": retrieval,
+    "moving-reminder": moving_reminder,
+    "edits": edits,
+    "one-off": one_off,
+}
+"""By the names that the traces have."""

@@ -1,0 +1,124 @@
+"""What a simulation replays: requests in the order in which they came, with the tokens of their prompts."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+
+from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.scope import Scope
+from diskprefix.tokens import TokenIds, as_token_ids
+
+
+@dataclass(frozen=True, eq=False)
+class TraceRequest:
+    """One request.
+
+    `when`: seconds since the trace began. `output_tokens`: length of the reply. `scope`: what the request itself asked
+    for; None for the scope that is simulated. `group`, `save` and `ttl_s` are those of `CacheOptions`. `tenant` names
+    whose state it is; requests of different tenants share nothing. `is_shared`: it is that of requests with neither key
+    nor salt, as the one without a name always is. `remembered`: whether the prompt counts as a recent one for later
+    requests; false for one that failed or was cancelled.
+    """
+
+    when: float
+    prompt: Prompt
+    output_tokens: int = 0
+    scope: Scope | None = None
+    group: bytes = b""
+    tenant: str = ""
+    is_shared: bool = False
+    save: bool = True
+    ttl_s: float | None = None
+    remembered: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedDaemon:
+    """What a recording says of the daemon that made it: its settings, what its model's state weighs (all 0: not known)
+    and how fast prefill was (0: not known)."""
+
+    block_size: int
+    min_tokens: int
+    bytes_per_token: int = 0
+    state_bytes: int = 0
+    logits_bytes: int = 0
+    tokens_per_s: float = 0.0
+
+
+class Trace:
+    """A named sequence of requests that can be iterated any number of times, each time the same.
+
+    `requests` begins anew at each call. It makes a prompt's tokens when it comes to it, so that a trace may be far
+    larger than memory: keep no request longer than needed. `daemon`: whose recording it is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_requests: int,
+        requests: Callable[[], Iterator[TraceRequest]],
+        daemon: RecordedDaemon | None = None,
+    ) -> None:
+        self.name = name
+        self.daemon = daemon
+        self._num_requests = num_requests
+        self._requests = requests
+
+    @classmethod
+    def of(cls, name: str, requests: Sequence[TraceRequest]) -> Trace:
+        """A trace that lies in memory."""
+        return cls(name, len(requests), lambda: iter(requests))
+
+    def __len__(self) -> int:
+        return self._num_requests
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return self._requests()
+
+    def head(self, num_requests: int) -> Trace:
+        """The first `num_requests` of it, or all of them."""
+        fewer = min(num_requests, self._num_requests)
+        return Trace(self.name, fewer, lambda: islice(self._requests(), fewer), self.daemon)
+
+
+class _Spool:
+    """A temporary file of token ids that is closed with the last of its readers."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
+
+    def __del__(self) -> None:
+        self._file.close()
+
+    def append(self, token_ids: TokenIds) -> tuple[int, int]:
+        """Where it lies: its first byte, and how many there are."""
+        return self._file.tell(), self._file.write(token_ids.tobytes())
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def read(self, start: int, num_bytes: int) -> TokenIds:
+        return np.frombuffer(os.pread(self._file.fileno(), num_bytes, start), np.int32)
+
+
+def spooled(name: str, requests: Iterable[TraceRequest]) -> Trace:
+    """The same requests in order of time. Their tokens lie in a temporary file, which goes with the trace."""
+    spool = _Spool()
+    kept: list[tuple[tuple[int, int], TraceRequest]] = []
+    for request in requests:
+        without_tokens = replace(request.prompt, token_ids=as_token_ids([]))
+        kept.append((spool.append(request.prompt.token_ids), replace(request, prompt=without_tokens)))
+    spool.flush()
+    kept.sort(key=lambda item: item[1].when)
+
+    def replay() -> Iterator[TraceRequest]:
+        for place, request in kept:
+            yield replace(request, prompt=replace(request.prompt, token_ids=spool.read(*place)))
+
+    return Trace(name, len(kept), replay)

@@ -1,0 +1,510 @@
+"""`diskprefix simulate`: rows for scripts, a table and a plot for people, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+
+import diskprefix.cli.simulate_plot
+from diskprefix.cache_options import CacheOptions
+from diskprefix.cache_report import CacheReport
+from diskprefix.cli import simulate_table
+from diskprefix.policy.scope import Scope
+from diskprefix.prefix_cache.recording import Recorder
+from diskprefix.settings import find_policy, parse_size
+from diskprefix.simulate.baselines import whole_snapshots
+from diskprefix.simulate.formats import read_trace
+from diskprefix.simulate.geometry import CHECKPOINTS, CUTTABLE, Geometry
+from diskprefix.simulate.simulator import Policy, simulate
+from diskprefix.simulate.synthetic import CATALOG, interleaved
+from tests.cli.conftest import Ended, Run
+from tests.cli.terminal import Terminal
+from tests.server.chat_model import write_tokenizer
+
+MIB, GIB = 2**20, 2**30
+SHORT = "--scope", "auto:8", "--regime", "cuttable", "--budget", "unlimited"
+"""Options of a run that is over at once."""
+WORDS = "Name three rivers and tell me where each of them begins and where it ends. "
+MOONCAKE = {"timestamp": 0, "input_length": 1000, "output_length": 3, "hash_ids": [0, 1]}
+
+
+def rows(ended: Ended) -> list[dict[str, Any]]:
+    assert ended.exit_code == 0, ended.stderr
+    found: list[dict[str, Any]] = json.loads(ended.stdout)
+    return found
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A model's folder without its weights."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    write_tokenizer(folder)
+    return folder
+
+
+def test_without_options_all_scopes_meet_both_regimes_and_two_budgets(run: Run) -> None:
+    found = rows(run("simulate", "synthetic:interleaved:20", "--json"))
+    expected: list[object] = []
+    for regime in ("cuttable", "checkpoints"):
+        for budget in (None, 4 * GIB):
+            scopes = "off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full", "whole-snapshots"
+            expected += [("interleaved", scope, regime, budget) for scope in scopes]
+        expected.append(("interleaved", "upper-bound", regime, None))
+    assert [(row["trace"], row["scope"], row["regime"], row["budget_bytes"]) for row in found] == expected
+
+
+@pytest.mark.parametrize(("regime", "geometry"), [("cuttable", CUTTABLE), ("checkpoints", CHECKPOINTS)])
+def test_a_row_says_what_the_simulator_counts(run: Run, regime: str, geometry: Geometry) -> None:
+    flags = "--scope", "AUTO", "--regime", regime, "--budget", "500MiB", "--tokens-per-s", "250", "--json"
+    row, baseline, _ = rows(run("simulate", "synthetic:interleaved:40", *flags))
+    policy = Policy(scope=Scope("auto", 30), budget_bytes=500 * MIB, seconds_per_token=1 / 250)
+    trace = interleaved(num_requests=40)
+    for found, totals in (
+        (row, simulate(trace, policy, geometry)),
+        (baseline, whole_snapshots(trace, policy, geometry)),
+    ):
+        assert totals.evictions or geometry is CUTTABLE
+        for name in ("requests", "prompt_tokens", "restored_tokens", "written_tokens", "written_bytes", "evictions"):
+            assert found[name] == getattr(totals, name), name
+        for name in ("hit_rate", "restored_share", "written_share", "write_amplification", "seconds_saved"):
+            assert found[name] == getattr(totals, name), name
+    assert (row["scope"], row["policy"]) == ("auto:30", None)
+
+
+def test_options_reach_the_policy_and_the_geometry(run: Run) -> None:
+    flags = ["--scope", "full", "--regime", "checkpoints", "--budget", "1GiB", "--budget", "unlimited"]
+    flags += ["--block-size", "64", "--kv-cache-min-tokens", "3000", "--kv-cache-ttl", "10s"]
+    flags += ["--bytes-per-token", "1KiB", "--state-bytes", "2MiB", "--limit", "30", "--json"]
+    found = rows(run("simulate", "synthetic:interleaved", *flags))
+    policy = Policy(scope=Scope("full"), block_size=64, min_tokens=3000, ttl_s=10.0)
+    totals = simulate(interleaved().head(30), policy, Geometry(1024, 2 * MIB, CHECKPOINTS.logits_bytes))
+    assert found[0]["budget_bytes"] is None
+    assert (found[0]["requests"], found[0]["written_bytes"]) == (30, totals.written_bytes)
+    forever = simulate(interleaved().head(30), replace(policy, ttl_s=0.0), CHECKPOINTS)
+    assert 0 < found[0]["restored_tokens"] == totals.restored_tokens < forever.restored_tokens
+
+
+def test_a_scope_that_is_given_twice_is_one_row(run: Run) -> None:
+    flags = "--scope", "auto", "--scope", "auto:30", "--regime", "cuttable", "--budget", "1024MiB", "--budget", "1GiB"
+    found = rows(run("simulate", "synthetic:one-off:3", *flags, "--json"))
+    assert [row["scope"] for row in found] == ["auto:30", "whole-snapshots", "upper-bound"]
+
+
+def test_a_policy_file_is_a_row_of_its_own_settings(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'disk_prefix_cache = 2048\nkv_cache_budget = "64MiB"\nkv_cache_ttl = "5m"\nkv-cache-min-tokens = 0\n'
+    )
+    flags = "--policy", "agent", "--policy", str(file), "--block-size", "128"
+    found = {row["policy"]: row for row in rows(run("simulate", "synthetic:edits:30", *SHORT, *flags, "--json"))}
+    assert found.keys() == {None, "agent", str(file)}
+    said = tomllib.loads(find_policy("agent").read_text())
+    assert (found["agent"]["scope"], found["agent"]["budget_bytes"]) == (
+        said["disk_prefix_cache"],
+        parse_size(said["kv_cache_budget"], param="budget"),
+    )
+    policy = Policy(scope=Scope("tokens", 2048), budget_bytes=64 * MIB, ttl_s=300.0, min_tokens=0, block_size=128)
+    totals = simulate(CATALOG["edits"](num_requests=30), policy, CUTTABLE)
+    assert (found[str(file)]["scope"], found[str(file)]["budget_bytes"]) == ("2048", 64 * MIB)
+    assert found[str(file)]["restored_tokens"] == totals.restored_tokens > 0
+
+
+def test_traces_of_all_kinds_are_replayed_in_one_go(run: Run, tmp_path: Path, tokenizer: Path) -> None:
+    body = {"messages": [{"role": "system", "content": WORDS * 40}, {"role": "user", "content": "Rivers?"}]}
+    bodies = write_lines(tmp_path / "bodies.jsonl", body, body, {"prompt": WORDS * 40})
+    recorder = Recorder(
+        tmp_path / "recorded.jsonl",
+        secret_of=lambda: 1,
+        block_size=256,
+        min_tokens=512,
+        default_scope=Scope("full"),
+    )
+    for request in interleaved(num_requests=5):
+        options = CacheOptions(scope=Scope("full"))
+        recorder.note(
+            request.prompt,
+            options,
+            CacheReport(scope="full"),
+            root=b"r" * 16,
+            when=request.when,
+            output_tokens=1,
+            prefill_ms=1.0,
+            remembered=True,
+        )
+    recorder.close()
+    mooncake = write_lines(tmp_path / "mooncake.jsonl", MOONCAKE, MOONCAKE)
+    traces = str(mooncake), str(tmp_path / "recorded.jsonl"), str(bodies), "synthetic:one-off:2"
+    flags = "--scope", "full", "--regime", "cuttable", "--budget", "unlimited", "--model", str(tokenizer), "--json"
+    found = [row for row in rows(run("simulate", *traces, *flags)) if row["scope"] == "full"]
+    assert {row["trace"]: row["requests"] for row in found} == {
+        "mooncake": 2, "recorded": 5, "bodies": 3, "one-off": 2
+    }  # fmt: skip
+    restored = {row["trace"]: row["restored_tokens"] for row in found}
+    assert restored["mooncake"] == 1000
+    assert (
+        restored["recorded"]
+        == simulate(interleaved(num_requests=5), Policy(scope=Scope("full")), CUTTABLE).restored_tokens
+    )
+    assert restored["bodies"] > 512, "the second chat is the first one again"
+    assert restored["one-off"] == 0
+
+
+def test_request_bodies_are_rendered_with_the_template_that_is_given(run: Run, tmp_path: Path, tokenizer: Path) -> None:
+    bodies = write_lines(tmp_path / "bodies.jsonl", {"messages": [{"role": "user", "content": WORDS}]})
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content * 10 }}")
+    shorter = rows(run("simulate", bodies, *SHORT, "--model", tokenizer, "--json"))[0]["prompt_tokens"]
+    longer = rows(run("simulate", bodies, *SHORT, "--model", tokenizer, "--chat-template", template, "--json"))[0]
+    assert longer["prompt_tokens"] > 5 * shorter
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(run: Run, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_lines(tmp_path / folder / "day.jsonl", MOONCAKE)
+    other = write_lines(tmp_path / "night.jsonl", MOONCAKE)
+    paths = [str(tmp_path / folder / "day.jsonl") for folder in ("a", "b")]
+    found = rows(run("simulate", *paths, other, *SHORT, "--json"))
+    assert list(dict.fromkeys(row["trace"] for row in found)) == [*paths, "night"]
+
+
+def test_the_table_shows_each_row_with_its_figures(run: Run) -> None:
+    ended = run("simulate", "synthetic:interleaved:20", "synthetic:one-off:5", *SHORT, "--policy", "chat")
+    lines = ended.stdout.splitlines()
+    assert ended.stderr == ""
+    assert lines[0].startswith("interleaved: 20 requests, ")
+    assert lines[1].startswith(
+        "assumed: blocks of 256 tokens, 512 at least; cuttable state of 22.5 KiB a token; prefill"
+    )
+    assert any(line.startswith("one-off: 5 requests, ") for line in lines)
+    of_first = lines[3 : lines.index("", lines.index("cuttable, 4.0 GiB"))]
+    titles = ["scope", "hits", "restored", "written", "selected", "bytes", "amplif.", "evictions", "saved"]
+    assert of_first[0].split() == titles
+    assert [line.split()[0] for line in of_first[1:] if line] == [
+        "cuttable,", "auto:8", "whole-snapshots", "upper-bound", "cuttable,", "chat"
+    ]  # fmt: skip
+    row = next(line.split() for line in of_first if line.startswith("auto:8"))
+    figures = rows(run("simulate", "synthetic:interleaved:20", *SHORT, "--json"))[0]
+    assert row[1:4] == [f"{figures[name]:.1%}" for name in ("hit_rate", "restored_share", "written_share")]
+
+
+@pytest.mark.parametrize("room", [80, 50, 20])
+def test_figures_are_never_cut(run: Run, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    flags = "--budget", "unlimited", "--policy", "shared-server"
+    wide = run("simulate", "synthetic:interleaved:20", *flags).stdout.splitlines()
+    monkeypatch.setattr(simulate_table, "_room", lambda: room)
+    narrow = run("simulate", "synthetic:interleaved:20", *flags).stdout.splitlines()
+    assert len(narrow) == len(wide)
+    shown = narrow[3].split()
+    assert shown[:4] == ["scope", "hits", "restored", "written"]
+    assert shown[-1] == "saved"
+    assert ("bytes" in shown) == (room == 80)
+    for line, full in zip(narrow[4:], wide[4:], strict=True):
+        if "%" in full:
+            figures, all_figures = (text[text.index("%") - 5 :] for text in (line, full))
+            assert "…" not in figures
+            assert figures.split()[:3] == all_figures.split()[:3]
+            assert figures.split()[-2:] == all_figures.split()[-2:]
+            assert room == 20 or len(line) <= room
+
+
+def test_what_requests_asked_for_themselves_is_said_below_the_table(run: Run, tmp_path: Path, tokenizer: Path) -> None:
+    body = {"prompt": WORDS * 40}
+    own = body | {"prefix_cache": {"scope": "full", "save": False}}
+    bodies = write_lines(tmp_path / "bodies.jsonl", body, own, own)
+    last = run("simulate", bodies, *SHORT, "--model", tokenizer).stdout.splitlines()[-1]
+    expected = "2 have a scope of their own, 2 only read (save: false)"
+    assert last == f"of the requests, in every row but upper-bound: {expected}"
+    plain = write_lines(tmp_path / "plain.jsonl", body)
+    assert run("simulate", plain, *SHORT, "--model", tokenizer).stdout.splitlines()[-1].startswith("upper-bound")
+
+
+def record(path: Path, *, block_size: int, state_bytes: int = 0, bytes_per_token: int = 1024) -> Path:
+    recorder = Recorder(
+        path, secret_of=lambda: 1, block_size=block_size, min_tokens=64, default_scope=Scope("auto", 30)
+    )
+    recorder.weigh(bytes_per_token=bytes_per_token, state_bytes=state_bytes, logits_bytes=800)
+    for request in interleaved(num_requests=8):
+        options = CacheOptions(scope=Scope("auto", 30))
+        num_tokens = len(request.prompt.token_ids)
+        recorder.note(
+            request.prompt,
+            options,
+            CacheReport(scope="auto:30"),
+            root=b"r" * 16,
+            when=request.when,
+            output_tokens=1,
+            prefill_ms=num_tokens / 2,
+            remembered=True,
+        )
+    recorder.close()
+    return path
+
+
+def test_a_recording_says_what_its_daemon_and_its_model_were(run: Run, tmp_path: Path) -> None:
+    cut = record(tmp_path / "cut.jsonl", block_size=32)
+    states = record(tmp_path / "states.jsonl", block_size=64, state_bytes=5 * MIB)
+    names = "block_size", "min_tokens", "bytes_per_token", "state_bytes", "tokens_per_s"
+
+    def of(*flags: str) -> dict[tuple[str, str], list[object]]:
+        found = rows(run("simulate", cut, states, "--scope", "full", "--budget", "unlimited", *flags, "--json"))
+        return {(r["trace"], r["regime"]): [r[name] for name in names] for r in found if r["scope"] == "full"}
+
+    speed = pytest.approx(2000)
+    assert of() == {
+        ("cut", "cuttable"): [32, 64, 1024, 0, speed],
+        ("cut", "checkpoints"): [32, 64, CHECKPOINTS.bytes_per_token, CHECKPOINTS.state_bytes, speed],
+        ("states", "cuttable"): [64, 64, CUTTABLE.bytes_per_token, 0, speed],
+        ("states", "checkpoints"): [64, 64, 1024, 5 * MIB, speed],
+    }
+    flags = "--block-size", "16", "--kv-cache-min-tokens", "8", "--bytes-per-token", "2KiB", "--state-bytes", "1MiB"
+    assert set(map(tuple, of(*flags, "--tokens-per-s", "10").values())) == {
+        (16, 8, 2048, 0, 10.0),
+        (16, 8, 2048, MIB, 10.0),
+    }
+    policy = Policy(scope=Scope("full"), block_size=64, min_tokens=64)
+    totals = simulate(read_trace(states), policy, Geometry(1024, 5 * MIB, 800))
+    found = rows(run("simulate", states, "--scope", "full", "--budget", "unlimited", "--json"))
+    (row,) = (row for row in found if (row["scope"], row["regime"]) == ("full", "checkpoints"))
+    assert (row["restored_tokens"], row["written_bytes"]) == (totals.restored_tokens, totals.written_bytes)
+
+
+def test_a_policy_file_leaves_open_what_the_recording_says(run: Run, tmp_path: Path) -> None:
+    recording = record(tmp_path / "cut.jsonl", block_size=32)
+    file = tmp_path / "mine.toml"
+    file.write_text("kv_cache_min_tokens = 100")
+    found = {row["policy"]: row for row in rows(run("simulate", recording, *SHORT, "--policy", file, "--json"))}
+    assert (found[str(file)]["block_size"], found[str(file)]["min_tokens"]) == (32, 100)
+    assert (found[None]["block_size"], found[None]["min_tokens"]) == (32, 64)
+
+
+def test_what_was_assumed_is_said(run: Run, tmp_path: Path) -> None:
+    recording = record(tmp_path / "cut.jsonl", block_size=32)
+    assert run("simulate", recording, "--scope", "full").stdout.splitlines()[1] == (
+        "assumed: blocks of 32 tokens, 64 at least (recorded); cuttable state of 1.0 KiB a token (recorded); "
+        "checkpoints state of 24.0 KiB a token and 75.0 MiB a checkpoint; prefill of 2,000 tokens/s (recorded)"
+    )
+
+
+def test_a_recording_that_no_daemon_made_is_refused(run: Run, tmp_path: Path) -> None:
+    recording = record(tmp_path / "cut.jsonl", block_size=4)
+    ended = run("simulate", recording, *SHORT)
+    assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
+    assert "cut: as recorded, --block-size: 4 is out of range" in ended.stderr
+    assert run("simulate", recording, *SHORT, "--block-size", "16").exit_code == 0
+
+
+def test_half_a_last_line_is_left_out_with_a_warning(run: Run, tmp_path: Path) -> None:
+    trace = write_lines(tmp_path / "day.jsonl", MOONCAKE, MOONCAKE)
+    with trace.open("a") as file:
+        file.write('{"timestamp": 3')
+    ended = run("simulate", trace, *SHORT, "--json")
+    assert rows(ended)[0]["requests"] == 2
+    assert ended.stderr == f"warning: {trace}:3: the last line is unfinished, and left out\n"
+
+
+def test_what_a_file_is_called_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a\x07\x1b]0;title\x07[b].jsonl", MOONCAKE)
+    shown = run("simulate", file, *SHORT).stdout
+    assert not {"\x1b", "\x07"} & set(shown)
+    assert "[b]: 1 request, 1,000 prompt tokens" in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.04, "0.0 s"), (119.0, "119.0 s"), (120.0, "2.0 min"), (7300.0, "2.0 h"), (2e5, "2.3 d")]
+)
+def test_seconds_saved_are_shown_in_a_unit_that_fits(run: Run, seconds: float, shown: str) -> None:
+    flags = "--scope", "full", *SHORT[2:]
+    restored = rows(run("simulate", "synthetic:interleaved:20", *flags, "--json"))[0]["restored_tokens"]
+    table = run("simulate", "synthetic:interleaved:20", *flags, "--tokens-per-s", str(restored / seconds)).stdout
+    (row,) = (line for line in table.splitlines() if line.startswith("full "))
+    assert row.rstrip().endswith(f" {shown}")
+
+
+@pytest.mark.parametrize("suffix", [".png", ".SVG"])
+def test_a_plot_is_the_same_each_time(run: Run, tmp_path: Path, suffix: str) -> None:
+    flags = "--scope", "off", "--scope", "auto:8", "--scope", "2048", "--budget", "unlimited", "--budget", "64MiB"
+    written = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}{suffix}"
+        rows(run("simulate", "synthetic:edits:30", "synthetic:one-off:5", *flags, "--json", "--plot", path))
+        written.append(path.read_bytes())
+    assert written[0] == written[1]
+    assert written[0].startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+
+
+def test_a_plot_has_a_curve_for_each_policy_and_a_panel_for_each_regime(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plot.svg"
+    flags = "--scope", "off", "--scope", "auto:8", "--scope", "full", "--policy", "agent", "--plot", path
+    assert run("simulate", "synthetic:edits:30", *flags).exit_code == 0
+    # Text is drawn as shapes; matplotlib says in a comment what it was.
+    texts = {line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")}
+    agent = f"agent ({tomllib.loads(find_policy('agent').read_text())['disk_prefix_cache']})"
+    assert texts >= {"edits, cuttable", "edits, checkpoints", "auto:8", "full", agent, "whole-snapshots"}
+    assert texts >= {"upper-bound", "no limit", "budget 4 GiB", "bytes written"}
+    assert not {text for text in texts if text.startswith("budget ")} - {"budget 4 GiB"}, "a preset's own is no budget"
+    assert "off" not in texts, "it writes nothing"
+
+
+@pytest.mark.parametrize("requests", [2, 40])
+def test_an_axis_has_ticks_on_both_sides_of_what_is_drawn(run: Run, tmp_path: Path, requests: int) -> None:
+    path = tmp_path / "plot.svg"
+    flags = "--scope", "full", "--regime", "cuttable", "--budget", "unlimited"
+    (row,) = (
+        row
+        for row in rows(run("simulate", f"synthetic:one-off:{requests}", *flags, "--plot", path, "--json"))
+        if row["scope"] == "full"
+    )
+    texts = {line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")}
+    ticks = sorted(parse_size(text, param="tick") for text in texts if text.endswith(("MiB", "GiB")))
+    assert ticks[0] <= row["written_bytes"] <= ticks[-1]
+    assert len(ticks) >= 2
+
+
+def test_policy_files_are_hollow_points_of_a_plot(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[str, object]] = []
+    plot = Axes.plot
+
+    def noting(axes: Axes, *args: Any, **how: Any) -> Any:
+        if len(args) == 3:
+            drawn.append((args[2], how.get("markerfacecolor")))
+        return plot(axes, *args, **how)
+
+    monkeypatch.setattr(Axes, "plot", noting)
+    flags = "--scope", "full", "--regime", "cuttable", "--budget", "unlimited", "--policy", "agent", "--policy", "chat"
+    assert run("simulate", "synthetic:edits:30", *flags, "--plot", tmp_path / "plot.png").exit_code == 0
+    hollow = [shape for shape, face in drawn if face == "none"]
+    assert len(set(hollow)) == 2
+    assert [face for _, face in drawn].count(None) == 2, "full and whole snapshots"
+
+
+def test_what_writes_nothing_makes_an_empty_plot(run: Run, tmp_path: Path) -> None:
+    flags = "--scope", "off", "--kv-cache-min-tokens", "100000", "--plot", tmp_path / "plot.png"
+    assert run("simulate", "synthetic:one-off:2", *flags).exit_code == 0
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diskprefix.cli.simulate_plot, "find_spec", lambda _name: None)
+    ended = run("simulate", tmp_path / "missing.jsonl", "--plot", tmp_path / "plot.png")
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert ended.stderr == "error: --plot needs matplotlib; get it with: pip install matplotlib\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ([], "Missing argument 'TRACE...'"),
+        (["nowhere.jsonl"], "nowhere.jsonl: it cannot be read: No such file"),
+        (["."], "it cannot be read: Is a directory"),
+        (["synthetic:nobody"], "there is no workload 'nobody'; there are shared-anchor, interleaved"),
+        (["synthetic:edits:"], "'' is not a number of requests, from 1 to 1000000"),
+        (["synthetic:edits:0"], "'0' is not a number of requests"),
+        (["synthetic:edits:1e3"], "'1e3' is not a number of requests"),
+        (["synthetic:edits:9999999999"], "is not a number of requests"),
+        (["synthetic:edits", "--scope", "autos"], "--scope: 'autos' is not a cache scope"),
+        (["synthetic:edits", "--regime", "both"], "'both' is not one of 'cuttable', 'checkpoints'"),
+        (["synthetic:edits", "--budget", "much"], "--budget: 'much' is not a size"),
+        (["synthetic:edits", "--budget", "1MiB"], "--budget: 1MiB is out of range"),
+        (["synthetic:edits", "--budget", "9999TiB"], "--budget: 9999TiB is out of range"),
+        (["synthetic:edits", "--block-size", "8"], "--block-size: 8 is out of range"),
+        (["synthetic:edits", "--kv-cache-min-tokens", "-1"], "--kv-cache-min-tokens: -1 is out of range"),
+        (["synthetic:edits", "--kv-cache-ttl", "soon"], "--kv-cache-ttl: 'soon' is not a duration"),
+        (["synthetic:edits", "--bytes-per-token", "0"], "--bytes-per-token: 0 is out of range"),
+        (["synthetic:edits", "--state-bytes", "2TiB"], "--state-bytes: 2TiB is out of range"),
+        (["synthetic:edits", "--tokens-per-s", "0"], "--tokens-per-s: it must be more than 0"),
+        (["synthetic:edits", "--tokens-per-s", "nan"], "--tokens-per-s: it must be more than 0"),
+        (["synthetic:edits", "--tokens-per-s", "inf"], "--tokens-per-s: it must be more than 0"),
+        (["synthetic:edits", "--limit", "0"], "'--limit'"),
+        (["synthetic:edits", "--policy", "nobody"], "--policy: no preset 'nobody'"),
+        (["synthetic:edits", "--plot", "plot.pdf"], "--plot: plot.pdf must end in .png or .svg"),
+        (["synthetic:edits", "--plot", "nowhere/plot.png"], "--plot: there is no folder nowhere"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = run("simulate", *args, "--json")
+    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert reason in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("kv_cache_min_tokens = 'many'", "mine.toml:1: kv_cache_min_tokens: 'many' is not a valid integer"),
+        ("kv_cache_budget = '1MiB'", "mine.toml:1: kv_cache_budget: 1048576 is out of range"),
+        ("kv_cache_ttl = 'soon'", "mine.toml:1: kv_cache_ttl: 'soon' is not a duration"),
+        ("disk_prefix_cache = 'autos'", "mine.toml:1: disk_prefix_cache: 'autos' is not a cache scope"),
+        ("kv_cache_codec = 'zip'", "mine.toml:1: kv_cache_codec: 'zip' is not one of"),
+        ("budget = 3", "mine.toml:1: unknown key 'budget'"),
+    ],
+)
+def test_what_is_wrong_with_a_policy_file_is_said_with_its_line(
+    run: Run, tmp_path: Path, line: str, reason: str
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(line)
+    ended = run("simulate", "synthetic:edits", "--policy", file)
+    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert reason in ended.stderr
+
+
+def test_a_line_at_fault_is_named_before_anything_is_simulated(run: Run, tmp_path: Path) -> None:
+    good, bad = (write_lines(tmp_path / f"{name}.jsonl", MOONCAKE, line) for name, line in (("a", MOONCAKE), ("b", {})))
+    ended = run("simulate", good, bad)
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert f"{bad}:2: " in ended.stderr
+
+
+def test_a_body_that_the_daemon_would_refuse_is_named(run: Run, tmp_path: Path, tokenizer: Path) -> None:
+    bodies = write_lines(
+        tmp_path / "bodies.jsonl", {"prompt": "hello"}, {"prompt": "hello", "prefix_cache": {"scope": 0}}
+    )
+    ended = run("simulate", bodies, "--model", tokenizer)
+    assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
+    assert f"{bodies}:2: prefix_cache.scope" in ended.stderr
+
+
+def test_a_model_that_is_not_there_has_an_exit_code_of_its_own(run: Run, tmp_path: Path) -> None:
+    bodies = write_lines(tmp_path / "bodies.jsonl", {"prompt": "hello"})
+    ended = run("simulate", bodies, "--model", tmp_path / "nowhere")
+    assert (ended.exit_code, ended.stderr.count("\n")) == (3, 1)
+    assert rows(run("simulate", "synthetic:one-off:1", *SHORT, "--model", tmp_path / "nowhere", "--json"))
+
+
+def test_a_terminal_shows_how_far_it_is() -> None:
+    terminal = Terminal("simulate", "synthetic:interleaved:20", *SHORT)
+    terminal.wait_for("simulating")
+    assert terminal.wait() == 0
+    assert "interleaved: 20 requests" in terminal.shown
+
+
+def test_what_needs_no_tokenizer_needs_no_torch(tmp_path: Path) -> None:
+    trace = write_lines(tmp_path / "mooncake.jsonl", MOONCAKE)
+    args = ["simulate", str(trace), "synthetic:one-off:2", *SHORT, "--json"]
+    code = (
+        f"import sys, diskprefix.cli as c; c.cli.main({args!r}, standalone_mode=False);"
+        "loaded = {'torch', 'transformers', 'uvicorn', 'fastapi', 'matplotlib'} & set(sys.modules);"
+        "print(*sorted(loaded), file=sys.stderr)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(json.loads(ended.stdout)) == 6
+    assert ended.stderr.split() == []

@@ -1,0 +1,504 @@
+"""Prompts that are warmed ahead of time: through a daemon, and alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import diskprefix.cli.warm
+from diskprefix.cli.warm_input import CHAT, COMPLETION, NOT_OF_PROMPTS, WarmItem, read_items
+from diskprefix.cli.warm_target import OverHttp
+from diskprefix.errors import InvalidRequest, NotReady
+from diskprefix.server.schemas import ChatRequest, CompletionRequest
+from tests.cli.conftest import Ended, Run
+from tests.cli.terminal import Terminal
+from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags
+from tests.server.scripted import ScriptedEngine, scripted_app
+
+WORDS = "Name three rivers and tell me where each of them begins and where it ends. "
+KEY, ADMIN_KEY = "key-of-somebody-else", "key-of-the-administrator"
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logging stays that of the tests, and no variable says where a daemon is."""
+    monkeypatch.setattr(diskprefix.cli.warm, "configure_logging", lambda _level: None)
+    for name in ("URL", "API_KEY", "MODEL", "POLICY"):
+        monkeypatch.delenv(f"DISKPREFIX_{name}", raising=False)
+
+
+def question(name: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{name}: {WORDS * 4}"}]
+
+
+def rows(ended: Ended) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(ended.stdout)["prompts"]
+    return found
+
+
+def alone_flags(model: Path, folder: Path) -> list[str]:
+    flags = serve_flags(model, folder, kv_cache_gate="off")
+    scope = flags.index("--disk-prefix-cache")
+    return [*flags[:scope], *flags[scope + 2 :]]
+
+
+def request_of(value: object, scope: str = "full") -> tuple[str, dict[str, Any]]:
+    return WarmItem("here", json.dumps(value), is_json=True).request(scope)
+
+
+def items_of(path: Path, content: str | bytes) -> list[WarmItem]:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return list(read_items(str(path)))
+
+
+def test_what_was_warmed_is_a_hit(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:
+    path = tmp_path / "question.json"
+    path.write_text(json.dumps(question("hit")))
+    ended = run("warm", path, "--url", daemon.url, "--json")
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    (row,) = rows(ended)
+    assert (row["where"], row["restored"], row["saved"]) == (str(path), 0, "queued")
+    with daemon.client() as client:
+        body = {"messages": question("hit"), "max_tokens": 4}
+        answer = client.post("/v1/chat/completions", json=body).json()
+    assert answer["usage"]["prompt_tokens"] == row["prompt_tokens"]
+    assert answer["prefix_cache"]["restored"] == row["prompt_tokens"], "all of it, with the next-token logits"
+    assert answer["prefix_cache"]["source"] == "disk"
+
+
+def test_every_form_of_prompt_is_taken(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:
+    text, body, lines = tmp_path / "a.txt", tmp_path / "b.json", tmp_path / "c.jsonl"
+    text.write_text(f"text: {WORDS * 4}")
+    body.write_text(json.dumps({"prompt": f"body: {WORDS * 4}", "stream": True, "max_tokens": 900}))
+    batch = {"custom_id": "1", "method": "POST", "url": CHAT, "body": {"messages": question("batch")}}
+    lines.write_text(f"{json.dumps(question('line'))}\n\n{json.dumps(batch)}\n")
+    ended = run("warm", text, body, lines, "--url", f"{daemon.url}/v1", "--json")
+    assert ended.exit_code == 0, ended.stderr
+    assert [row["where"] for row in rows(ended)] == [str(text), str(body), f"{lines}:1", f"{lines}:3"]
+    assert {row["saved"] for row in rows(ended)} == {"queued"}
+    total = json.loads(ended.stdout)["total"]
+    assert (total["prompts"], total["failed"], total["not_saved"], total["on_disk"]) == (4, 0, 0, True)
+    assert total["prompt_tokens"] == sum(row["prompt_tokens"] for row in rows(ended))
+
+
+def test_a_prompt_that_fails_is_named_and_the_others_go_on(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:
+    broken, lines = tmp_path / "broken.json", tmp_path / "lines.jsonl"
+    broken.write_text("[1, 2")
+    wrong = {"messages": [{"role": "nobody", "content": "x"}]}
+    too_long = {"prompt": WORDS * 200}
+    lines.write_text("\n".join(map(json.dumps, [wrong, {"temperature": 1}, too_long, question("after errors")])))
+    ended = run("warm", broken, lines, "--url", daemon.url)
+    assert ended.exit_code == 1
+    errors = ended.stderr.splitlines()
+    expected = [
+        "broken.json: it is not valid JSON",
+        "lines.jsonl:1: messages.0.role: ",
+        "lines.jsonl:2: it has neither",
+    ]
+    expected.append("lines.jsonl:3: prompt: the prompt has ")
+    assert len(errors) == len(expected)
+    for error, words in zip(errors, expected, strict=True):
+        assert error.startswith(f"error: {tmp_path}/{words}")
+    line, summary = ended.stdout.splitlines()
+    assert line.startswith(f"{lines}:4: ")
+    assert ", 0 restored, saved, " in line
+    assert summary.startswith("1 prompt of ")
+    assert summary.endswith(", 4 failed")
+
+
+def test_a_prompt_that_is_known_already_is_only_read(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:
+    path = tmp_path / "again.json"
+    path.write_text(json.dumps(question("again")))
+    (first,) = rows(run("warm", path, "--url", daemon.url, "--json"))
+    ended = run("warm", path, "--url", daemon.url)
+    tokens = first["prompt_tokens"]
+    assert f"{tokens} tokens, {tokens} restored, known already, " in ended.stdout
+    assert f"1 prompt of {tokens} tokens, {tokens} restored and 0 computed in " in ended.stdout
+
+
+def test_the_scope_decides_what_is_kept_whatever_the_body_says(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:
+    path = tmp_path / "scope.jsonl"
+    own = {"prefix_cache": {"scope": "auto", "window": 3, "save": False, "salt": "of-the-scope-test"}}
+    path.write_text(json.dumps({"messages": question("scope"), **own}))
+    assert run("warm", path, "--url", daemon.url, "--scope", "32", "--json").exit_code == 0
+    (row,) = rows(run("warm", path, "--url", daemon.url, "--json"))
+    assert (row["restored"], row["saved"]) == (32, "queued")
+    (row,) = rows(run("warm", path, "--url", daemon.url, "--json"))
+    assert (row["restored"], row["saved"]) == (row["prompt_tokens"], "stored")
+
+
+def test_what_is_too_short_to_keep_is_told(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("Hi")
+    ended = run("warm", path, "--url", daemon.url)
+    assert ended.exit_code == 0
+    assert "not saved: " in ended.stdout.splitlines()[0]
+    assert ended.stdout.splitlines()[1].endswith(", 1 not saved")
+
+
+@pytest.mark.parametrize(
+    ("content", "wheres"),
+    [
+        (json.dumps(question("x"), indent=1), ["standard input"]),
+        ("\n".join([json.dumps(question("x"))] * 2), ["standard input:1", "standard input:2"]),
+        ("{curly} prose\nof two lines", ["standard input"]),
+        ("plain prose", ["standard input"]),
+    ],
+)
+def test_standard_input_is_told_by_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, content: str, wheres: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content.encode())))
+    items = list(read_items("-"))
+    assert [item.where for item in items] == wheres
+    assert items[0].is_json == ("role" in content)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl"])
+def test_a_file_without_a_prompt_is_an_error(tmp_path: Path, name: str) -> None:
+    for content, words in ((b" \n", "empty"), (b"caf\xe9", r"UTF-8 \(byte 3\)")):
+        with pytest.raises(InvalidRequest, match=words):
+            items_of(tmp_path / name, content)
+
+
+def test_a_text_is_taken_as_it_stands(tmp_path: Path) -> None:
+    (item,) = items_of(tmp_path / "notes.md", "\ufeff{not json}\r\n  \n")
+    path, body = item.request("auto:8")
+    assert (path, body["prompt"], body["prefix_cache"]) == (COMPLETION, "{not json}\r\n  \n", {"scope": "auto:8"})
+
+
+def test_a_line_ends_where_json_says_so(tmp_path: Path) -> None:
+    line = json.dumps({"prompt": "one\u2028two\x85three"}, ensure_ascii=False)
+    items = items_of(tmp_path / "a.jsonl", f"{line}\r\n{line}\n")
+    assert [item.request("full")[1]["prompt"] for item in items] == ["one\u2028two\x85three"] * 2
+
+
+def test_a_body_keeps_what_has_a_say_in_the_prompt() -> None:
+    kept = {"messages": question("x"), "tools": [], "chat_template_kwargs": {"a": 1}, "cache_salt": "s", "new": "field"}
+    replies = {"stream": True, "stream_options": {}, "n": 4, "max_completion_tokens": 9, "max_tokens": 5, "stop": "x"}
+    replies |= {"model": "of-another-server", "response_format": {"type": "json_object"}, "logit_bias": {"999999": 1}}
+    path, body = request_of(kept | replies | {"prefix_cache": {"salt": "s", "window": 3}})
+    cache = {"salt": "s", "scope": "full"}
+    assert path == CHAT
+    assert body == kept | {"max_tokens": 1, "temperature": 0, "prefix_cache": cache}
+
+
+def test_each_field_of_a_request_either_has_a_say_in_the_prompt_or_is_dropped() -> None:
+    of_prompts = {"messages", "prompt", "tools", "tool_choice", "functions", "function_call", "chat_template_kwargs"}
+    of_prompts |= {"add_generation_prompt", "prefix_cache", "cache_salt", "cache_control"}
+    of_prompts |= {"prompt_cache_key", "prompt_cache_retention"}
+    fields = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+    assert fields - of_prompts == set(NOT_OF_PROMPTS)
+
+
+def test_a_body_for_another_server_is_warmed(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:
+    path = tmp_path / "foreign.json"
+    foreign = {"model": "gpt-5", "response_format": {"type": "json_object"}, "logit_bias": {"199999": 1}}
+    path.write_text(json.dumps({"messages": question("foreign")} | foreign))
+    assert run("warm", path, "--url", daemon.url).exit_code == 0
+    with daemon.client() as client:
+        answer = client.post(CHAT, json={"messages": question("foreign"), "max_tokens": 1}).json()
+    assert answer["prefix_cache"]["restored"] == answer["usage"]["prompt_tokens"]
+
+
+def test_the_help_names_the_variable_of_the_key_and_what_is_dropped(run: Run) -> None:
+    text = run("warm", "--help").stdout
+    assert "DISKPREFIX_API_KEY" in text
+    assert "response_format" in text
+
+
+def test_what_is_wrong_inside_prefix_cache_is_left_to_the_daemon_to_refuse() -> None:
+    assert request_of({"prompt": "x", "prefix_cache": "full"})[1]["prefix_cache"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([], "neither a request body nor"),
+        ("text", "neither a request body nor"),
+        ([{"messages": []}], "neither a request body nor"),
+        ({"messages": [], "prompt": ""}, "both of"),
+        ({"body": {}}, "neither of"),
+    ],
+)
+def test_json_of_another_kind_is_refused(value: object, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        request_of(value)
+
+
+def test_json_that_is_nested_too_deeply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = "[" * 200_000
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        WarmItem("here", deep, is_json=True).request("full")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(deep.encode())))
+    assert [item.is_json for item in read_items("-")] == [True]
+
+
+class Scripted:
+    """A server that answers each route from a list; the last answer of a list is given again and again."""
+
+    def __init__(self, **answers: Sequence[tuple[int, Any]]) -> None:
+        self.asked: list[str] = []
+        outer = self
+        queues = {name: list(listed) for name, listed in answers.items()}
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                name = self.path.rsplit("/", 1)[-1]
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                outer.asked.append(name)
+                queue = queues[name]
+                status, body = queue.pop(0) if len(queue) > 1 else queue[0]
+                content = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.send_header("Retry-After", "0")
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_POST = do_GET
+
+            def log_message(self, *_args: object) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+
+    def __enter__(self) -> Scripted:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def health(status: str) -> tuple[int, Any]:
+    return (200 if status == "ok" else 503), {"status": status, "message": "reading weights"}
+
+
+def props(**changes: Any) -> tuple[int, Any]:
+    state = {"pending_bytes": 0, "saved_bytes": 0, "dropped": 0, "evicted_blocks": 0, "error": None} | changes
+    return 200, {"full_cache": {"state": state}}
+
+
+def refusal(status: int, message: str = "no") -> tuple[int, Any]:
+    return status, {"error": {"message": message}}
+
+
+SAVED = (
+    200,
+    {
+        "usage": {"prompt_tokens": 1234},
+        "prefix_cache": {"restored": 0, "saved": "queued", "miss_reason": "first_request"},
+    },
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text(WORDS)
+    return path
+
+
+def test_a_daemon_that_loads_is_waited_for_and_so_is_a_full_queue_and_the_disk(run: Run, text: Path) -> None:
+    with Scripted(
+        health=[health("loading"), health("loading"), health("ok")],
+        props=[props(), props(pending_bytes=9), props(pending_bytes=9), props()],
+        completions=[refusal(503), refusal(429), SAVED],
+    ) as server:
+        ended = run("warm", text, "--url", server.url)
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    assert server.asked == ["health"] * 3 + ["props"] + ["completions"] * 3 + ["props"] * 3
+    assert "1,234 tokens, 0 restored, saved, " in ended.stdout
+
+
+def test_what_others_have_written_is_not_waited_for(run: Run, text: Path) -> None:
+    written = [props(pending_bytes=9, saved_bytes=done) for done in (50, 58, 59)]
+    with Scripted(health=[health("ok")], props=[props(), *written], completions=[SAVED]) as server:
+        ended = run("warm", text, "--url", server.url)
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    assert server.asked.count("props") == 4
+
+
+def test_a_disk_that_hangs_is_not_waited_for_for_ever(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diskprefix.cli.warm, "_PATIENCE_S", 0.0)
+    with Scripted(health=[health("ok")], props=[props(pending_bytes=9)], completions=[SAVED]) as server:
+        ended = run("warm", text, "--url", server.url)
+    assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1)
+    assert "has not written" in ended.stderr
+
+
+def test_a_queue_that_stays_full_fails_the_prompt(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diskprefix.cli.warm, "_PATIENCE_S", 0.0)
+    with Scripted(health=[health("ok")], props=[props()], completions=[refusal(503, "the queue is full")]) as server:
+        ended = run("warm", text, "--url", server.url)
+    assert (ended.exit_code, ended.stderr) == (1, f"error: {text}: the queue is full\n")
+
+
+@pytest.mark.parametrize(
+    ("after", "exit_code", "words"),
+    [
+        (props(dropped=1), 1, "1 prompt of this time did not fit"),
+        (props(evicted_blocks=7), 0, "7 blocks had to go meanwhile"),
+        (props(error="no space"), 0, "nothing is kept on disk: no space"),
+    ],
+)
+def test_what_was_not_kept_after_all_is_told(
+    run: Run, text: Path, after: tuple[int, Any], exit_code: int, words: str
+) -> None:
+    with Scripted(health=[health("ok")], props=[props(), after], completions=[SAVED]) as server:
+        ended = run("warm", text, "--url", server.url)
+    assert ended.exit_code == exit_code
+    assert words in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (health("failed"), "its status is failed"),
+        (health("stopping"), "its status is stopping"),
+        ((200, {"hello": "world"}), "is no diskprefix daemon"),
+        ((404, None), "is no diskprefix daemon"),
+    ],
+)
+def test_what_does_not_serve_is_one_line(run: Run, text: Path, answer: tuple[int, Any], words: str) -> None:
+    with Scripted(health=[answer]) as server:
+        ended = run("warm", text, "--url", server.url)
+    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert words in ended.stderr
+
+
+def test_on_a_terminal_each_prompt_has_a_line_of_its_own(text: Path) -> None:
+    with Scripted(health=[health("ok")], props=[props()], completions=[SAVED]) as server:
+        terminal = Terminal("warm", str(text), str(text), "--url", server.url)
+        assert terminal.wait() == 0
+    lines = [re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "", line.split("\x1b[2K")[-1]) for line in terminal.shown.split("\r\n")]
+    assert len([line for line in lines if line.startswith(f"{text}: 1,234 tokens, 0 restored, saved, ")]) == 2
+    assert "2 of 2 (1,234 tokens until now, 0 restored): " in terminal.shown
+
+
+def test_an_interrupted_load_ends_at_once(text: Path, chat_model: Path, tmp_path: Path) -> None:
+    terminal = Terminal("warm", "--alone", *alone_flags(chat_model, tmp_path / "kv"), str(text))
+    terminal.wait_for("starting")
+    # The terminal may have to type it again, and then Python may be about to end already.
+    assert terminal.interrupt() in (130, -signal.SIGINT)
+    assert "Traceback" not in terminal.shown
+
+
+def test_without_a_daemon_one_line_says_what_to_do(run: Run, text: Path) -> None:
+    with Scripted(health=[health("ok")]) as server:
+        url = server.url
+    for address in (url, "http://no host", f"http://{'x' * 80}.invalid"):
+        ended = run("warm", text, "--url", address)
+        assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+        assert "diskprefix serve" in ended.stderr
+        assert "--alone" in ended.stderr
+
+
+def test_a_daemon_that_ends_meanwhile_is_one_line() -> None:
+    with Scripted(health=[health("ok")]) as server:
+        target = OverHttp(server.url, None)
+        target.wait_ready(lambda _line: None)
+    with pytest.raises(NotReady, match="no daemon answers"):
+        target.call("GET", "/props")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--url", "ftp://x"),
+        ("--url", "http://x:port"),
+        ("--api-key", "schlüssel"),
+        ("--scope", "off"),
+        ("--scope", "some"),
+        ("--model", "x"),
+        ("--kv-cache-dir", "x"),
+        ("--alone", "--url", "http://x"),
+        ("--alone", "--api-key", "x"),
+        ("--alone", "--kv-cache-budget", "some"),
+    ],
+)
+def test_a_wrong_option_is_one_line_that_names_it(run: Run, text: Path, args: tuple[str, ...]) -> None:
+    ended = run("warm", text, *args)
+    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert args[-2] in ended.stderr
+
+
+@contextmanager
+def locked_app(model: Path, folder: Path) -> Iterator[str]:
+    """A daemon that asks for a key. Its engine is scripted."""
+    keys = folder / "keys"
+    keys.write_text(f"somebody {KEY}\nadmin {ADMIN_KEY}\n")
+    keys.chmod(0o600)
+    engine = ScriptedEngine()
+    engine.stats["pending_bytes"] = 0
+    with scripted_app(model, engine, api_keys=keys) as server:
+        yield server.url
+
+
+def test_a_key_is_sent_where_one_is_asked_for(
+    run: Run, text: Path, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with locked_app(chat_model, tmp_path) as url:
+        refused = run("warm", text, "--url", url)
+        assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+        assert refused.stderr.startswith("error: --api-key: an API key is needed")
+        ended = run("warm", text, "--url", url, "--api-key", KEY)
+        assert ended.exit_code == 0
+        assert (
+            ended.stderr
+            == "warning: only the key named admin may ask whether all is on disk: it is written within seconds\n"
+        )
+        monkeypatch.setenv("DISKPREFIX_API_KEY", ADMIN_KEY)
+        ended = run("warm", text, "--url", url)
+        assert (ended.exit_code, ended.stderr) == (0, "")
+
+
+def test_alone_it_saves_what_a_daemon_then_restores(run: Run, chat_model: Path, tmp_path: Path) -> None:
+    path, folder = tmp_path / "alone.jsonl", tmp_path / "kv"
+    path.write_text(f"{json.dumps(question('alone'))}\n{json.dumps({'messages': []})}\n")
+    flags = alone_flags(chat_model, folder)
+    ended = run("warm", "--alone", *flags, path, "--json")
+    assert (ended.exit_code, ended.stderr) == (1, f"error: {path}:2: messages: must not be empty\n")
+    first = rows(ended)[0]
+    assert (first["restored"], first["saved"]) == (0, "queued")
+    ended = run("warm", "--alone", *flags, path, "--json")
+    assert (rows(ended)[0]["restored"], rows(ended)[0]["saved"]) == (first["prompt_tokens"], "stored")
+    with running_daemon(chat_model, folder, kv_cache_gate="off") as daemon, daemon.client() as client:
+        answer = client.post("/v1/chat/completions", json={"messages": question("alone"), "max_tokens": 1}).json()
+    assert answer["prefix_cache"]["restored"] == first["prompt_tokens"]
+
+
+def test_alone_a_model_that_is_not_there_is_one_line(run: Run, text: Path, tmp_path: Path) -> None:
+    ended = run("warm", "--alone", "--model", tmp_path / "none", "--kv-cache-dir", tmp_path / "kv", text)
+    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (3, "", 1)
+
+
+def test_through_a_daemon_torch_is_not_imported(text: Path) -> None:
+    with Scripted(health=[health("ok")], props=[props()], completions=[SAVED]) as server:
+        code = (
+            "import sys; from diskprefix.cli import main\n"
+            f"try: main(['warm', {str(text)!r}, '--url', {server.url!r}])\n"
+            "except SystemExit as end: print(end.code)\n"
+            "print({'torch', 'transformers', 'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules))"
+        )
+        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-2:] == ["0", "set()"]

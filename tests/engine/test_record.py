@@ -1,0 +1,105 @@
+"""What `--record` says of requests that were computed and not cached: enough to tell what caching would have done."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from diskprefix.cache_options import CacheOptions
+from diskprefix.engine.generate import Engine
+from diskprefix.engine.prefill import Cancelled
+from diskprefix.engine.request import GenerateRequest, SamplingParams
+from diskprefix.kv import probe
+from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.scope import Scope
+from diskprefix.settings import Settings
+from diskprefix.simulate.formats import read_trace
+from diskprefix.simulate.geometry import CUTTABLE
+from diskprefix.simulate.simulator import Policy, simulate
+from diskprefix.simulate.trace import RecordedDaemon, Trace
+from tests.engine import tiny
+
+BLOCK = 16
+
+
+def recorded(model: Path, folder: Path, *, scope: str = "off", cancelled: bool = False) -> Trace:
+    """What a daemon recorded of the same prompt twice, each sent with the scope of the daemon."""
+    settings = Settings(
+        model=str(model),
+        kv_cache_dir=folder / "kv",
+        disk_prefix_cache=scope,
+        block_size=BLOCK,
+        kv_cache_min_tokens=BLOCK,
+        kv_cache_gate="off",
+        record=folder / "trace.jsonl",
+    )
+    engine = Engine.load(settings, lambda _: None)
+    request = GenerateRequest(
+        id="test",
+        prompt=Prompt(np.random.default_rng(0).integers(3, 250, 100).astype(np.int32)),
+        sampling=SamplingParams(temperature=0, max_tokens=3),
+        cache=CacheOptions(scope=engine.cache.default_scope),
+    )
+    for _ in range(2):
+        try:
+            engine.run(request, lambda _: None, lambda: cancelled, time.perf_counter())
+        except Cancelled:
+            assert cancelled
+    engine.close()
+    return read_trace(folder / "trace.jsonl")
+
+
+def restored(trace: Trace) -> int:
+    policy = Policy(scope=Scope("full"), block_size=BLOCK, min_tokens=BLOCK)
+    return simulate(trace, policy, CUTTABLE).restored_tokens
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_folder(tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16, max_position_embeddings=512)
+
+
+@pytest.mark.parametrize("scope", ["off", "full"])
+def test_what_was_recorded_without_a_cache_tells_what_one_would_do(llama: Path, tmp_path: Path, scope: str) -> None:
+    trace = recorded(llama, tmp_path, scope=scope)
+    assert [(request.scope, request.remembered) for request in trace] == [(None, True)] * 2
+    assert restored(trace) == 100
+    daemon = trace.daemon
+    assert isinstance(daemon, RecordedDaemon)
+    assert (daemon.block_size, daemon.min_tokens, daemon.state_bytes) == (BLOCK, BLOCK, 0)
+    assert min(daemon.bytes_per_token, daemon.logits_bytes, daemon.tokens_per_s) > 0
+
+
+def test_what_was_cancelled_before_its_end_is_not_remembered(llama: Path, tmp_path: Path) -> None:
+    trace = recorded(llama, tmp_path, scope="full", cancelled=True)
+    assert [request.remembered for request in trace] == [False, False]
+    assert restored(trace) == 0
+
+
+def test_a_model_that_cannot_be_cached_is_recorded_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(probe.KINDS, DynamicSlidingWindowLayer)
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(tiny.tokens()),
+        sliding_window=32,
+        max_position_embeddings=512,
+    )
+    MistralForCausalLM(config).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    trace = recorded(tmp_path / "model", tmp_path, scope="full")
+    assert restored(trace) == 100
+    assert trace.daemon is not None
+    assert trace.daemon.bytes_per_token == 0, "nobody knows"

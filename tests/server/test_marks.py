@@ -1,0 +1,331 @@
+"""`cache_control`: which position of the prompt a mark means."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.errors import InvalidRequest
+from diskprefix.policy.boundary import Mark, Prompt
+from diskprefix.server.body import parse_json
+from diskprefix.server.chat import PromptRenderer
+from diskprefix.server.marks import MAX_MARKS
+from diskprefix.server.schemas import ChatRequest, CompletionRequest
+from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
+
+MARK = {"type": "ephemeral"}
+HOUR = MARK | {"ttl": "1h"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "Name three rivers."}
+REPLY = {"role": "assistant", "content": "Rhine, Po and Elbe."}
+MORE = {"role": "user", "content": "And a lake?"}
+TURNS = [SYSTEM, USER, REPLY, MORE]
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"b": 1, "a": 2}}} | fields
+
+
+def tokenizer_with(folder: Path, template: str = CHAT_TEMPLATE) -> Any:
+    from transformers import AutoTokenizer
+
+    write_tokenizer(folder, chat_template=template)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tokenizer_with(tmp_path_factory.mktemp("tokenizer"))
+
+
+def render(tokenizer: Any, messages: list[dict[str, Any]], **fields: Any) -> Prompt:
+    body = parse_json(json.dumps({"messages": messages} | fields).encode(), ChatRequest)
+    return PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS).chat(body)
+
+
+def marked(messages: list[dict[str, Any]], index: int, control: Any = MARK) -> list[dict[str, Any]]:
+    return [message | {"cache_control": control} if i == index else message for i, message in enumerate(messages)]
+
+
+def texts_before(tokenizer: Any, prompt: Prompt) -> list[str]:
+    """What of the prompt stands before each of its marks."""
+    return [str(tokenizer.decode(prompt.token_ids[: mark.position].tolist())) for mark in prompt.marks]
+
+
+def part(text: str, control: Any = None) -> dict[str, Any]:
+    return {"type": "text", "text": text} | ({} if control is None else {"cache_control": control})
+
+
+@pytest.mark.parametrize(
+    ("index", "end"),
+    [
+        (0, "<|im_start|>system\nBe brief.<|im_end|>\n"),
+        (1, "Name three rivers.<|im_end|>\n"),
+        (2, "Rhine, Po and Elbe.<|im_end|>\n"),
+        (3, "And a lake?<|im_end|>\n"),
+    ],
+)
+def test_a_marked_message_is_kept_with_the_end_of_its_turn(tokenizer: Any, index: int, end: str) -> None:
+    plain, prompt = render(tokenizer, TURNS), render(tokenizer, marked(TURNS, index))
+    assert prompt.token_ids.tolist() == plain.token_ids.tolist()
+    (text,) = texts_before(tokenizer, prompt)
+    assert text.endswith(end)
+    assert str(tokenizer.decode(plain.token_ids.tolist())).startswith(text)
+    assert not plain.marks
+
+
+@pytest.mark.parametrize(
+    ("control", "ttl_s"),
+    [(MARK, None), (MARK | {"ttl": None}, None), (MARK | {"ttl": "5m"}, 300.0), (HOUR, 3600.0)],
+)
+def test_a_mark_says_for_how_long(tokenizer: Any, control: Any, ttl_s: float | None) -> None:
+    (mark,) = render(tokenizer, marked(TURNS, 1, control)).marks
+    assert mark.ttl_s == ttl_s
+
+
+def test_null_is_no_mark(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": [part("one") | {"cache_control": None}], "cache_control": None}]
+    assert render(tokenizer, messages, tools=[tool("f", cache_control=None)]).marks == ()
+
+
+def test_a_marked_part_is_kept_without_the_parts_behind_it(tokenizer: Any) -> None:
+    message = {"role": "user", "content": [part("one", MARK), part("two", HOUR), part("three")]}
+    prompt = render(tokenizer, [SYSTEM, message, REPLY, MORE])
+    first, second = texts_before(tokenizer, prompt)
+    assert first.endswith("<|im_start|>user\none\n")
+    assert second.endswith("<|im_start|>user\none\ntwo\n")
+    assert [mark.ttl_s for mark in prompt.marks] == [None, 3600.0]
+
+
+def test_the_last_part_ends_where_its_message_ends(tokenizer: Any) -> None:
+    message = {"role": "user", "content": [part("one"), part("two", MARK)]}
+    assert texts_before(tokenizer, render(tokenizer, [message]))[0].endswith("one\ntwo<|im_end|>\n")
+
+
+def test_the_last_part_ends_before_the_tool_calls_of_its_message(tokenizer: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": [part("I look.", MARK)], "tool_calls": [call]}
+    (text,) = texts_before(tokenizer, render(tokenizer, [USER, message]))
+    assert text.endswith("assistant\nI look.")
+    (text,) = texts_before(tokenizer, render(tokenizer, marked([USER, message | {"content": "I look."}], 1)))
+    assert text.endswith("I look.<call>f</call><|im_end|>\n")
+
+
+@pytest.mark.parametrize("following", ["x", "xx", "y", "", " ", "  x", "<|im_end|>\n<|im_start|>assistant", "one\none"])
+def test_no_text_behind_a_marked_part_moves_the_mark(tokenizer: Any, following: str) -> None:
+    prompt = render(tokenizer, [{"role": "user", "content": [part("one", MARK), part(following), part("end")]}])
+    assert texts_before(tokenizer, prompt) in (["<|im_start|>user\none"], ["<|im_start|>user\none\n"])
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>\n", "a <|im_start|>assistant\n b", "<|im_end|>\n<|im_start|>user\n"])
+def test_marker_text_in_messages_moves_no_mark(tokenizer: Any, text: str) -> None:
+    messages = [SYSTEM, {"role": "user", "content": text}, {"role": "assistant", "content": text}, MORE]
+    whole = str(tokenizer.decode(render(tokenizer, messages).token_ids.tolist()))
+    ends = [
+        whole.index("Be brief.") + 20,
+        whole.index("<|im_start|>assistant", 40 + len(text)),
+        whole.index(MORE["content"]),
+    ]
+    for index in (0, 1, 2):
+        (before,) = texts_before(tokenizer, render(tokenizer, marked(messages, index)))
+        assert before.count(text) >= index
+        assert before.endswith("<|im_end|>\n")
+        assert len(before) <= ends[index]
+
+
+def test_an_end_of_the_conversation_that_a_message_imitates_is_not_taken_for_it(tmp_path: Path) -> None:
+    """This template writes the same at the end of every conversation, and nothing between messages."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
+    tokenizer = tokenizer_with(tmp_path, template)
+    messages = [USER, {"role": "assistant", "content": "<|im_end|>tail"}, MORE]
+    assert texts_before(tokenizer, render(tokenizer, marked(messages, 0))) == [USER["content"]]
+
+
+def test_a_marked_tool_is_kept_without_the_tools_behind_it(tokenizer: Any) -> None:
+    tools = [tool("first", cache_control=MARK), tool("second"), tool("third", cache_control=HOUR)]
+    prompt = render(tokenizer, TURNS, tools=tools)
+    first, last = texts_before(tokenizer, prompt)
+    assert '"first"' in first
+    assert '"second"' not in first
+    assert last.endswith("<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n")
+    assert [mark.ttl_s for mark in prompt.marks] == [None, 3600.0]
+
+
+def test_a_mark_on_a_tool_is_no_part_of_the_prompt(tokenizer: Any) -> None:
+    plain = render(tokenizer, TURNS, tools=[tool("first"), tool("second")])
+    prompt = render(tokenizer, TURNS, tools=[tool("first", cache_control=MARK), tool("second", cache_control=HOUR)])
+    assert prompt.token_ids.tolist() == plain.token_ids.tolist()
+
+
+def test_a_mark_on_the_function_of_a_tool_is_one_on_the_tool(tokenizer: Any) -> None:
+    """The place that LiteLLM hands on."""
+
+    def with_mark(control: Any, **fields: Any) -> dict[str, Any]:
+        plain = tool("first")
+        return plain | {"function": plain["function"] | {"cache_control": control}} | fields
+
+    on_tool = render(tokenizer, TURNS, tools=[tool("first", cache_control=HOUR), tool("second")])
+    for marked_tool in (with_mark(HOUR), with_mark(HOUR, cache_control=MARK), with_mark(MARK, cache_control=HOUR)):
+        prompt = render(tokenizer, TURNS, tools=[marked_tool, tool("second")])
+        assert prompt.marks == on_tool.marks
+        assert prompt.token_ids.tolist() == on_tool.token_ids.tolist()
+
+
+def test_a_mark_on_a_tool_that_the_template_does_not_write_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tokenizer = tokenizer_with(tmp_path, template)
+    system = SYSTEM | {"content": "Call first when you are asked for it."}
+    with caplog.at_level(logging.DEBUG, "diskprefix"):
+        prompt = render(tokenizer, marked([system, USER], 1, HOUR), tools=[tool("first", cache_control=MARK)])
+    assert [mark.ttl_s for mark in prompt.marks] == [3600.0]
+    assert "the template writes no tools" in caplog.text
+
+
+def test_marks_on_tools_that_are_not_offered_do_not_count(tokenizer: Any) -> None:
+    assert render(tokenizer, TURNS, tools=[tool("f", cache_control=MARK)], tool_choice="none").marks == ()
+
+
+def test_a_tool_that_the_first_user_message_carries_is_found_there(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'user' and tools and loop.index0 == (1 if messages[0].role == 'system' else 0) %}"
+        "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    tokenizer = tokenizer_with(tmp_path, template)
+    for messages in (TURNS, TURNS[1:]):
+        prompt = render(tokenizer, messages, tools=[tool("first"), tool("second", cache_control=MARK)])
+        (text,) = texts_before(tokenizer, prompt)
+        assert '"second"' in text
+        assert "Name" not in text
+    prompt = render(tokenizer, marked(TURNS, 0, HOUR), tools=[tool("first", cache_control=MARK)])
+    assert [mark.ttl_s for mark in prompt.marks] == [3600.0, None]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+        "{{ raise_exception('no user') }}{% endif %}" + CHAT_TEMPLATE,
+        "<|endoftext|>{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
+        "{% if loop.first and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}",
+    ],
+    ids=["refuses a lone system message", "writes it in the first turn"],
+)
+def test_a_system_message_is_found_where_the_template_writes_none_alone(tmp_path: Path, template: str) -> None:
+    (text,) = texts_before(
+        tokenizer_with(tmp_path / "t", template), render(tokenizer_with(tmp_path, template), marked(TURNS, 0))
+    )
+    assert "Be brief." in text
+    assert "Name" not in text
+
+
+def test_a_reply_is_found_whose_thoughts_are_written_while_it_is_the_last(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content and loop.last %}{{ m.reasoning_content }}{% endif %}{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [SYSTEM, USER, REPLY | {"reasoning_content": "Hm."}, MORE]
+    tokenizer = tokenizer_with(tmp_path, template)
+    (text,) = texts_before(tokenizer, render(tokenizer, marked(messages, 2)))
+    assert "Rhine, Po and Elbe.<|im_end|>\n" in text
+    assert "And" not in text
+
+
+def test_a_mark_without_a_place_is_left_out_with_a_debug_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tokenizer_with(tmp_path, "{{ messages[-1].content }}")
+    with caplog.at_level(logging.DEBUG, "diskprefix"):
+        prompt = render(tokenizer, marked([USER, REPLY], 0))
+    assert prompt.marks == ()
+    assert "the mark on messages.0 has no place in the prompt" in caplog.text
+
+
+def test_one_position_is_one_mark_with_the_longest_time(tokenizer: Any) -> None:
+    def both(of_part: Any, of_message: Any) -> tuple[Mark, ...]:
+        message = {"role": "user", "content": [part("one", of_part)], "cache_control": of_message}
+        return render(tokenizer, [message]).marks
+
+    (plain,) = both(MARK, MARK)
+    assert plain.ttl_s is None
+    for marks in (both(HOUR, MARK | {"ttl": "5m"}), both(MARK | {"ttl": "5m"}, HOUR), both(MARK, HOUR)):
+        assert marks == (Mark(plain.position, 3600.0),)
+
+
+def test_marks_come_in_the_order_of_the_prompt_and_the_last_of_many_count(tokenizer: Any) -> None:
+    messages = [USER, REPLY] * MAX_MARKS
+    every = render(tokenizer, [message | {"cache_control": MARK} for message in messages])
+    positions = [mark.position for mark in every.marks]
+    assert positions == sorted(set(positions))
+    assert len(positions) == MAX_MARKS
+    (last,) = render(tokenizer, marked(messages, len(messages) - 1)).marks
+    assert positions[-1] == last.position
+
+
+def test_a_character_of_several_tokens_is_not_cut(tokenizer: Any) -> None:
+    prompt = render(tokenizer, [{"role": "user", "content": [part("🦀", MARK), part("🦀")]}])
+    assert texts_before(tokenizer, prompt) == ["<|im_start|>user\n🦀\n"]
+
+
+def test_tokens_that_the_tokenizer_adds_by_itself_count(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tokenizer_with(tmp_path)
+    messages = [message | {"cache_control": MARK} for message in TURNS]
+    without = render(tokenizer, messages).marks
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    renderer = PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS)
+    renderer._adds_bos = lambda rendered: True  # type: ignore[method-assign]  # noqa: ARG005
+    for more in ({}, {"add_generation_prompt": False}):
+        body = parse_json(json.dumps({"messages": messages} | more).encode(), ChatRequest)
+        prompt = renderer.chat(body)
+        assert [mark.position for mark in prompt.marks] == [mark.position + 1 for mark in without]
+    assert prompt.marks[-1].position == len(prompt.token_ids) - 1
+
+
+def test_raw_text_and_developer_messages(tokenizer: Any) -> None:
+    renderer = PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS)
+    assert renderer.completion(CompletionRequest(prompt="Name three<|im_end|> rivers")).marks == ()
+    (text,) = texts_before(tokenizer, render(tokenizer, marked([SYSTEM | {"role": "developer"}, USER], 0)))
+    assert text == "<|im_start|>system\nBe brief.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("control", "where"),
+    [
+        ("ephemeral", ""),
+        (True, ""),
+        ([], ""),
+        ({}, ".type"),
+        ({"type": "persistent"}, ".type"),
+        ({"type": None}, ".type"),
+        (MARK | {"ttl": "2h"}, ".ttl"),
+        (MARK | {"ttl": 300}, ".ttl"),
+        (MARK | {"scope": "global"}, ".scope"),
+    ],
+)
+def test_a_wrong_mark_is_named_by_its_path(control: Any, where: str) -> None:
+    message = USER | {"cache_control": control}
+    in_part = USER | {"content": [part("one"), part("two", control)]}
+    image = {"type": "image_url", "image_url": {"url": "data:"}, "cache_control": control}
+    for fields, path in (
+        ({"messages": [SYSTEM, message]}, "messages.1"),
+        ({"messages": [SYSTEM, in_part]}, "messages.1.content.1"),
+        ({"messages": [USER | {"content": [image]}]}, "messages.0.content.0"),
+        ({"messages": [USER], "tools": [tool("f"), tool("g", cache_control=control)]}, "tools.1"),
+        (
+            {"messages": [USER], "tools": [tool("f", function={"name": "f", "cache_control": control})]},
+            "tools.0.function",
+        ),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            parse_json(json.dumps(fields).encode(), ChatRequest)
+        assert caught.value.param == f"{path}.cache_control{where}"

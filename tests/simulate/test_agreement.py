@@ -1,0 +1,380 @@
+"""What the simulator says of a workload, the daemon's own cache does: of each request the same is restored and kept.
+
+The cache holds the state of small random models here. What is written is waited for, so that time plays no part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from diskprefix.cache_options import CacheOptions, group_of
+from diskprefix.policy.boundary import Mark, Prompt, raw_boundaries
+from diskprefix.policy.scope import Scope, parse_scope
+from diskprefix.prefix_cache import request as request_module
+from diskprefix.prefix_cache.recording import Recorder
+from diskprefix.simulate.formats import read_trace
+from diskprefix.simulate.geometry import Geometry
+from diskprefix.simulate.simulator import Outcome, Policy, Simulator
+from diskprefix.simulate.synthetic import interleaved, one_off
+from diskprefix.simulate.trace import TraceRequest
+from diskprefix.tenant import SHARED
+from diskprefix.tokens import TokenIds, as_token_ids
+from tests.architectures import tiny_model
+from tests.tiny import BLOCK, VOCAB, Answer, Runner, tiny_llama, tiny_settings
+
+BEGIN, END, SYSTEM, USER, REPLY = 1, 2, 3, 4, 5
+TEXT = 10
+"""Tokens from here on are words."""
+AUTO = Scope("auto", 30)
+MIN_TOKENS, COLD_MAX, INTERVAL = 2 * BLOCK, 8 * BLOCK, 4 * BLOCK
+STATES = "cuttable", "qwen3_next", "mamba2"
+
+
+class Seen(NamedTuple):
+    """What both say of a request."""
+
+    restored: int
+    reason: str
+    selected: int
+    aligned: int
+    checkpoints: tuple[int, ...]
+    window: int
+    recent: int
+    common: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a request is, by numbers that `Conversations` makes sense of."""
+
+    how: str
+    which: int = 0
+    size: int = 20
+    scope: str | None = None
+    group: str = ""
+    salt: str = ""
+    save: bool = True
+    marked: bool = False
+    is_raw: bool = False
+    restarted: bool = False
+
+
+class Conversations:
+    """Prompts that share, grow, branch, change and repeat, drawn from a seed: messages between markers, or, where a
+    turn is raw, the same tokens without any known structure."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._systems = [self._message(SYSTEM, size) for size in (45, 70)]
+        self._open: list[list[TokenIds]] = []
+
+    def next(self, turn: Turn) -> TraceRequest:
+        messages = self._messages(turn)
+        self._open.append(messages)
+        # The template may write another beginning of the reply than the one that the reply then has.
+        opening = as_token_ids([BEGIN, REPLY] if turn.size % 5 else [BEGIN, REPLY, 7, 7])
+        token_ids = np.concatenate([*messages, opening])
+        boundaries = raw_boundaries(token_ids, (BEGIN, END))
+        has_system = not turn.is_raw and turn.how != "unlike"
+        if turn.is_raw:
+            token_ids, boundaries = np.where(token_ids < TEXT, token_ids + TEXT, token_ids), ()
+        middle = len(token_ids) // 2
+        prompt = Prompt(
+            token_ids,
+            boundaries=boundaries,
+            system_end=len(messages[0]) + 1 if has_system else 0,
+            marks=(Mark(middle), Mark(min(middle + 1 + turn.size, len(token_ids)), 300.0)) if turn.marked else (),
+        )
+        return TraceRequest(
+            when=float(len(self._open)),
+            prompt=prompt,
+            scope=None if turn.scope is None else parse_scope(turn.scope, param="scope"),
+            group=group_of(turn.group) if turn.group else b"",
+            tenant=turn.salt,
+            save=turn.save,
+        )
+
+    def _messages(self, turn: Turn) -> list[TokenIds]:
+        if turn.how == "short":
+            return [self._message(USER, turn.size % 12)]
+        if turn.how == "unlike":
+            return [self._message(USER, 60 + turn.size)]
+        if turn.how == "new" or not self._open:
+            return [self._systems[turn.which % len(self._systems)], self._message(USER, turn.size)]
+        before = list(self._open[-1 - turn.which % min(len(self._open), 4)])
+        if turn.how == "edit":
+            before[turn.size % len(before)] = self._message(USER, turn.size)
+        if turn.how == "branch":
+            before = before[: 1 + turn.size % len(before)]
+        if turn.how == "within":
+            last = before[-1].copy()
+            last[len(last) // 2 :] = self._text(len(last) - len(last) // 2)
+            return [*before[:-1], last]
+        if turn.how in ("grow", "branch"):
+            before += [self._message(REPLY, turn.size // 2), self._message(USER, turn.size)]
+        return before
+
+    def _message(self, role: int, size: int) -> TokenIds:
+        return np.concatenate([as_token_ids([BEGIN, role]), self._text(size), as_token_ids([END])])
+
+    def _text(self, size: int) -> TokenIds:
+        return self._random.integers(TEXT, VOCAB, size).astype(np.int32)
+
+
+HOWS = "new", "grow", "grow", "grow", "branch", "edit", "within", "again", "unlike", "short"
+SCOPES = None, None, None, "auto:2", "full", "off", "40", "150", "auto:1"
+TURNS = st.builds(
+    Turn,
+    how=st.sampled_from(HOWS),
+    which=st.integers(0, 3),
+    size=st.integers(0, 60),
+    scope=st.sampled_from(SCOPES),
+    group=st.sampled_from(["", "", "", "a", "b"]),
+    salt=st.sampled_from(["", "", "", "somebody"]),
+    save=st.sampled_from([True, True, True, True, False]),
+    marked=st.sampled_from([False, False, False, True]),
+    is_raw=st.sampled_from([False, False, False, True]),
+    restarted=st.sampled_from([False, False, False, False, True]),
+)
+
+
+@cache
+def model_of(state: str) -> PreTrainedModel:
+    return tiny_llama() if state == "cuttable" else tiny_model(state, torch.float32)
+
+
+def geometry_of(runner: Runner) -> Geometry:
+    layout = runner.layout
+    return Geometry(layout.bytes_per_token, layout.state_bytes, layout.logits_bytes)
+
+
+POLICY = Policy(scope=AUTO, block_size=BLOCK, min_tokens=MIN_TOKENS, interval=INTERVAL, cold_max=COLD_MAX)
+
+
+class Daemon:
+    """A cache on a folder, as a daemon has it whose scope is `AUTO`."""
+
+    def __init__(self, folder: Path, model: PreTrainedModel, **changes: object) -> None:
+        values: dict[str, object] = {
+            "kv_cache_min_tokens": MIN_TOKENS,
+            "kv_cache_cold_max": COLD_MAX,
+            "kv_cache_interval": INTERVAL,
+            "kv_cache_gate": "off",
+            "kv_cache_codec": "raw",
+        }
+        self.recording = folder / "recording.jsonl"
+        self._histories: list[tuple[bytes, list[TokenIds]]] = []
+        self.runner = Runner(model, tiny_settings(folder / "kv", **(values | changes)), on_history=self._note_history)
+        self._recorder = self._open_recorder()
+        self._written_before = 0
+
+    def close(self) -> None:
+        self._recorder.close()
+        self.runner.close()
+
+    def restart(self) -> None:
+        self._written_before = self.written_tokens
+        self._recorder.close()
+        self.runner.reopen()
+        self._recorder = self._open_recorder()
+
+    def step(self, request: TraceRequest) -> Answer:
+        options = self.options(request)
+        answer = self.runner.run_prompt(request.prompt, options)
+        self.runner.flush()
+        for root, prompts in self._histories:
+            self._recorder.know(root, prompts)
+        self._histories.clear()
+        self._recorder.note(
+            request.prompt,
+            options,
+            answer.report,
+            root=self.runner.cache.realm(options.tenant).root,
+            when=1e9 + request.when,
+            output_tokens=0,
+            prefill_ms=0.0,
+            remembered=answer.is_published,
+        )
+        return answer
+
+    def options(self, request: TraceRequest) -> CacheOptions:
+        return CacheOptions(
+            scope=request.scope or AUTO,
+            tenant=SHARED.with_salt(request.tenant) if request.tenant else SHARED,
+            group=request.group,
+            save=request.save,
+            ttl_s=request.ttl_s,
+        )
+
+    def _note_history(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
+        """The engine opens its recorder first; here that comes later, as it asks for the store's secret."""
+        self._histories.append((root, [token_ids.copy() for token_ids in prompts]))
+
+    def _open_recorder(self) -> Recorder:
+        return Recorder(
+            self.recording,
+            secret_of=lambda: self.runner.cache.store.secret,
+            block_size=BLOCK,
+            min_tokens=MIN_TOKENS,
+            default_scope=AUTO,
+        )
+
+    @property
+    def written_tokens(self) -> int:
+        return self._written_before + self.runner.cache.writer.written_tokens
+
+    def stored(self) -> tuple[int, int]:
+        """How many nodes, and their bytes."""
+        with self.runner.cache.store.snapshot() as snapshot:
+            table = snapshot.usages()
+        return len(table.names), int(table.records["stored_bytes"].sum())
+
+
+def seen(answer: Answer) -> Seen:
+    report = answer.report
+    return Seen(
+        restored=report.restored,
+        reason=report.reason,
+        selected=report.selected,
+        aligned=report.aligned,
+        checkpoints=report.checkpoints,
+        window=report.window,
+        recent=report.recent,
+        common=report.common,
+    )
+
+
+def foreseen(outcome: Outcome) -> Seen:
+    selection = outcome.selection
+    return Seen(
+        restored=outcome.restored,
+        reason=selection.reason,
+        selected=selection.selected,
+        aligned=selection.aligned,
+        checkpoints=selection.checkpoints,
+        window=selection.window,
+        recent=selection.recent,
+        common=selection.common,
+    )
+
+
+def agreed(daemon: Daemon, seed: int, turns: Sequence[Turn]) -> list[Seen]:
+    """Assert that the cache does with each turn what the simulator says, of the workload itself and of what was
+    recorded of it; what that is. Closes the daemon."""
+    conversations = Conversations(seed)
+    simulator = Simulator(POLICY, geometry_of(daemon.runner))
+    happened = []
+    for number, turn in enumerate(turns):
+        if turn.restarted:
+            daemon.restart()
+        request = conversations.next(turn)
+        happened.append(seen(daemon.step(request)))
+        said = foreseen(simulator.step(request))
+        assert said == happened[-1], f"request {number}, {turn}"
+    assert daemon.written_tokens == simulator.totals.written_tokens
+    num_nodes, num_bytes = daemon.stored()
+    daemon.close()
+    assert num_nodes == len(simulator.store)
+    assert num_bytes == pytest.approx(simulator.store.used_bytes, rel=0.25), "pieces are rounded up to pages"
+    replayer = Simulator(POLICY, geometry_of(daemon.runner))
+    for number, request in enumerate(read_trace(daemon.recording)):
+        assert foreseen(replayer.step(request)) == happened[number], f"request {number} as recorded, {turns[number]}"
+    assert number + 1 == len(turns)
+    return happened
+
+
+@pytest.mark.parametrize("state", STATES)
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**16), turns=st.lists(TURNS, min_size=2, max_size=12))
+def test_each_request_is_foretold(
+    state: str, seed: int, turns: list[Turn], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    agreed(Daemon(tmp_path_factory.mktemp("agreement"), model_of(state)), seed, turns)
+
+
+def an_hour() -> list[Turn]:
+    """Many turns: after the first ones, what is seldom of use is not kept at once any more."""
+    random = np.random.default_rng(5)
+    turns = []
+    for number in range(70):
+        scope = SCOPES[number // 3 % len(SCOPES)] if number % 3 == 2 else None
+        how = ("unlike" if number % 2 else "branch") if 20 <= number < 50 else HOWS[random.integers(len(HOWS))]
+        which, size = random.integers(4), random.integers(61)
+        turns.append(Turn(how, which=int(which), size=int(size), scope=scope, restarted=number % 10 == 9))
+    return turns
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_long_workload_with_restarts_is_foretold_to_its_end(state: str, tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, model_of(state))
+    happened = agreed(daemon, 1, an_hour())
+    reasons = Counter(one.reason for one in happened)
+    expected = {"grows", "full", "tokens", "off", "best_match" if state == "cuttable" else "support"}
+    assert expected <= reasons.keys()
+    assert sum(one.restored > 0 for one in happened) > len(happened) // 4
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_message_that_was_replaced_is_told_from_what_the_template_wrote(state: str, tmp_path: Path) -> None:
+    """Only a marker tells, so a recording must have them too. The group leaves the window empty, and
+    what is off is not remembered."""
+    turns = [Turn("new", size=50, scope="off"), Turn("grow", size=8), Turn("within", size=9, group="a")]
+    *_, last = agreed(Daemon(tmp_path, model_of(state)), 1, turns)
+    assert last.reason != "grows"
+
+
+BUDGET_BYTES = 16 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", [Scope("full"), AUTO], ids=str)
+def test_under_a_small_budget_both_stay_within_it_and_restore_about_the_same(
+    scope: Scope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties among what is evicted fall otherwise, as names are others; so the totals alone are compared."""
+    requests = crowded(180)
+    num_prompt_tokens = sum(len(request.prompt.token_ids) for request in requests)
+    now = [1e9]
+    monkeypatch.setattr(request_module, "time", SimpleNamespace(time=lambda: now[0]))
+    daemon = Daemon(tmp_path, tiny_llama(torch.float32), block_size=64, kv_cache_budget=BUDGET_BYTES)
+    monkeypatch.setattr(daemon.runner.cache.store, "_clock", lambda: now[0])
+    policy = replace(POLICY, scope=scope, block_size=64, budget_bytes=BUDGET_BYTES, seconds_per_token=0.0)
+    simulator = Simulator(policy, geometry_of(daemon.runner))
+    restored = 0
+    for request in requests:
+        now[0] = 1e9 + request.when
+        restored += daemon.step(replace(request, scope=scope)).report.restored
+        simulator.step(request)
+        assert daemon.runner.cache.store.file_bytes() <= BUDGET_BYTES
+    evicted = daemon.runner.cache.writer.evicted
+    daemon.close()
+    totals = simulator.totals
+    assert totals.peak_bytes <= BUDGET_BYTES
+    assert min(evicted, totals.evictions) > 100
+    assert restored / num_prompt_tokens == pytest.approx(totals.restored_share, abs=0.05)
+
+
+def crowded(num_requests: int) -> list[TraceRequest]:
+    """Conversations that take turns, and prompts that nobody repeats, in the tokens of a small model."""
+    talks = interleaved(1, num_requests, system=(300, 300), user=(30, 300), reply=(20, 200), conversations=6)
+    others = one_off(2, num_requests // 4, system=(50, 300), user=(100, 900))
+    both = sorted([*talks, *others], key=lambda request: request.when)
+    return [replace(request, prompt=_in_small_tokens(request.prompt)) for request in both]
+
+
+def _in_small_tokens(prompt: Prompt) -> Prompt:
+    ids = prompt.token_ids
+    return replace(prompt, token_ids=np.where(ids < TEXT, ids, TEXT + ids % (VOCAB - TEXT)).astype(np.int32))
