@@ -658,7 +658,9 @@ def test_a_node_that_goes_while_payloads_are_checked_is_passed_over(
 
     payloads = verify_payloads(store, index.stored_bytes, evict)
     assert payloads.problems == ()
-    assert payloads.num_pieces <= 4
+    # Which node comes first is a matter of its name, and so of the store's secret.
+    largest = max(len(node.pieces) for pub in stored.publications for node in pub.nodes)
+    assert 0 < payloads.num_pieces <= largest
     assert store.counts()["blocks"] == 0
     store.close()
 
