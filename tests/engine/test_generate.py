@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diskprefix.cache_options import CacheOptions
@@ -246,19 +245,7 @@ def test_a_model_with_unknown_layers_bypasses_the_cache_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(probe.KINDS, DynamicSlidingWindowLayer)
-    torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=len(tiny.tokens()),
-        sliding_window=32,
-        max_position_embeddings=POSITIONS,
-    )
-    MistralForCausalLM(config).save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    tiny.write_sliding(tmp_path / "model")
     engine = load(tmp_path / "model", tmp_path / "kv")
     assert "DynamicSlidingWindowLayer" in caplog.text
     first, second = run(engine, prompt(100), n=2), run(engine, prompt(100), n=2)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diskprefix.cache_options import CacheOptions
@@ -86,19 +85,7 @@ def test_a_model_that_cannot_be_cached_is_recorded_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(probe.KINDS, DynamicSlidingWindowLayer)
-    torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=len(tiny.tokens()),
-        sliding_window=32,
-        max_position_embeddings=512,
-    )
-    MistralForCausalLM(config).save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    tiny.write_sliding(tmp_path / "model")
     trace = recorded(tmp_path / "model", tmp_path, scope="full")
     assert restored(trace) == 100
     assert trace.daemon is not None

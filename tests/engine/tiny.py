@@ -139,3 +139,24 @@ def write_folder(path: Path, *, seed: int = 0, dtype: Any = None, **changes: Any
     (model if dtype is None else model.to(dtype)).save_pretrained(path)
     tokenizer().save_pretrained(path)
     return path
+
+
+def write_sliding(path: Path) -> Path:
+    """A folder with a model of sliding windows alone, 32 tokens wide, and the tokenizer."""
+    import torch
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(tokens()),
+        sliding_window=32,
+        max_position_embeddings=512,
+    )
+    MistralForCausalLM(config).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
