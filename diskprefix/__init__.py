@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diskprefix.version import __version__
+
 if TYPE_CHECKING:
     from diskprefix.session import PrefixCacheSession
 
-__version__ = "0.1.0"
 __all__ = ["PrefixCacheSession", "__version__"]
 
 

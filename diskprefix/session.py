@@ -42,19 +42,19 @@ from transformers.utils import ModelOutput
 
 from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
-from diskprefix.engine.memory import available_bytes, kv_bytes
 from diskprefix.engine.prefill import prefill
-from diskprefix.engine.progress import progress_bar
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.caches import ArenaCache
-from diskprefix.kv.fingerprint import Fingerprint
 from diskprefix.kv.layout import LAYOUT_VERSION, Layout
-from diskprefix.kv.probe import probe_layout
-from diskprefix.kv.weights import memory_bytes, memory_digest, stamp
-from diskprefix.policy.boundary import Prompt, raw_boundaries
+from diskprefix.model.fingerprint import Fingerprint
+from diskprefix.model.memory import available_bytes, kv_bytes
+from diskprefix.model.rehearsal import rehearse
+from diskprefix.model.weights import memory_bytes, memory_digest, stamp
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cache import PrefixCache
+from diskprefix.progress import progress_bar
+from diskprefix.prompt import Prompt, raw_boundaries
 from diskprefix.settings import Settings, parse_size
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, as_token_ids, floor_to_grid
@@ -532,7 +532,7 @@ def _identified(model: PreTrainedModel) -> tuple[Layout, str]:
     """The model's layout and the digest of its weights, empty where that is not needed."""
     if model.training:
         return _unsupported(model, f"{type(model).__name__} is in training mode: call model.eval()"), ""
-    layout = probe_layout(model)
+    layout = rehearse(model)
     try:
         return layout, "" if layout.unsupported else _digest(model)
     except ModelError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from diskprefix import PrefixCacheSession
-from tests.architectures import tiny_model
+from tests.exactness.architectures import tiny_model
 from tests.tiny import BLOCK, random_prompt, tiny_settings
 
 SEED, LENGTH = 5, 6 * BLOCK + 3

@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 import diskprefix.session
 from diskprefix import PrefixCacheSession
 from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, SettingsError, StoreUnavailable
-from tests.architectures import tiny_model
+from tests.exactness.architectures import tiny_model
 from tests.server import media_models
 from tests.server.chat_model import write_chat_model
 from tests.session_worker import LENGTH, SEED
@@ -427,8 +427,8 @@ def test_prefill_finds_all_that_generate_saved_and_keeps_no_tail(name: str, leng
         cache, _ = session.prefill(prompt)
         expected = rest(session, cache, GRID_END, prompt)
         session.save()
-        is_cuttable = session._cache.layout.is_cuttable
-        assert session.stats()["blocks"] == (5 if is_cuttable else 6), "blocks, and the checkpoint at their end"
+        is_sliceable = session._cache.layout.is_sliceable
+        assert session.stats()["blocks"] == (5 if is_sliceable else 6), "blocks, and the checkpoint at their end"
     with open_session(model, tmp_path / "kv") as session:
         session.generate([*prompt, 1, 2], max_new_tokens=2)
         cache, num_cached = session.prefill(prompt)

@@ -15,11 +15,11 @@ from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.probe import probe_layout
-from diskprefix.policy.boundary import Prompt
+from diskprefix.model.rehearsal import rehearse
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cache import PrefixCache
 from diskprefix.prefix_cache.request import CachedRequest
+from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -86,7 +86,7 @@ class Runner:
         self.model = model
         self.settings = settings
         self.name = name
-        self.layout = probe_layout(model)
+        self.layout = rehearse(model)
         self.device = model.device.type
         """What the gate takes for the device."""
         self.on_history = on_history

@@ -12,13 +12,13 @@ from typing import Any
 
 from kv_sample import BLOCK_SIZE
 
-from diskprefix.engine.embedded import embedded_folder
 from diskprefix.kv.layout import Layout
-from diskprefix.policy.boundary import Prompt, raw_boundaries
+from diskprefix.model.embedded import embedded_folder
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
 from diskprefix.policy.select import Selection, select
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prompt import Prompt, raw_boundaries
 from diskprefix.settings import Settings
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.pieces import PayloadLayout

@@ -30,7 +30,7 @@ from diskprefix.errors import DiskPrefixError
 from diskprefix.policy.scope import Scope
 from diskprefix.settings import Settings
 from diskprefix.simulate.formats import read_trace
-from diskprefix.simulate.geometry import CUTTABLE
+from diskprefix.simulate.geometry import SLICEABLE
 from diskprefix.simulate.simulator import Policy, Simulator
 from diskprefix.simulate.synthetic import interleaved, one_off, retrieval
 from diskprefix.simulate.trace import TraceRequest
@@ -115,7 +115,7 @@ def predict(requests: Iterable[TraceRequest]) -> list[Fate]:
         interval=defaults.kv_cache_interval,
         cold_max=defaults.kv_cache_cold_max,
     )
-    simulator = Simulator(policy, CUTTABLE)
+    simulator = Simulator(policy, SLICEABLE)
     fates = []
     for request in requests:
         restored, selection, _ = simulator.step(request)

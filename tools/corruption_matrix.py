@@ -28,7 +28,7 @@ from rich.table import Table
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.codec import populate
+from diskprefix.store.codec.codec import populate
 from diskprefix.store.folder import DATA
 from diskprefix.store.listing import list_entries
 from diskprefix.store.opening import DAMAGED
@@ -36,9 +36,9 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds
+from tests.faults.file_damage import FILE_DAMAGE, RECORD_DAMAGE, damaged
+from tests.faults.isolated import run_isolated
 from tests.store.building import BLOCK, ROOT, Clock, layout_of, prompt, publication, read_payload
-from tests.store.file_damage import FILE_DAMAGE, RECORD_DAMAGE, damaged
-from tests.store.isolated import run_isolated
 
 UNDAMAGED = "no damage"
 KINDS = (UNDAMAGED, *FILE_DAMAGE, *RECORD_DAMAGE)

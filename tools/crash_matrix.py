@@ -23,8 +23,8 @@ from restart_bench import TABLE_STYLE, machine
 from rich.console import Console
 from rich.table import Table
 
-from tests.crash.phases import CompactPhase, EvictPhase, ImportPhase, MigratePhase, Round, SavePhase
-from tests.crash.servers import ServerPhase
+from tests.faults.crash.phases import CompactPhase, EvictPhase, ImportPhase, MigratePhase, Round, SavePhase
+from tests.faults.crash.servers import ServerPhase
 
 
 class Phase(Protocol):

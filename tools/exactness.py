@@ -27,7 +27,7 @@ from weight_files import RWKV, STORIES, converted
 
 from diskprefix.cli.models import installed_versions
 from diskprefix.errors import ModelError
-from tests.architectures import ARCHITECTURES
+from tests.exactness.architectures import ARCHITECTURES
 from tests.exactness.jobs import Job, Lengths
 from tests.exactness.rows import DTYPES, Row, run_jobs
 

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from diskprefix.engine.loader import load_model
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.kv.probe import probe_layout
+from diskprefix.model.loader import load_model
+from diskprefix.model.rehearsal import rehearse
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids
 from tests.model_place import dense_layout
@@ -80,7 +80,7 @@ def sample_from_file(path: Path) -> KVSample:
 def sample_from_model(report: Callable[[str], None]) -> KVSample:
     """What the embedded model computes for the text of the demo's system prompt. Raises `ModelError`."""
     loaded = load_model(Settings(device="cpu", block_size=BLOCK_SIZE), report)
-    layout = probe_layout(loaded.model)
+    layout = rehearse(loaded.model)
     text = REAL_TEXT.read_text(encoding="utf-8")
     token_ids = as_token_ids(loaded.tokenizer(text)["input_ids"][:MODEL_TOKENS])
     token_ids = token_ids[: len(token_ids) - len(token_ids) % BLOCK_SIZE]

@@ -25,13 +25,13 @@ from rich.table import Table
 
 from diskprefix.cli.simulate_plot import PLOT_FORMATS, require_matplotlib
 from diskprefix.errors import DiskPrefixError
+from diskprefix.policy.admission import AdmissionFilter
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import MAX_VALUE, Scope, parse_scope
-from diskprefix.policy.sightings import Sightings
 from diskprefix.settings import find_policy, parse_duration, parse_size, read_policy
 from diskprefix.simulate.baselines import upper_bound, whole_snapshots
 from diskprefix.simulate.comparison import REGIMES, Regime
-from diskprefix.simulate.geometry import CHECKPOINTS, CUTTABLE, Geometry
+from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.simulate.store import Rank
 from diskprefix.simulate.synthetic import CATALOG, interleaved, one_off
@@ -48,7 +48,7 @@ OWN = (*CATALOG, BATCHES)
 AGENTS = ("weka-claude-code", "tau-bench")
 """Append-only agents, interleaved: more is asked for there."""
 SHAPES = ("shared-anchor", "interleaved", "retrieval", "moving-reminder")
-GEOMETRIES: dict[Regime, Geometry] = {"cuttable": CUTTABLE, "checkpoints": CHECKPOINTS}
+GEOMETRIES: dict[Regime, Geometry] = {"sliceable": SLICEABLE, "checkpoints": CHECKPOINTS}
 FULL, AUTO = Scope("full"), parse_scope("auto:30", param="scope")
 WINDOWS = (2, 4, 8, 16, 30, 60, 100)
 SHARES = (0.01, 0.05, 0.2, 1.0)
@@ -79,10 +79,10 @@ def interleaved_and_batches(num_requests: int) -> Trace:
 
 def goals(trace: Trace) -> Row:
     """One workload in both regimes, without a budget."""
-    bound = upper_bound(trace, Policy(scope=FULL), CUTTABLE)
-    full = simulate(trace, Policy(scope=FULL), CUTTABLE)
-    auto = simulate(trace, Policy(scope=AUTO), CUTTABLE)
-    plain = whole_snapshots(trace, Policy(scope=FULL), CUTTABLE)
+    bound = upper_bound(trace, Policy(scope=FULL), SLICEABLE)
+    full = simulate(trace, Policy(scope=FULL), SLICEABLE)
+    auto = simulate(trace, Policy(scope=AUTO), SLICEABLE)
+    plain = whole_snapshots(trace, Policy(scope=FULL), SLICEABLE)
     sparse = simulate(trace, Policy(scope=AUTO), CHECKPOINTS)
     sparse_full = simulate(trace, Policy(scope=FULL), CHECKPOINTS)
     goal = 0.97 if trace.name in AGENTS else 0.92
@@ -172,7 +172,7 @@ def windows(name: str, num_requests: int, sizes: Sequence[int] = WINDOWS) -> Ite
         runs: dict[str, Totals] = {
             regime: simulate(trace, Policy(scope=scope), geometry) for regime, geometry in GEOMETRIES.items()
         }
-        runs["whole-snapshots"] = whole_snapshots(trace, Policy(scope=scope), CUTTABLE, window=window)
+        runs["whole-snapshots"] = whole_snapshots(trace, Policy(scope=scope), SLICEABLE, window=window)
         for rule, totals in runs.items():
             yield {
                 "workload": name,
@@ -191,7 +191,7 @@ def draw_windows(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
-    styles = {"cuttable": ("tab:blue", "o-"), "checkpoints": ("tab:orange", "s-"), "whole-snapshots": ("grey", "^:")}
+    styles = {"sliceable": ("tab:blue", "o-"), "checkpoints": ("tab:orange", "s-"), "whole-snapshots": ("grey", "^:")}
     names = list(dict.fromkeys(row["workload"] for row in rows))
     with matplotlib.rc_context({"svg.hashsalt": "diskprefix", "font.size": 9.0}):
         figure = Figure((3.0 * len(names), 5.0), layout="constrained")
@@ -273,11 +273,11 @@ class _DisturbedSimulator(Simulator):
         self._histories: dict[str, _DisturbedHistory] = {}
         self._disturb, self._seed = disturb, seed
 
-    def _memory(self, request: TraceRequest) -> tuple[History, Sightings]:
-        _, sightings = super()._memory(request)
+    def _memory(self, request: TraceRequest) -> tuple[History, AdmissionFilter]:
+        _, admission = super()._memory(request)
         history = self._histories.setdefault(request.tenant, _DisturbedHistory(self._disturb, self._seed))
         history.prompt = request.prompt.token_ids
-        return history, sightings
+        return history, admission
 
 
 def simulate_disturbed(trace: Trace, policy: Policy, geometry: Geometry, disturb: Disturb, seed: int = 0) -> Totals:

@@ -19,10 +19,10 @@ from typing import BinaryIO
 
 import click
 
-from diskprefix.engine.embedded import EMBEDDED, WheelModel, download_wheel, embedded_folder
-from diskprefix.engine.gguf import build_once, convert, is_finished, require_disk
-from diskprefix.engine.progress import Report
 from diskprefix.errors import ModelError
+from diskprefix.model.embedded import EMBEDDED, WheelModel, download_wheel, embedded_folder
+from diskprefix.model.gguf import build_once, convert, is_finished, require_disk
+from diskprefix.progress import Report
 from diskprefix.settings import cache_home, format_size
 
 _CHUNK_BYTES = 1 << 20

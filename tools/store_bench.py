@@ -28,7 +28,7 @@ from rich.table import Table
 from diskprefix.kv.arena import Bytes
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.nodes import Node
-from diskprefix.store.codec import Codec, Piece, decode_piece, encode_piece
+from diskprefix.store.codec.codec import Codec, Piece, decode_piece, encode_piece
 from diskprefix.store.folder import DATA
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, RwkvConfig, RwkvForCausalLM
 
-from diskprefix.engine.gguf import quiet_transformers
 from diskprefix.errors import ModelError
+from diskprefix.model.gguf import quiet_transformers
 
 Weights = dict[str, torch.Tensor]
 

@@ -26,7 +26,7 @@ import click
 import numpy as np
 
 from diskprefix.errors import DiskPrefixError
-from diskprefix.policy.boundary import Prompt
+from diskprefix.prompt import Prompt
 from diskprefix.simulate.blocks import BlockRequest, block_trace
 from diskprefix.simulate.formats import ReadBody, read_trace
 from diskprefix.simulate.trace import Trace, TraceRequest
@@ -300,7 +300,7 @@ def _render_into(folder: Path, turns: Sequence[Turn]) -> None:
 def _tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    from diskprefix.engine.embedded import embedded_folder
+    from diskprefix.model.embedded import embedded_folder
 
     tokenizer = AutoTokenizer.from_pretrained(embedded_folder(partial(print, file=sys.stderr)))
     tokenizer.chat_template = TEMPLATE
@@ -309,8 +309,8 @@ def _tokenizer() -> Any:
 
 def renderer() -> ReadBody:
     """From a request body to a request, as the server reads it; of any length. The reader raises `InvalidRequest`."""
+    from diskprefix.chat.template import PromptRenderer
     from diskprefix.cli.request_bodies import body_reader
-    from diskprefix.server.chat import PromptRenderer
 
     return body_reader(PromptRenderer(_tokenizer(), vocab_size=len(_tokenizer()), max_positions=1 << 30))
 

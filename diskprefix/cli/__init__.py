@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from diskprefix import __version__
 from diskprefix.errors import DiskPrefixError
+from diskprefix.version import __version__
 
 COMMANDS = {
     "serve": "diskprefix.cli.serve:serve",

@@ -16,10 +16,10 @@ from diskprefix.cli.tooling import (
     store_folder_option,
 )
 from diskprefix.errors import SettingsError
-from diskprefix.server.printable import printable_only
+from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
-from diskprefix.store.exchange import export_entry
 from diskprefix.store.listing import list_entries
+from diskprefix.store.maintenance.exchange import export_entry
 from diskprefix.tenant import short_tenant
 
 

@@ -20,10 +20,11 @@ from diskprefix.cli.tooling import (
     short_id,
     store_folder_option,
 )
-from diskprefix.server.printable import printable_only
+from diskprefix.printable import printable_only
 from diskprefix.settings import CODECS, Settings, format_size, parse_size
-from diskprefix.store.entry_file import EntryReader
-from diskprefix.store.exchange import (
+from diskprefix.store.folder import DATA
+from diskprefix.store.maintenance.entry_file import EntryReader
+from diskprefix.store.maintenance.exchange import (
     Imported,
     import_entry,
     open_target,
@@ -33,7 +34,6 @@ from diskprefix.store.exchange import (
     use_codec,
     verify_payloads,
 )
-from diskprefix.store.folder import DATA
 from diskprefix.tenant import short_tenant
 
 _GROUP = "Store"

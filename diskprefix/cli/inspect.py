@@ -20,7 +20,7 @@ from diskprefix.cli.tooling import (
     shortened,
     store_folder_option,
 )
-from diskprefix.server.printable import printable_only
+from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
 from diskprefix.store.listing import EntryInfo, NodeCounts, count_nodes, entry_nodes, list_entries
 from diskprefix.tenant import short_tenant

@@ -129,8 +129,8 @@ def _row_of(name: str, table: dict[str, Any]) -> ModelRow:
 def _row_of_folder(folder: Path, table: dict[str, Any]) -> ModelRow:
     from transformers import AutoConfig
 
-    from diskprefix.engine.gguf import first_line
-    from diskprefix.engine.kinds import require_served_kind
+    from diskprefix.model.gguf import first_line
+    from diskprefix.model.kinds import require_served_kind
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -163,7 +163,7 @@ def _row(name: str, config: PreTrainedConfig, table: dict[str, Any]) -> ModelRow
 
 
 def _surveyed(name: str, config: PreTrainedConfig) -> ModelRow:
-    from diskprefix.kv.survey import describe_layers, moving_ropes_of, survey
+    from diskprefix.model.survey import describe_layers, moving_ropes_of, survey
 
     row = ModelRow(architecture=name, layers="", restored="not")
     if config.is_encoder_decoder:
@@ -224,6 +224,6 @@ def _status() -> Iterator[None]:
 
 def _quiet() -> None:
     """Default configurations of some architectures make transformers complain."""
-    from diskprefix.engine.gguf import quiet_transformers
+    from diskprefix.model.gguf import quiet_transformers
 
     quiet_transformers()

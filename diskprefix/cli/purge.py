@@ -24,12 +24,12 @@ from diskprefix.cli.tooling import (
     yes_option,
 )
 from diskprefix.errors import SettingsError
-from diskprefix.server.printable import printable_only
+from diskprefix.printable import printable_only
 from diskprefix.settings import format_size, parse_duration
 from diskprefix.store.listing import EntryInfo, list_entries
+from diskprefix.store.maintenance.purge import Plan, Purged, Selection, plan_purge
+from diskprefix.store.maintenance.purge import purge as purge_store
 from diskprefix.store.opening import DAMAGED
-from diskprefix.store.purge import Plan, Purged, Selection, plan_purge
-from diskprefix.store.purge import purge as purge_store
 from diskprefix.store.schema import RootRecord
 from diskprefix.tenant import matches, short_tenant
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from diskprefix.simulate.trace import TraceRequest
 
 if TYPE_CHECKING:
-    from diskprefix.server.chat import PromptRenderer
+    from diskprefix.chat.template import PromptRenderer
 
 
 def body_reader(renderer: PromptRenderer) -> Callable[[dict[str, Any]], TraceRequest]:

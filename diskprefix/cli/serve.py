@@ -21,7 +21,7 @@ from diskprefix.cli.options import (
 )
 from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import parse_scope
-from diskprefix.server.printable import escaped
+from diskprefix.printable import escaped
 from diskprefix.settings import CODECS, DTYPES, GATES, OnCorruption, Settings, flag_of, parse_duration, parse_size
 
 _MODEL, _SERVER, _CACHE, _TUNING = "Model", "Server", "Disk cache", "Disk cache, rarely needed"

@@ -19,7 +19,7 @@ from diskprefix.cli.simulate_table import show
 from diskprefix.cli.tooling import print_json
 from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import Scope, parse_scope
-from diskprefix.server.printable import printable_only
+from diskprefix.printable import printable_only
 from diskprefix.settings import (
     MAX_BUDGET,
     MIN_BUDGET,
@@ -31,7 +31,7 @@ from diskprefix.settings import (
 )
 from diskprefix.simulate.comparison import REGIMES, Case, Regime, Row, cases, compare
 from diskprefix.simulate.formats import JsonObject, ReadBody, read_trace
-from diskprefix.simulate.geometry import CHECKPOINTS, CUTTABLE, Geometry
+from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.simulate.simulator import Policy
 from diskprefix.simulate.synthetic import CATALOG
 from diskprefix.simulate.trace import RecordedDaemon, Trace, TraceRequest
@@ -51,7 +51,7 @@ _EPILOG = """\b
 Examples:
   diskprefix simulate day.jsonl
       seven scopes, two kinds of models, with 4 GiB and without limit
-  diskprefix simulate day.jsonl --regime cuttable --scope auto:30 --scope full --budget 1GiB --budget 8GiB
+  diskprefix simulate day.jsonl --regime sliceable --scope auto:30 --scope full --budget 1GiB --budget 8GiB
       how much room does it take?
   diskprefix simulate day.jsonl --scope off --policy chat --policy agent
       which preset fits?
@@ -82,7 +82,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     multiple=True,
     default=REGIMES,
     envvar=None,
-    help="cuttable: a model whose state can be cut anywhere. checkpoints: one with recurrent or linear attention. "
+    help="sliceable: a model whose state can be cut anywhere. checkpoints: one with recurrent or linear attention. "
     "May be given twice.",
 )
 @option(
@@ -132,7 +132,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     group=_STATE,
     metavar="SIZE",
     show_default="the recording's, else "
-    f"{CUTTABLE.bytes_per_token} cuttable, {CHECKPOINTS.bytes_per_token} checkpoints",
+    f"{SLICEABLE.bytes_per_token} sliceable, {CHECKPOINTS.bytes_per_token} checkpoints",
     envvar=None,
     help="State that each token adds. A recording says it of its daemon's model, as `/props` does; without one it is "
     "that of SmolLM2-135M and of Qwen3-Next-80B-A3B.",
@@ -296,10 +296,10 @@ class _Asked:
         )
 
     def _geometries(self, daemon: RecordedDaemon | None) -> dict[Regime, Geometry]:
-        by_regime: dict[Regime, Geometry] = {"cuttable": CUTTABLE, "checkpoints": CHECKPOINTS}
+        by_regime: dict[Regime, Geometry] = {"sliceable": SLICEABLE, "checkpoints": CHECKPOINTS}
         if daemon and (daemon.bytes_per_token or daemon.state_bytes):
             own = Geometry(daemon.bytes_per_token, daemon.state_bytes, daemon.logits_bytes)
-            by_regime["checkpoints" if own.state_bytes else "cuttable"] = own
+            by_regime["checkpoints" if own.state_bytes else "sliceable"] = own
         if self.bytes_per_token is not None:
             of_flag = self.bytes_per_token
             by_regime = {regime: replace(state, bytes_per_token=of_flag) for regime, state in by_regime.items()}
@@ -360,9 +360,9 @@ def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
     def read_body(body: JsonObject) -> TraceRequest:
         nonlocal read
         if read is None:
+            from diskprefix.chat.template import PromptRenderer
             from diskprefix.cli.request_bodies import body_reader
-            from diskprefix.engine.loader import load_tokenizer
-            from diskprefix.server.chat import PromptRenderer
+            from diskprefix.model.loader import load_tokenizer
 
             tokenizer = load_tokenizer(model, chat_template, lambda line: click.echo(line, err=True))
             renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=_UNBOUNDED_POSITIONS)
@@ -409,7 +409,7 @@ def _synthetic(name: str) -> Trace:
 
 
 def _run(planned: Sequence[tuple[Trace, list[Case]]]) -> list[Row]:
-    from diskprefix.engine.progress import progress_bar
+    from diskprefix.progress import progress_bar
 
     total = sum(len(trace) * len(runs) for trace, runs in planned)
     done = 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import click
 
 from diskprefix.cli.tooling import counted, shortened
-from diskprefix.server.printable import printable_only
+from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
 from diskprefix.simulate.comparison import Row
 from diskprefix.simulate.trace import RecordedDaemon, Trace

@@ -13,7 +13,7 @@ import click
 
 from diskprefix.cli.options import DEFAULT_DIR
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
-from diskprefix.server.printable import printable_only
+from diskprefix.printable import printable_only
 from diskprefix.settings import default_kv_cache_dir
 from diskprefix.store.folder import DATA
 from diskprefix.store.listing import EntryInfo

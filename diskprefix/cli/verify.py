@@ -18,12 +18,12 @@ from diskprefix.cli.tooling import (
     short_id,
     store_folder_option,
 )
-from diskprefix.server.printable import printable_only
+from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
-from diskprefix.store.repair import Mended, mend
+from diskprefix.store.maintenance.repair import Mended, mend
+from diskprefix.store.maintenance.verify import IndexReport, Problem, verify_index
+from diskprefix.store.maintenance.verify_payloads import PayloadReport, verify_payloads
 from diskprefix.store.store import Store
-from diskprefix.store.verify import IndexReport, Problem, verify_index
-from diskprefix.store.verify_payloads import PayloadReport, verify_payloads
 
 _SHOWN = 20
 """Problems, and removed prompts, that are listed in text; --json has them all."""

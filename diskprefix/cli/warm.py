@@ -20,7 +20,7 @@ from diskprefix.cli.warm_input import WarmItem, read_items
 from diskprefix.cli.warm_target import Answer, InProcess, OverHttp, Target
 from diskprefix.errors import DiskPrefixError, InvalidRequest, NotReady, SettingsError
 from diskprefix.policy.scope import parse_scope
-from diskprefix.server.printable import printable_only, shown
+from diskprefix.printable import printable_only, shown
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from diskprefix.errors import InvalidRequest
-from diskprefix.server.printable import shown
+from diskprefix.printable import shown
 
 Json: TypeAlias = dict[str, Any]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
-from diskprefix.server.printable import shown
+from diskprefix.printable import shown
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.errors import DiskPrefixError
-from diskprefix.policy.boundary import Prompt
+from diskprefix.prompt import Prompt
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 

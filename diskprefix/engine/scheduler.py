@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from diskprefix.engine.media import prepared_bytes
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DiskPrefixError, NotReady, QueueFull, ShareFull
+from diskprefix.model.media import prepared_bytes
 from diskprefix.tenant import SHARED, Tenant
 
 log = logging.getLogger("diskprefix")

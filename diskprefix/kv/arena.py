@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 
 from diskprefix.errors import ContextTooLong
-from diskprefix.kv.caches import make_cache
+from diskprefix.kv.caches import ArenaCache, ModelCache, RwkvStates, XlstmStates
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
-from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.kv.layout import CacheKind, Layout, is_out_of_memory
 from diskprefix.settings import format_size
 
 if TYPE_CHECKING:
@@ -319,3 +319,19 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
 
 def _in_main_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
+
+
+def make_cache(kind: CacheKind, layers: list[Any], num_tokens: Callable[[], int]) -> ModelCache:
+    """A cache over `layers`. `num_tokens` tells how many tokens the sequence has."""
+    match kind:
+        case "dynamic":
+            return ArenaCache(layers, num_tokens)
+        case "minimax":
+            # It inherits from a class in the model's own code, which takes a while to import.
+            from diskprefix.kv.minimax import MiniMaxArenaCache
+
+            return MiniMaxArenaCache(layers, num_tokens)
+        case "rwkv":
+            return RwkvStates(layers[0])
+        case "xlstm":
+            return XlstmStates(layers)

@@ -19,7 +19,6 @@ import torch
 from transformers.cache_utils import Cache
 
 from diskprefix.kv.layers import StateLayer, TokenLayer
-from diskprefix.kv.layout import CacheKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,19 +94,3 @@ class XlstmStates:
     def take(self, _output: Any) -> None:
         for layer in self._layers:
             layer.set_has_state(True)
-
-
-def make_cache(kind: CacheKind, layers: list[Any], num_tokens: Callable[[], int]) -> ModelCache:
-    """A cache over `layers`. `num_tokens` tells how many tokens the sequence has."""
-    match kind:
-        case "dynamic":
-            return ArenaCache(layers, num_tokens)
-        case "minimax":
-            # It inherits from a class in the model's own code, which takes a while to import.
-            from diskprefix.kv.minimax import MiniMaxArenaCache
-
-            return MiniMaxArenaCache(layers, num_tokens)
-        case "rwkv":
-            return RwkvStates(layers[0])
-        case "xlstm":
-            return XlstmStates(layers)

@@ -159,14 +159,14 @@ class Layout:
         return replace(self, is_one_pass=True)
 
     @property
-    def is_cuttable(self) -> bool:
+    def is_sliceable(self) -> bool:
         """Whether a prefix can be restored wherever its blocks end, without a checkpoint."""
         return not self.states
 
     @property
-    def state_kind(self) -> Literal["cuttable", "checkpoints", "one_pass"]:
+    def state_kind(self) -> Literal["sliceable", "checkpoints", "one_pass"]:
         """Where a prefix can be restored: wherever its blocks end, at checkpoints, at the end of a prompt only."""
-        return "one_pass" if self.is_one_pass else "cuttable" if self.is_cuttable else "checkpoints"
+        return "one_pass" if self.is_one_pass else "sliceable" if self.is_sliceable else "checkpoints"
 
     @property
     def checkpoint_tokens(self) -> int:

@@ -29,9 +29,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from diskprefix.policy.boundary import Prompt, last_safe
+from diskprefix.policy.admission import BRANCHES, Sighting
 from diskprefix.policy.scope import Scope
-from diskprefix.policy.sightings import BRANCHES, Sighting
+from diskprefix.prompt import Prompt, last_safe
 from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 
 Reason: TypeAlias = Literal[
@@ -68,7 +68,7 @@ holds no safe boundary, `below_min_tokens` what would be kept is not worth keepi
 restorable at the end of a whole prompt only, `bypassed` the cache is not used at all, `read_only` the request wants
 nothing saved, `gate` computing it again is faster than restoring it.
 """
-StateKind: TypeAlias = Literal["cuttable", "checkpoints", "one_pass"]
+StateKind: TypeAlias = Literal["sliceable", "checkpoints", "one_pass"]
 
 _SHORT_END = 8
 """What is rewritten of a conversation that goes on is at most one part in so many."""
@@ -210,7 +210,7 @@ def select(
     min_tokens: int,
     cold_max: int,
     interval: int,
-    state: StateKind = "cuttable",
+    state: StateKind = "sliceable",
     restored: int = 0,
     checkpoint_tokens: int = 0,
     sighting: Sighting = _UNKNOWN,

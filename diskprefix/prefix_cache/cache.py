@@ -15,16 +15,16 @@ from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.admission import AdmissionFilter
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import MAX_VALUE, Scope
-from diskprefix.policy.sightings import Sightings
+from diskprefix.prefix_cache.cost_model import CostModel, Use
 from diskprefix.prefix_cache.nodes import PromptNodes
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prefix_cache.restore import READER_THREADS
-from diskprefix.prefix_cache.worth import Use, Worth
+from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
-from diskprefix.store.codec import decode_piece, encode_piece
+from diskprefix.store.codec.codec import decode_piece, encode_piece
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import HISTORY_TOKENS, Kind, RootRecord
 from diskprefix.store.store import Store
@@ -41,13 +41,13 @@ read from the store when they come back."""
 
 
 @dataclass(frozen=True, eq=False)
-class Realm:
+class TenantNamespace:
     """What one tenant sees of the cache: a root of its own, the recent prompts under it, and what was seen before."""
 
     root: bytes
     record: RootRecord
     history: History
-    sightings: Sightings
+    admission: AdmissionFilter
 
 
 class PrefixCache:
@@ -81,7 +81,7 @@ class PrefixCache:
         self._identity = identity
         self._on_history = on_history
         self._model_name = model_name
-        self._realms: OrderedDict[Tenant, Realm] = OrderedDict()
+        self._namespaces: OrderedDict[Tenant, TenantNamespace] = OrderedDict()
         self._purged_at: bytes | None = None
         self._capturer = ThreadPoolExecutor(1, thread_name_prefix="kv-capture")
         # The thread starts with its first task: now, so that it cannot fail in the middle of a request.
@@ -89,18 +89,18 @@ class PrefixCache:
         self._capturing: list[Future[None]] = []
         self.counters: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
-        root = self.realm(SHARED).root
+        root = self.namespace(SHARED).root
         key = f"{root.hex()} {device} {store.store_id.hex()}"
-        self.worth = Worth(settings.kv_cache_gate, layout.loaded_bytes, key=key)
+        self.worth = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
 
-    def realm(self, tenant: Tenant) -> Realm:
+    def namespace(self, tenant: Tenant) -> TenantNamespace:
         """The tenant's part of the cache, its recent prompts read from the store if they are not in memory."""
         self._forget_what_was_purged()
-        realm = self._realms.pop(tenant, None) or self._read_realm(tenant)
-        self._realms[tenant] = realm
-        while len(self._realms) > _TENANTS or self._history_tokens() > _ALL_HISTORY_TOKENS:
-            self._realms.popitem(last=False)
-        return realm
+        namespace = self._namespaces.pop(tenant, None) or self._read_namespace(tenant)
+        self._namespaces[tenant] = namespace
+        while len(self._namespaces) > _TENANTS or self._history_tokens() > _ALL_HISTORY_TOKENS:
+            self._namespaces.popitem(last=False)
+        return namespace
 
     def _forget_what_was_purged(self) -> None:
         """`diskprefix purge` may have removed recent prompts, here or beside another daemon: read them anew then."""
@@ -111,13 +111,17 @@ class PrefixCache:
             return
         if purged_at != self._purged_at:
             self._purged_at = purged_at
-            self._realms.clear()
+            self._namespaces.clear()
 
     def _history_tokens(self) -> int:
         """Tokens that the recent prompts of all tenants but the current one hold."""
-        return sum(realm.history.num_tokens for realm in self._realms.values()) if len(self._realms) > 1 else 0
+        return (
+            sum(namespace.history.num_tokens for namespace in self._namespaces.values())
+            if len(self._namespaces) > 1
+            else 0
+        )
 
-    def _read_realm(self, tenant: Tenant) -> Realm:
+    def _read_namespace(self, tenant: Tenant) -> TenantNamespace:
         identity = self._identity(str(tenant))
         root = root_hash(identity)
         record = RootRecord(
@@ -137,12 +141,12 @@ class PrefixCache:
         if self._on_history is not None:
             self._on_history(root, (token_ids for _, token_ids in prompts))
         history = History.from_prompts(prompts, max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
-        sightings = Sightings(is_trusting=tenant == SHARED)
+        admission = AdmissionFilter(is_trusting=tenant == SHARED)
         secret, block_size = self.store.secret, self.settings.block_size
         for _, token_ids in prompts:
             names = PromptNodes(secret, root, token_ids, block_size, self.payload_layout).block_names()
-            sightings.add(token_ids, names, block_size)
-        return Realm(root, record, history, sightings)
+            admission.add(token_ids, names, block_size)
+        return TenantNamespace(root, record, history, admission)
 
     def warm_up(self, arena: KVArena) -> None:
         """Start the reading threads and take their way once, so that the first restore is as fast as any other.
@@ -179,7 +183,7 @@ class PrefixCache:
         nor kept.
         """
         self.settle()
-        return CachedRequest(self, self.realm(options.tenant), prompt, options, goes_on=goes_on)
+        return CachedRequest(self, self.namespace(options.tenant), prompt, options, goes_on=goes_on)
 
     def is_worth(self, num_tokens: int, *, use: Use) -> bool:
         """Whether so many tokens are faster restored than computed, by what was measured."""

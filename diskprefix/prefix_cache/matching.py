@@ -96,7 +96,7 @@ class Matcher(Generic[M]):
             blocks = blocks[:-1]
         if self._state == "one_pass":
             return []
-        if self._state == "cuttable":
+        if self._state == "sliceable":
             return blocks
         for num_blocks in range(len(blocks), 0, -1):
             last = blocks[num_blocks - 1].node

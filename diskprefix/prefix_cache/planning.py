@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from diskprefix.policy.boundary import Mark
 from diskprefix.policy.select import Selection, StateKind
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prompt import Mark
 from diskprefix.store.schema import Kind
 
 
@@ -25,7 +25,7 @@ class Plan:
         nodes = self.nodes[:num_nodes]
         if len(nodes) == len(self.nodes):
             return self
-        while nodes and nodes[-1].kind == Kind.BLOCK and state != "cuttable":
+        while nodes and nodes[-1].kind == Kind.BLOCK and state != "sliceable":
             # Nothing can go on from a block without the states at its end.
             nodes = nodes[:-1]
         return Plan(nodes, nodes[-1].name, nodes[-1].end) if nodes else Plan()
@@ -89,7 +89,7 @@ class Planner:
         alone save nothing; they count their own tokens, so that they have a cost too.
         """
         for node in nodes:
-            if node.kind == Kind.BLOCK or self._state == "cuttable":
+            if node.kind == Kind.BLOCK or self._state == "sliceable":
                 yield node.num_tokens
             else:
                 yield node.end - self.progress.restorable
@@ -109,7 +109,7 @@ class Planner:
 
     def _boundary_tip(self, block: Node, states_at: Container[int]) -> bytes | None:
         """The node that a saved boundary ends with; None where the states at it were not computed by this run."""
-        if self._state == "cuttable":
+        if self._state == "sliceable":
             return block.name
         checkpoint = self.nodes.checkpoint(block).name
         return checkpoint if block.end in states_at or checkpoint == self.progress.tip else None

@@ -34,9 +34,9 @@ import msgspec
 from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport, MissReason, Source
 from diskprefix.errors import SettingsError
-from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import Scope
-from diskprefix.prefix_cache.partings import Partings
+from diskprefix.prefix_cache.radix_tree import RadixTree
+from diskprefix.prompt import Prompt
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds
 
@@ -182,7 +182,7 @@ class Recorder:
         self._min_tokens = min_tokens
         self._default_scope = default_scope
         self._own_key = secrets.token_bytes(_KEY_BYTES)
-        self._partings = Partings()
+        self._partings = RadixTree()
         self._is_failing = False
         self._bytes_per_token = self._state_bytes = self._logits_bytes = 0
         self._fd = _open(path)

@@ -19,20 +19,20 @@ from diskprefix.cache_report import CacheReport, MissReason, Saved
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
-from diskprefix.policy.boundary import Prompt
+from diskprefix.policy.admission import Sighting
 from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
 from diskprefix.policy.select import Selection, select
-from diskprefix.policy.sightings import Sighting
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes, ttl_at
 from diskprefix.prefix_cache.restore import Restoration, Restored
+from diskprefix.prompt import Prompt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
-    from diskprefix.prefix_cache.cache import PrefixCache, Realm
+    from diskprefix.prefix_cache.cache import PrefixCache, TenantNamespace
 
 log = logging.getLogger("diskprefix")
 
@@ -43,14 +43,14 @@ class CachedRequest:
     def __init__(
         self,
         cache: PrefixCache,
-        realm: Realm,
+        namespace: TenantNamespace,
         prompt: Prompt,
         options: CacheOptions,
         *,
         goes_on: bool = False,
     ) -> None:
         self._cache = cache
-        self._realm = realm
+        self._namespace = namespace
         self._prompt = prompt
         self._options = options
         self._goes_on = goes_on
@@ -79,7 +79,7 @@ class CachedRequest:
     @property
     def root(self) -> bytes:
         """What the prompt's state is stored under."""
-        return self._realm.root
+        return self._namespace.root
 
     @property
     def restored(self) -> Restored:
@@ -151,7 +151,7 @@ class CachedRequest:
     def after_decode(self, arena: KVArena) -> None:
         """Remember the states if the reply has just completed a block, in case that its blocks are kept."""
         at_end_of_block = arena.num_tokens % self._nodes.block_size == 0
-        if not self._keeps_reply or not at_end_of_block or self._cache.layout.is_cuttable:
+        if not self._keeps_reply or not at_end_of_block or self._cache.layout.is_sliceable:
             return
         with self._guarded("no checkpoint of the reply is taken"):
             end = len(self._prompt.token_ids)
@@ -225,7 +225,9 @@ class CachedRequest:
 
     def _nodes_of(self, token_ids: TokenIds) -> PromptNodes:
         cache = self._cache
-        return PromptNodes(self._secret, self._realm.root, token_ids, cache.settings.block_size, cache.payload_layout)
+        return PromptNodes(
+            self._secret, self._namespace.root, token_ids, cache.settings.block_size, cache.payload_layout
+        )
 
     @contextmanager
     def _guarded(self, consequence: str) -> Iterator[None]:
@@ -256,11 +258,13 @@ class CachedRequest:
         scope = Scope("off") if self._bypass else self._options.scope
         sighting = Sighting()
         if scope.kind == "auto":
-            sighting = self._realm.sightings.look(self._prompt, self._nodes.block_names(), settings.block_size)
+            sighting = self._namespace.admission.look(self._prompt, self._nodes.block_names(), settings.block_size)
         selection = select(
             scope,
             self._prompt,
-            self._realm.history.recent(scope.value if scope.kind == "auto" else DEFAULT_WINDOW, self._options.group),
+            self._namespace.history.recent(
+                scope.value if scope.kind == "auto" else DEFAULT_WINDOW, self._options.group
+            ),
             block_size=settings.block_size,
             min_tokens=settings.kv_cache_min_tokens,
             cold_max=settings.kv_cache_cold_max,
@@ -341,8 +345,8 @@ class CachedRequest:
     def _publication(self, plan: Plan, *, prompt: TokenIds | None) -> Publication:
         return Publication(
             store_id=self._store_id,
-            root=self._realm.root,
-            root_record=self._realm.record,
+            root=self._namespace.root,
+            root_record=self._namespace.record,
             nodes=(),
             tip=plan.tip,
             entry=None if plan.tip is None else self._entry(plan.num_tokens),
@@ -421,7 +425,7 @@ class CachedRequest:
 
     def _entry(self, num_tokens: int) -> EntryRecord:
         return EntryRecord(
-            root=self._realm.root,
+            root=self._namespace.root,
             num_tokens=num_tokens,
             scope=str(self._options.scope),
             preview=self._prompt.text,
@@ -434,9 +438,9 @@ class CachedRequest:
         token_ids = self._prompt.token_ids
         if len(token_ids) < self._cache.settings.kv_cache_min_tokens or not self._options.save:
             return None
-        self._realm.history.add(token_ids, self._options.group)
+        self._namespace.history.add(token_ids, self._options.group)
         block_size = self._cache.settings.block_size
-        self._realm.sightings.add(token_ids, self._nodes.block_names(), block_size)
+        self._namespace.admission.add(token_ids, self._nodes.block_names(), block_size)
         return token_ids
 
     def _take_pins(self) -> list[bytes]:

@@ -23,7 +23,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.prefix_cache.matching import Found, Matcher
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.store.changes import NewNode
-from diskprefix.store.codec import decode_piece, is_in_memory, piece_seed, populate
+from diskprefix.store.codec.codec import decode_piece, is_in_memory, piece_seed, populate
 from diskprefix.store.pieces import Cut
 from diskprefix.store.schema import Kind
 from diskprefix.store.snapshot import Snapshot

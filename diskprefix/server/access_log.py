@@ -7,10 +7,10 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from diskprefix.printable import shown
 from diskprefix.server.errors import error_response, internal_error
+from diskprefix.server.log_context import LogContext
 from diskprefix.server.metrics import ServerMetrics
-from diskprefix.server.printable import shown
-from diskprefix.server.record import RequestRecord
 
 log = logging.getLogger("diskprefix")
 
@@ -31,7 +31,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord()
+        record = LogContext()
         scope.setdefault("state", {})["record"] = record
         started = time.perf_counter()
         try:
@@ -39,7 +39,7 @@ class AccessLog:
         finally:
             self._close(scope, record, time.perf_counter() - started)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: LogContext) -> None:
         response_started = False
 
         async def note_status(message: Message) -> None:
@@ -57,7 +57,7 @@ class AccessLog:
                 raise
             await error_response(internal_error())(scope, receive, note_status)
 
-    def _close(self, scope: Scope, record: RequestRecord, elapsed_s: float) -> None:
+    def _close(self, scope: Scope, record: LogContext, elapsed_s: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.count_request(route, record.final_status)
         level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
@@ -72,7 +72,7 @@ def _path(scope: Scope) -> str:
     return shown(raw.decode("ascii", "replace"), _LOGGED_PATH_CHARS)
 
 
-def _figures(record: RequestRecord) -> str:
+def _figures(record: LogContext) -> str:
     if record.done is None:
         return f" · {record.error}" if record.error else ""
     usage, cache, timings = record.done.usage, record.done.cache, record.done.timings

@@ -11,18 +11,18 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from diskprefix import __version__
 from diskprefix.server import completions, status
 from diskprefix.server.access_log import AccessLog
 from diskprefix.server.auth import OPEN_PATHS, Auth
 from diskprefix.server.body import BodyTooLarge, on_body_too_large
+from diskprefix.server.browser_guard import BrowserGuard
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.errors import install_error_handlers
-from diskprefix.server.gate import Gate
 from diskprefix.server.keys import ApiKeys
 from diskprefix.server.replies import ChatCompletionChunk
 from diskprefix.server.schemas import ChatRequest, CompletionRequest
 from diskprefix.settings import Settings
+from diskprefix.version import __version__
 
 _DESCRIPTION = """An OpenAI-compatible server for one local model that keeps the model's prefix (KV) cache on disk: a
 prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart of the daemon.
@@ -68,7 +68,7 @@ def create_app(settings: Settings, load_engine: EngineLoader | None = None, keys
     )
     app.state.daemon = daemon
     app.add_middleware(Auth, keys=keys)
-    app.add_middleware(Gate, host=settings.host)
+    app.add_middleware(BrowserGuard, host=settings.host)
     app.add_middleware(AccessLog, metrics=daemon.metrics)
     app.add_exception_handler(BodyTooLarge, on_body_too_large)
     install_error_handlers(app)

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diskprefix.server.errors import http_error_response
 from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys, Caller
-from diskprefix.server.record import record_of
+from diskprefix.server.log_context import log_context
 
 OPEN_PATHS = frozenset({"/health"})
 """Asked by load balancers and service managers, which have no key."""
@@ -27,7 +27,7 @@ class Auth:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = record_of(Request(scope))
+        record = log_context(Request(scope))
         authorization = Headers(scope=scope).get("authorization")
         caller = self._caller(authorization, scope["path"])
         if caller is not None:

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from diskprefix.errors import InvalidRequest
+from diskprefix.printable import shown
 from diskprefix.server.errors import http_error_response
-from diskprefix.server.printable import shown
 from diskprefix.settings import format_size
 
 Model = TypeVar("Model", bound=BaseModel)

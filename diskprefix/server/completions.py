@@ -12,17 +12,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from diskprefix.chat.content import holds_media
+from diskprefix.chat.template import PromptRenderer
 from diskprefix.engine.request import DoneEvent, Event, GenerateRequest, SamplingParams
-from diskprefix.policy.boundary import Prompt
+from diskprefix.prompt import Prompt
 from diskprefix.server.body import read_json
-from diskprefix.server.chat import PromptRenderer
-from diskprefix.server.content import holds_media
 from diskprefix.server.daemon import Daemon, Serving
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.forms import ChatForm, Collected, CompletionForm, Form
 from diskprefix.server.generation import Generation
+from diskprefix.server.log_context import log_context
 from diskprefix.server.params import cache_options, chat_params, check_context, completion_params
-from diskprefix.server.record import record_of
 from diskprefix.server.replies import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -117,7 +117,7 @@ async def _read(
     The body itself ends here: with images in it, it is too large to be kept while the reply is made.
     """
     daemon: Daemon = request.app.state.daemon
-    caller = record_of(request).caller.tenant
+    caller = log_context(request).caller.tenant
     with daemon.arriving(caller) as serving:
         body = await read_json(request, model, daemon.settings.max_body_bytes)
         serving.require_model(body.model)
@@ -141,7 +141,7 @@ async def _answer(request: Request, generate: GenerateRequest, form: Form, outpu
     serving = output.serving
 
     def on_done(done: DoneEvent) -> None:
-        record_of(request).done = done
+        log_context(request).done = done
         daemon.metrics.count_generation(done)
 
     envelope = {

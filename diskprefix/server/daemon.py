@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
+from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import DiskPrefixError, ModelNotFound, NotReady
 from diskprefix.policy.scope import Scope, parse_scope
-from diskprefix.server.chat import PromptRenderer
+from diskprefix.printable import shown
 from diskprefix.server.metrics import ServerMetrics
-from diskprefix.server.printable import shown
 from diskprefix.settings import Settings
 from diskprefix.tenant import Tenant
 
 if TYPE_CHECKING:
-    from diskprefix.engine.generate import Engine
+    from diskprefix.engine.engine import Engine
     from diskprefix.engine.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -216,6 +216,6 @@ class Daemon:
 
 
 def _engine_loader() -> EngineLoader:
-    from diskprefix.engine.generate import Engine
+    from diskprefix.engine.engine import Engine
 
     return Engine.load

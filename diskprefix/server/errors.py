@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from diskprefix.errors import DiskPrefixError, NotReady, QueueFull
-from diskprefix.server.printable import shown
-from diskprefix.server.record import CLIENT_CLOSED_REQUEST, record_of
+from diskprefix.printable import shown
+from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 
 log = logging.getLogger("diskprefix")
 
@@ -85,7 +85,7 @@ def http_error_response(status: int, detail: str, headers: dict[str, str] | None
 
 async def _on_diskprefix_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, DiskPrefixError)
-    record_of(request).error = one_line(error.message)
+    log_context(request).error = one_line(error.message)
     if error.http_status == 500:
         log.error("request failed: %s", one_line(error.message), exc_info=error)
     return error_response(error)

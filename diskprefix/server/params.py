@@ -5,8 +5,8 @@ from __future__ import annotations
 from diskprefix.cache_options import CacheOptions, group_of
 from diskprefix.engine.request import SamplingParams
 from diskprefix.errors import ContextTooLong, InvalidRequest
-from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import Scope
+from diskprefix.prompt import Prompt
 from diskprefix.server.schemas import ChatRequest, CompletionRequest, PrefixCacheOptions, SamplingBody
 from diskprefix.tenant import Tenant
 

@@ -52,7 +52,7 @@ def run(settings: Settings, load_engine: EngineLoader | None = None) -> None:
     log.info("listening on %s; /health tells when the model is loaded", address)
     # Only now: these imports take a while, and a port that is taken should be reported before.
     from diskprefix.server.app import create_app
-    from diskprefix.server.gate import is_loopback
+    from diskprefix.server.browser_guard import is_loopback
 
     if keys is None and not is_loopback(settings.host):
         log.warning("no API keys (--api-keys): anybody who reaches %s is served", address)

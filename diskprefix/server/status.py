@@ -13,12 +13,12 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diskprefix import __version__
 from diskprefix.server.daemon import Daemon, Serving, Status
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.keys import ADMIN
-from diskprefix.server.record import record_of
+from diskprefix.server.log_context import log_context
 from diskprefix.server.replies import ModelCard, ModelList
+from diskprefix.version import __version__
 
 router = APIRouter(tags=["daemon"])
 
@@ -128,7 +128,7 @@ class Props(BaseModel):
 
 async def _require_admin(request: Request) -> None:
     """What is counted of everybody's requests would show one tenant what another does."""
-    if not record_of(request).caller.sees_all:
+    if not log_context(request).caller.sees_all:
         raise HTTPException(403, f"this tells of everybody's requests: only the key named {ADMIN} may ask for it")
 
 
@@ -148,7 +148,7 @@ async def health(request: Request) -> JSONResponse:
     daemon = _daemon(request)
     status, serving = daemon.status, daemon.serving
     status_code = 200 if status in ("ok", "degraded") else 503
-    if not record_of(request).caller.sees_all:
+    if not log_context(request).caller.sees_all:
         public = Health(status=status, message=None, model=None, cache=None, queue_depth=None, running=None)
         return JSONResponse(public.model_dump(), status_code)
     stats = serving.engine.cache.stats() if serving else None

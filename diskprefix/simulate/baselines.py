@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 
-from diskprefix.policy.boundary import last_safe
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
-from diskprefix.prefix_cache.partings import Partings
+from diskprefix.prefix_cache.radix_tree import RadixTree
+from diskprefix.prompt import last_safe
 from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.simulator import Policy, Totals
 from diskprefix.simulate.trace import Trace, TraceRequest
@@ -112,7 +112,7 @@ def upper_bound(trace: Trace, policy: Policy, geometry: Geometry, on_step: OnSte
     itself only the scope `off` and `save: false` are heeded. `on_step` as of `simulate`. Holds each distinct token in
     memory.
     """
-    totals, kept = Totals(), Partings(max_tokens=_WITHOUT_END)
+    totals, kept = Totals(), RadixTree(max_tokens=_WITHOUT_END)
     least = min(policy.block_size, max(policy.min_tokens, 1))
     for number, request in enumerate(trace, start=1):
         token_ids, root = request.prompt.token_ids, request.tenant.encode()

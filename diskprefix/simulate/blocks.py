@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from diskprefix.policy.boundary import Prompt
+from diskprefix.prompt import Prompt
 from diskprefix.simulate.trace import Trace, TraceRequest
 from diskprefix.tokens import TokenIds
 

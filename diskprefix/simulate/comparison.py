@@ -13,9 +13,9 @@ from diskprefix.simulate.simulator import Policy, Totals, simulate
 from diskprefix.simulate.trace import Trace
 from diskprefix.store.eviction import usable_bytes
 
-Regime: TypeAlias = Literal["cuttable", "checkpoints"]
+Regime: TypeAlias = Literal["sliceable", "checkpoints"]
 
-REGIMES: tuple[Regime, ...] = ("cuttable", "checkpoints")
+REGIMES: tuple[Regime, ...] = ("sliceable", "checkpoints")
 WHOLE_SNAPSHOTS, UPPER_BOUND = "whole-snapshots", "upper-bound"
 """Rows of these two have such a name in the place of a scope."""
 

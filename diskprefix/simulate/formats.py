@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 
 from diskprefix.errors import DiskPrefixError, InvalidRequest, SettingsError
-from diskprefix.policy.boundary import Mark, Prompt
 from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.prefix_cache.recording import RecordedRequest, joined
+from diskprefix.prompt import Mark, Prompt
 from diskprefix.simulate.blocks import BlockRequest, block_trace
 from diskprefix.simulate.trace import RecordedDaemon, Trace, TraceRequest, spooled
 from diskprefix.simulate.wording import plain_words

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from diskprefix.policy.select import StateKind
 from diskprefix.store.changes import node_bytes
-from diskprefix.store.codec import Element
+from diskprefix.store.codec.codec import Element
 from diskprefix.store.pieces import Form, PayloadLayout
 from diskprefix.store.schema import Kind
 
@@ -26,7 +26,7 @@ class Geometry:
 
     @property
     def state_kind(self) -> StateKind:
-        return "checkpoints" if self.state_bytes else "cuttable"
+        return "checkpoints" if self.state_bytes else "sliceable"
 
     @property
     def checkpoint_tokens(self) -> int:
@@ -48,7 +48,7 @@ class Geometry:
         return node_bytes(num_tokens, [piece.num_bytes for piece in self.layout.pieces(num_tokens, kind)])
 
 
-CUTTABLE = Geometry(bytes_per_token=23_040)
+SLICEABLE = Geometry(bytes_per_token=23_040)
 """The embedded SmolLM2-135M in bf16."""
 CHECKPOINTS = Geometry(bytes_per_token=24_576, state_bytes=75 << 20, logits_bytes=2 * 151_936)
 """Qwen3-Next-80B-A3B in bf16: 12 layers of attention, 36 of linear attention with states in fp32."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from diskprefix.policy.admission import AdmissionFilter, Sighting
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
 from diskprefix.policy.select import Selection, select
-from diskprefix.policy.sightings import Sighting, Sightings
 from diskprefix.prefix_cache.matching import Found, Matcher
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prefix_cache.planning import Planner, Progress, marked_nodes, ttl_at
@@ -110,7 +110,7 @@ class Simulator:
         self.store = SimulatedStore(
             policy.budget_bytes, has_states=bool(geometry.state_bytes), ttl_s=policy.ttl_s, rank=policy.rank
         )
-        self.memories: dict[str, tuple[History, Sightings]] = {}
+        self.memories: dict[str, tuple[History, AdmissionFilter]] = {}
         """By tenant."""
         self._written: set[bytes] = set()
         self._bytes_of = lru_cache(maxsize=1024)(geometry.stored_bytes)
@@ -123,7 +123,7 @@ class Simulator:
         root = root_hash(request.tenant)
         nodes = PromptNodes(_SECRET, root, prompt.token_ids, policy.block_size, self._geometry.layout)
         progress = self._restore(request, nodes) if scope.kind != "off" else Progress()
-        history, sightings = self._memory(request)
+        history, admission = self._memory(request)
         names = nodes.block_names()
         is_auto = scope.kind == "auto"
         selection = select(
@@ -137,7 +137,7 @@ class Simulator:
             state=self._state,
             restored=progress.restored,
             checkpoint_tokens=self._geometry.checkpoint_tokens,
-            sighting=sightings.look(prompt, names, policy.block_size) if is_auto else Sighting(),
+            sighting=admission.look(prompt, names, policy.block_size) if is_auto else Sighting(),
         )
         if not request.save and scope.kind != "off":
             selection = selection.keeping_nothing("read_only")
@@ -146,15 +146,15 @@ class Simulator:
             written = self._publish(request, nodes, progress, selection)
             if request.save and len(prompt.token_ids) >= policy.min_tokens:
                 history.add(prompt.token_ids, request.group)
-                sightings.add(prompt.token_ids, names, policy.block_size)
+                admission.add(prompt.token_ids, names, policy.block_size)
         self._count(len(prompt.token_ids), progress.restored, selection, written)
         return Outcome(progress.restored, selection, written)
 
-    def _memory(self, request: TraceRequest) -> tuple[History, Sightings]:
+    def _memory(self, request: TraceRequest) -> tuple[History, AdmissionFilter]:
         if request.tenant not in self.memories:
             history = History(max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
-            sightings = Sightings(is_trusting=request.is_shared or not request.tenant)
-            self.memories[request.tenant] = history, sightings
+            admission = AdmissionFilter(is_trusting=request.is_shared or not request.tenant)
+            self.memories[request.tenant] = history, admission
         return self.memories[request.tenant]
 
     def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Progress:

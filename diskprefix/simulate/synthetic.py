@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from diskprefix.policy.boundary import Prompt, raw_boundaries
+from diskprefix.prompt import Prompt, raw_boundaries
 from diskprefix.simulate.trace import Trace, TraceRequest
 from diskprefix.tokens import TokenIds, as_token_ids
 

@@ -10,8 +10,8 @@ from itertools import islice
 
 import numpy as np
 
-from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import Scope
+from diskprefix.prompt import Prompt
 from diskprefix.tokens import TokenIds, as_token_ids
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import lmdb
 
 from diskprefix.errors import PrefixGone, StoreFull
-from diskprefix.store.codec import Codec, Piece, encode_piece, piece_seed
+from diskprefix.store.codec.codec import Codec, Piece, encode_piece, piece_seed
 from diskprefix.store.eviction import after_use, longer_ttl, recorded_ttl
 from diskprefix.store.schema import (
     HISTORY_TOKENS,

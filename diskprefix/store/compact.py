@@ -25,7 +25,7 @@ import lmdb
 
 from diskprefix.errors import StoreUnavailable
 from diskprefix.settings import format_size
-from diskprefix.store.codec import populate
+from diskprefix.store.codec.codec import populate
 from diskprefix.store.environment import Environment
 from diskprefix.store.filecheck import FileState, check_file
 from diskprefix.store.folder import (

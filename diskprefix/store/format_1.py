@@ -32,7 +32,7 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt, StoreUnavailable
 from diskprefix.store.changes import NewNode, node_bytes
-from diskprefix.store.codec import Codec, Piece, decode_tokens, populate
+from diskprefix.store.codec.codec import Codec, Piece, decode_tokens, populate
 from diskprefix.store.folder import DATA
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import DATABASES, EntryRecord, Kind, RootRecord

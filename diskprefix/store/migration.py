@@ -23,7 +23,7 @@ import lmdb
 from diskprefix.errors import StoreCorrupt, StoreUnavailable
 from diskprefix.settings import format_size
 from diskprefix.store.changes import Changes, NewNode
-from diskprefix.store.codec import Codec
+from diskprefix.store.codec.codec import Codec
 from diskprefix.store.folder import DATA, LMDB_LOCK, REPLACEMENT, FolderUnavailable, put_in_place
 from diskprefix.store.format_1 import Format1Store, OldUsage, is_format_1, open_format_1
 from diskprefix.store.schema import (

@@ -20,7 +20,7 @@ from functools import lru_cache
 import msgspec
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.codec import PIECE_BYTES, Element, Piece
+from diskprefix.store.codec.codec import PIECE_BYTES, Element, Piece
 from diskprefix.store.schema import Kind
 
 _ELEMENTS = {

@@ -63,7 +63,7 @@ import msgspec
 import numpy as np
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.codec import decode_tokens, encode_tokens, encoded_tokens
+from diskprefix.store.codec.codec import decode_tokens, encode_tokens, encoded_tokens
 from diskprefix.tokens import HASH_BYTES, TokenIds, block_hash, checksum
 
 HISTORY_TOKENS = 1 << 22

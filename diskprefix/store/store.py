@@ -28,8 +28,8 @@ from pathlib import Path
 from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFormatError, StoreFull, StoreUnavailable
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, OnCorruption, format_size
 from diskprefix.store.changes import Changes, NewNode, Use
-from diskprefix.store.codec import Codec
-from diskprefix.store.codec_choice import choose, measure
+from diskprefix.store.codec.choice import choose, measure
+from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, recorded_ttl, usable_bytes

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.eviction import expiry_interval_s, recorded_ttl
-from diskprefix.store.repair import repair_index
+from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
 

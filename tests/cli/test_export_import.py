@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from diskprefix.cli import main
-from diskprefix.kv.fingerprint import Fingerprint
 from diskprefix.kv.layout import LAYOUT_VERSION
+from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.store.store import Store
-from tests.architectures import tiny_model
+from tests.exactness.architectures import tiny_model
 from tests.server.daemon_process import DaemonProcess, running_daemon
 from tests.store.building import BLOCK, is_whole, open_store, prompt
 from tests.store.exported import TENANT, entry_of, identity_of, large_layout
@@ -388,13 +388,13 @@ def test_checkpoints_and_windows_restore_in_another_store_bit_for_bit(
     imported = invoke("import", path, "--kv-cache-dir", tmp_path / "b", *flags)
     assert imported.exit_code == 0, imported.stderr
     runner = FingerprintedRunner(other_model, tiny_settings(tmp_path / "b"))
-    cuttable = runner.layout.is_cuttable
+    sliceable = runner.layout.is_sliceable
     warm = runner.run(token_ids, "full", reply=8)
     extended = [runner.run(ids, "full", reply=8) for ids in (shorter, longer)]
     runner.close()
     whole = len(token_ids) if ends == "with its tail" else 10 * BLOCK
     assert (warm.report.restored, warm.report.source) == (whole, "disk")
-    assert [answer.report.restored for answer in extended] == [(6 if cuttable else 4) * BLOCK, 10 * BLOCK]
+    assert [answer.report.restored for answer in extended] == [(6 if sliceable else 4) * BLOCK, 10 * BLOCK]
     for answer, same in zip([warm, *extended], [cold, *computed], strict=True):
         assert torch.equal(answer.logits, same.logits)
         assert answer.greedy == same.greedy

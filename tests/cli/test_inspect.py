@@ -18,8 +18,8 @@ from diskprefix.store.changes import Use
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tenant import Tenant, matches
+from tests.faults.damage import damaged
 from tests.store.building import BLOCK, Clock, layout_of, open_store, prompt, publication
-from tests.store.damage import damaged
 
 BLOCK_BYTES = 19_968
 """Raw bytes of a block in these tests, one piece each."""

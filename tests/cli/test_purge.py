@@ -14,8 +14,8 @@ from diskprefix.tenant import SHARED
 from diskprefix.tokens import root_hash
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
+from tests.faults.damage import damaged
 from tests.store.building import BLOCK, Clock, open_store, prompt, publication
-from tests.store.damage import damaged
 
 ALICE = SHARED.with_salt("alice")
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from diskprefix.cache_options import group_of
+from diskprefix.chat.template import PromptRenderer
 from diskprefix.cli.request_bodies import body_reader
 from diskprefix.errors import InvalidRequest
 from diskprefix.policy.scope import Scope
-from diskprefix.server.chat import PromptRenderer
 from diskprefix.server.schemas import ChatRequest
 from diskprefix.tenant import SHARED
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE, write_tokenizer

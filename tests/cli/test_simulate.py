@@ -22,7 +22,7 @@ from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.settings import find_policy, parse_size
 from diskprefix.simulate.baselines import whole_snapshots
 from diskprefix.simulate.formats import read_trace
-from diskprefix.simulate.geometry import CHECKPOINTS, CUTTABLE, Geometry
+from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.simulate.simulator import Policy, simulate
 from diskprefix.simulate.synthetic import CATALOG, interleaved
 from tests.cli.conftest import Ended, Run
@@ -30,7 +30,7 @@ from tests.cli.terminal import Terminal
 from tests.server.chat_model import write_tokenizer
 
 MIB, GIB = 2**20, 2**30
-SHORT = "--scope", "auto:8", "--regime", "cuttable", "--budget", "unlimited"
+SHORT = "--scope", "auto:8", "--regime", "sliceable", "--budget", "unlimited"
 """Options of a run that is over at once."""
 WORDS = "Name three rivers and tell me where each of them begins and where it ends. "
 MOONCAKE = {"timestamp": 0, "input_length": 1000, "output_length": 3, "hash_ids": [0, 1]}
@@ -59,7 +59,7 @@ def tokenizer(tmp_path: Path) -> Path:
 def test_without_options_all_scopes_meet_both_regimes_and_two_budgets(run: Run) -> None:
     found = rows(run("simulate", "synthetic:interleaved:20", "--json"))
     expected: list[object] = []
-    for regime in ("cuttable", "checkpoints"):
+    for regime in ("sliceable", "checkpoints"):
         for budget in (None, 4 * GIB):
             scopes = "off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full", "whole-snapshots"
             expected += [("interleaved", scope, regime, budget) for scope in scopes]
@@ -67,7 +67,7 @@ def test_without_options_all_scopes_meet_both_regimes_and_two_budgets(run: Run) 
     assert [(row["trace"], row["scope"], row["regime"], row["budget_bytes"]) for row in found] == expected
 
 
-@pytest.mark.parametrize(("regime", "geometry"), [("cuttable", CUTTABLE), ("checkpoints", CHECKPOINTS)])
+@pytest.mark.parametrize(("regime", "geometry"), [("sliceable", SLICEABLE), ("checkpoints", CHECKPOINTS)])
 def test_a_row_says_what_the_simulator_counts(run: Run, regime: str, geometry: Geometry) -> None:
     flags = "--scope", "AUTO", "--regime", regime, "--budget", "500MiB", "--tokens-per-s", "250", "--json"
     row, baseline, _ = rows(run("simulate", "synthetic:interleaved:40", *flags))
@@ -77,7 +77,7 @@ def test_a_row_says_what_the_simulator_counts(run: Run, regime: str, geometry: G
         (row, simulate(trace, policy, geometry)),
         (baseline, whole_snapshots(trace, policy, geometry)),
     ):
-        assert totals.evictions or geometry is CUTTABLE
+        assert totals.evictions or geometry is SLICEABLE
         for name in ("requests", "prompt_tokens", "restored_tokens", "written_tokens", "written_bytes", "evictions"):
             assert found[name] == getattr(totals, name), name
         for name in ("hit_rate", "restored_share", "written_share", "write_amplification", "seconds_saved"):
@@ -99,7 +99,7 @@ def test_options_reach_the_policy_and_the_geometry(run: Run) -> None:
 
 
 def test_a_scope_that_is_given_twice_is_one_row(run: Run) -> None:
-    flags = "--scope", "auto", "--scope", "auto:30", "--regime", "cuttable", "--budget", "1024MiB", "--budget", "1GiB"
+    flags = "--scope", "auto", "--scope", "auto:30", "--regime", "sliceable", "--budget", "1024MiB", "--budget", "1GiB"
     found = rows(run("simulate", "synthetic:one-off:3", *flags, "--json"))
     assert [row["scope"] for row in found] == ["auto:30", "whole-snapshots", "upper-bound"]
 
@@ -118,7 +118,7 @@ def test_a_policy_file_is_a_row_of_its_own_settings(run: Run, tmp_path: Path) ->
         parse_size(said["kv_cache_budget"], param="budget"),
     )
     policy = Policy(scope=Scope("tokens", 2048), budget_bytes=64 * MIB, ttl_s=300.0, min_tokens=0, block_size=128)
-    totals = simulate(CATALOG["edits"](num_requests=30), policy, CUTTABLE)
+    totals = simulate(CATALOG["edits"](num_requests=30), policy, SLICEABLE)
     assert (found[str(file)]["scope"], found[str(file)]["budget_bytes"]) == ("2048", 64 * MIB)
     assert found[str(file)]["restored_tokens"] == totals.restored_tokens > 0
 
@@ -148,7 +148,7 @@ def test_traces_of_all_kinds_are_replayed_in_one_go(run: Run, tmp_path: Path, to
     recorder.close()
     mooncake = write_lines(tmp_path / "mooncake.jsonl", MOONCAKE, MOONCAKE)
     traces = str(mooncake), str(tmp_path / "recorded.jsonl"), str(bodies), "synthetic:one-off:2"
-    flags = "--scope", "full", "--regime", "cuttable", "--budget", "unlimited", "--model", str(tokenizer), "--json"
+    flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited", "--model", str(tokenizer), "--json"
     found = [row for row in rows(run("simulate", *traces, *flags)) if row["scope"] == "full"]
     assert {row["trace"]: row["requests"] for row in found} == {
         "mooncake": 2, "recorded": 5, "bodies": 3, "one-off": 2
@@ -157,7 +157,7 @@ def test_traces_of_all_kinds_are_replayed_in_one_go(run: Run, tmp_path: Path, to
     assert restored["mooncake"] == 1000
     assert (
         restored["recorded"]
-        == simulate(interleaved(num_requests=5), Policy(scope=Scope("full")), CUTTABLE).restored_tokens
+        == simulate(interleaved(num_requests=5), Policy(scope=Scope("full")), SLICEABLE).restored_tokens
     )
     assert restored["bodies"] > 512, "the second chat is the first one again"
     assert restored["one-off"] == 0
@@ -188,14 +188,14 @@ def test_the_table_shows_each_row_with_its_figures(run: Run) -> None:
     assert ended.stderr == ""
     assert lines[0].startswith("interleaved: 20 requests, ")
     assert lines[1].startswith(
-        "assumed: blocks of 256 tokens, 512 at least; cuttable state of 22.5 KiB a token; prefill"
+        "assumed: blocks of 256 tokens, 512 at least; sliceable state of 22.5 KiB a token; prefill"
     )
     assert any(line.startswith("one-off: 5 requests, ") for line in lines)
-    of_first = lines[3 : lines.index("", lines.index("cuttable, 4.0 GiB"))]
+    of_first = lines[3 : lines.index("", lines.index("sliceable, 4.0 GiB"))]
     titles = ["scope", "hits", "restored", "written", "selected", "bytes", "amplif.", "evictions", "saved"]
     assert of_first[0].split() == titles
     assert [line.split()[0] for line in of_first[1:] if line] == [
-        "cuttable,", "auto:8", "whole-snapshots", "upper-bound", "cuttable,", "chat"
+        "sliceable,", "auto:8", "whole-snapshots", "upper-bound", "sliceable,", "chat"
     ]  # fmt: skip
     row = next(line.split() for line in of_first if line.startswith("auto:8"))
     figures = rows(run("simulate", "synthetic:interleaved:20", *SHORT, "--json"))[0]
@@ -266,9 +266,9 @@ def test_a_recording_says_what_its_daemon_and_its_model_were(run: Run, tmp_path:
 
     speed = pytest.approx(2000)
     assert of() == {
-        ("cut", "cuttable"): [32, 64, 1024, 0, speed],
+        ("cut", "sliceable"): [32, 64, 1024, 0, speed],
         ("cut", "checkpoints"): [32, 64, CHECKPOINTS.bytes_per_token, CHECKPOINTS.state_bytes, speed],
-        ("states", "cuttable"): [64, 64, CUTTABLE.bytes_per_token, 0, speed],
+        ("states", "sliceable"): [64, 64, SLICEABLE.bytes_per_token, 0, speed],
         ("states", "checkpoints"): [64, 64, 1024, 5 * MIB, speed],
     }
     flags = "--block-size", "16", "--kv-cache-min-tokens", "8", "--bytes-per-token", "2KiB", "--state-bytes", "1MiB"
@@ -295,7 +295,7 @@ def test_a_policy_file_leaves_open_what_the_recording_says(run: Run, tmp_path: P
 def test_what_was_assumed_is_said(run: Run, tmp_path: Path) -> None:
     recording = record(tmp_path / "cut.jsonl", block_size=32)
     assert run("simulate", recording, "--scope", "full").stdout.splitlines()[1] == (
-        "assumed: blocks of 32 tokens, 64 at least (recorded); cuttable state of 1.0 KiB a token (recorded); "
+        "assumed: blocks of 32 tokens, 64 at least (recorded); sliceable state of 1.0 KiB a token (recorded); "
         "checkpoints state of 24.0 KiB a token and 75.0 MiB a checkpoint; prefill of 2,000 tokens/s (recorded)"
     )
 
@@ -354,7 +354,7 @@ def test_a_plot_has_a_curve_for_each_policy_and_a_panel_for_each_regime(run: Run
     # Text is drawn as shapes; matplotlib says in a comment what it was.
     texts = {line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")}
     agent = f"agent ({tomllib.loads(find_policy('agent').read_text())['disk_prefix_cache']})"
-    assert texts >= {"edits, cuttable", "edits, checkpoints", "auto:8", "full", agent, "whole-snapshots"}
+    assert texts >= {"edits, sliceable", "edits, checkpoints", "auto:8", "full", agent, "whole-snapshots"}
     assert texts >= {"upper-bound", "no limit", "budget 4 GiB", "bytes written"}
     assert not {text for text in texts if text.startswith("budget ")} - {"budget 4 GiB"}, "a preset's own is no budget"
     assert "off" not in texts, "it writes nothing"
@@ -363,7 +363,7 @@ def test_a_plot_has_a_curve_for_each_policy_and_a_panel_for_each_regime(run: Run
 @pytest.mark.parametrize("requests", [2, 40])
 def test_an_axis_has_ticks_on_both_sides_of_what_is_drawn(run: Run, tmp_path: Path, requests: int) -> None:
     path = tmp_path / "plot.svg"
-    flags = "--scope", "full", "--regime", "cuttable", "--budget", "unlimited"
+    flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited"
     (row,) = (
         row
         for row in rows(run("simulate", f"synthetic:one-off:{requests}", *flags, "--plot", path, "--json"))
@@ -385,7 +385,7 @@ def test_policy_files_are_hollow_points_of_a_plot(run: Run, tmp_path: Path, monk
         return plot(axes, *args, **how)
 
     monkeypatch.setattr(Axes, "plot", noting)
-    flags = "--scope", "full", "--regime", "cuttable", "--budget", "unlimited", "--policy", "agent", "--policy", "chat"
+    flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited", "--policy", "agent", "--policy", "chat"
     assert run("simulate", "synthetic:edits:30", *flags, "--plot", tmp_path / "plot.png").exit_code == 0
     hollow = [shape for shape, face in drawn if face == "none"]
     assert len(set(hollow)) == 2
@@ -419,7 +419,7 @@ def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
         (["synthetic:edits:1e3"], "'1e3' is not a number of requests"),
         (["synthetic:edits:9999999999"], "is not a number of requests"),
         (["synthetic:edits", "--scope", "autos"], "--scope: 'autos' is not a cache scope"),
-        (["synthetic:edits", "--regime", "both"], "'both' is not one of 'cuttable', 'checkpoints'"),
+        (["synthetic:edits", "--regime", "both"], "'both' is not one of 'sliceable', 'checkpoints'"),
         (["synthetic:edits", "--budget", "much"], "--budget: 'much' is not a size"),
         (["synthetic:edits", "--budget", "1MiB"], "--budget: 1MiB is out of range"),
         (["synthetic:edits", "--budget", "9999TiB"], "--budget: 9999TiB is out of range"),

@@ -9,8 +9,8 @@ import pytest
 from diskprefix.store.schema import piece_key
 from diskprefix.store.store import Publication
 from tests.cli.conftest import Run
+from tests.faults.damage import damaged
 from tests.store.building import BLOCK, is_whole, open_store, prompt, publication
-from tests.store.damage import damaged
 
 
 @pytest.fixture

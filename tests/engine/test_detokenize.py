@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from diskprefix.engine.detokenize import TextStream
-from tests.engine.tiny import tokenizer
+from tests.model.tiny import tokenizer
 
 _tokenizer: Any = tokenizer()
 

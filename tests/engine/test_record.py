@@ -11,18 +11,18 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diskprefix.cache_options import CacheOptions
-from diskprefix.engine.generate import Engine
+from diskprefix.engine.engine import Engine
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import GenerateRequest, SamplingParams
-from diskprefix.kv import probe
-from diskprefix.policy.boundary import Prompt
+from diskprefix.model import rehearsal as probe
 from diskprefix.policy.scope import Scope
+from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.simulate.formats import read_trace
-from diskprefix.simulate.geometry import CUTTABLE
+from diskprefix.simulate.geometry import SLICEABLE
 from diskprefix.simulate.simulator import Policy, simulate
 from diskprefix.simulate.trace import RecordedDaemon, Trace
-from tests.engine import tiny
+from tests.model import tiny
 
 BLOCK = 16
 
@@ -56,7 +56,7 @@ def recorded(model: Path, folder: Path, *, scope: str = "off", cancelled: bool =
 
 def restored(trace: Trace) -> int:
     policy = Policy(scope=Scope("full"), block_size=BLOCK, min_tokens=BLOCK)
-    return simulate(trace, policy, CUTTABLE).restored_tokens
+    return simulate(trace, policy, SLICEABLE).restored_tokens
 
 
 @pytest.fixture(scope="module")

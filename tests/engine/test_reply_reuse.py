@@ -13,16 +13,16 @@ import torch
 
 from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
-from diskprefix.engine.generate import Engine
+from diskprefix.engine.engine import Engine
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
-from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
+from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
+from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import decode_node
-from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
-from tests.engine import tiny
+from tests.model import tiny
 
 BLOCK = 16
 PROMPT = 3 * BLOCK + 4

@@ -11,8 +11,8 @@ from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, SamplingParams
 from diskprefix.engine.scheduler import Scheduler
 from diskprefix.errors import ContextTooLong, NotReady, QueueFull, ShareFull
-from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import parse_scope
+from diskprefix.prompt import Prompt
 from diskprefix.tenant import SHARED, Tenant
 
 ALICE, BOB = Tenant.of_key("alice"), Tenant.of_key("bob")

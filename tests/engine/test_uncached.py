@@ -11,12 +11,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from diskprefix.engine.generate import Engine
+from diskprefix.engine.engine import Engine
 from diskprefix.engine.prefill import Cancelled
-from diskprefix.engine.sampling import Sampler
+from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import ModelError
-from tests.engine import tiny
-from tests.engine.test_generate import done, load, prompt, run, tokens_of
+from tests.engine.test_engine import done, load, prompt, run, tokens_of
+from tests.model import tiny
 
 NUM_TOKENS = 37
 """Two steps of the grid and a bit."""

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from diskprefix.engine.loader import load_model
 from diskprefix.kv.layout import Layout
-from diskprefix.kv.survey import describe_layers
+from diskprefix.model.loader import load_model
+from diskprefix.model.survey import describe_layers
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
-from tests.architectures import tiny_model
+from tests.exactness.architectures import tiny_model
 from tests.exactness.jobs import Answer, Answers, Case, Job, Kind, MakeTokens, cases_of, read_jobs
 from tests.tiny import Runner, tiny_settings
 
@@ -42,7 +42,7 @@ def kind_of(layout: Layout) -> Kind:
         return "unsupported"
     if layout.is_one_pass:
         return "one pass"
-    return "cut" if layout.is_cuttable else "checkpoint"
+    return "cut" if layout.is_sliceable else "checkpoint"
 
 
 def load(job: Job) -> tuple[PreTrainedModel, MakeTokens]:

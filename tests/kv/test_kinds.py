@@ -15,8 +15,8 @@ from transformers.cache_utils import DynamicLayer
 
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.kv.probe import probe_layout
-from tests.architectures import tiny_model
+from diskprefix.model.rehearsal import rehearse
+from tests.exactness.architectures import tiny_model
 from tests.tiny import BLOCK, Runner, random_prompt, tiny_settings
 
 STEPS = (16, 16, 16, 7, 1, 1)
@@ -65,7 +65,7 @@ def stepwise_on_transformers(model: PreTrainedModel, layout: Layout) -> list[tor
 def test_our_layers_answer_what_transformers_own_do(name: str, dtype: torch.dtype) -> None:
     """Windows that wrap, also within a step; states; indexers; shared layers."""
     model = tiny_model(name, dtype)
-    layout = probe_layout(model)
+    layout = rehearse(model)
     assert {spec.kind for spec in layout.layers} == KINDS[name]
     ours, theirs = stepwise(KVArena(layout, model.device), model), stepwise_on_transformers(model, layout)
     for mine, their in zip(ours, theirs, strict=True):
@@ -75,8 +75,8 @@ def test_our_layers_answer_what_transformers_own_do(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("name", ["minimax", "rwkv", "xlstm"])
 def test_a_cache_of_a_models_own_is_kept_in_our_layers(name: str) -> None:
     model = tiny_model(name, torch.float32)
-    layout = probe_layout(model)
-    assert (layout.unsupported, layout.cache_kind, layout.is_cuttable) == ((), name, False)
+    layout = rehearse(model)
+    assert (layout.unsupported, layout.cache_kind, layout.is_sliceable) == ((), name, False)
     one_pass = model(input_ids=TOKENS).logits[0, -1]
     assert torch.allclose(stepwise(KVArena(layout, model.device), model)[-1], one_pass, atol=1e-4)
 
@@ -84,7 +84,7 @@ def test_a_cache_of_a_models_own_is_kept_in_our_layers(name: str) -> None:
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "rwkv"])
 def test_an_arena_can_be_used_again(name: str) -> None:
     model = tiny_model(name, torch.float32)
-    arena = KVArena(probe_layout(model), model.device)
+    arena = KVArena(rehearse(model), model.device)
     first = stepwise(arena, model)
     assert all(map(torch.equal, first, stepwise(arena, model)))
 
@@ -93,7 +93,7 @@ def test_an_arena_can_be_used_again(name: str) -> None:
 def test_an_arena_grows_in_the_middle_of_a_step(name: str) -> None:
     """As when `generate` goes on where nobody has reserved memory."""
     model = tiny_model(name, torch.float32)
-    layout = probe_layout(model)
+    layout = rehearse(model)
     arena, small = KVArena(layout, model.device), KVArena(layout, model.device, capacity_step=1)
     expected = stepwise(arena, model)
     with torch.inference_mode():
@@ -124,12 +124,12 @@ def test_a_scan_that_takes_no_state_makes_one_pass(name: str, tmp_path: Path) ->
 
 
 def test_state_that_a_model_keeps_to_itself_is_found_out() -> None:
-    layout = probe_layout(tiny_model("recurrent_gemma", torch.float32))
+    layout = rehearse(tiny_model("recurrent_gemma", torch.float32))
     assert layout.unsupported == ("RecurrentGemmaForCausalLM keeps state outside its cache",)
 
 
 def test_a_layer_of_an_unknown_class_is_named() -> None:
-    layout = probe_layout(tiny_model("deepseek_v4", torch.float32))
+    layout = rehearse(tiny_model("deepseek_v4", torch.float32))
     assert layout.unsupported == ("DeepseekV4CSACache", "DeepseekV4HCACache")
 
 
@@ -143,7 +143,7 @@ def test_a_model_that_looks_ahead_is_found_out(monkeypatch: pytest.MonkeyPatch) 
         return embedded + 0.1 * embedded.mean(dim=1, keepdim=True) if ids.shape[1] > 5 else embedded
 
     monkeypatch.setattr(model.model.embed_tokens, "forward", with_a_glance_ahead)
-    assert probe_layout(model).unsupported == ("LlamaForCausalLM looks at what comes later",)
+    assert rehearse(model).unsupported == ("LlamaForCausalLM looks at what comes later",)
 
 
 def test_a_model_that_starts_each_step_at_position_0_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_a_model_that_starts_each_step_at_position_0_is_found_out(monkeypatch: p
         return forward(x, position_ids=position_ids - position_ids.min())
 
     monkeypatch.setattr(model.model.rotary_emb, "forward", from_zero)
-    assert probe_layout(model).unsupported == ("LlamaForCausalLM does not continue a sequence step by step",)
+    assert rehearse(model).unsupported == ("LlamaForCausalLM does not continue a sequence step by step",)
 
 
 def test_a_class_that_inherits_from_a_known_one_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_a_class_that_inherits_from_a_known_one_is_not_taken_for_it(monkeypatch:
     from transformers import cache_utils
 
     monkeypatch.setitem(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, "full_attention", Stranger)
-    assert probe_layout(tiny_model("llama", torch.float32)).unsupported == ("Stranger",)
+    assert rehearse(tiny_model("llama", torch.float32)).unsupported == ("Stranger",)
 
 
 def test_a_restore_loads_only_the_blocks_under_a_window(tmp_path: Path) -> None:
@@ -207,15 +207,15 @@ def test_a_rehearsal_is_remembered_for_the_numbers_it_was_made_with(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = tiny_model("mamba", torch.float32)
-    first = probe_layout(model, identity="these weights")
+    first = rehearse(model, identity="these weights")
     forwards: list[int] = []
     monkeypatch.setattr(KVArena, "forward", lambda *_: forwards.append(1))
-    assert probe_layout(model, identity="these weights") == first
+    assert rehearse(model, identity="these weights") == first
     assert (first.is_one_pass, forwards) == (True, [])
-    assert probe_layout(model, identity="other weights").unsupported
+    assert rehearse(model, identity="other weights").unsupported
     assert forwards
     (tmp_path / "diskprefix" / "rehearsals.json").write_text("[]")
-    assert probe_layout(model, identity="these weights").unsupported
+    assert rehearse(model, identity="these weights").unsupported
 
 
 def test_a_layout_reads_the_same_in_every_process() -> None:

@@ -14,7 +14,7 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.kv import arena as arena_module
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.kv.probe import probe_layout
+from diskprefix.model.rehearsal import rehearse
 from tests.tiny import tiny_llama
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ NUM_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def layout() -> Layout:
-    return probe_layout(tiny_llama())
+    return rehearse(tiny_llama())
 
 
 def payload_of(layout: Layout, seed: int) -> memoryview:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
-from diskprefix.kv.probe import probe_layout
+from diskprefix.model.rehearsal import rehearse
 from tests.tiny import BLOCK, VOCAB, Runner, random_prompt, tiny_llama, tiny_settings
 
 ORIGINAL = 4 * BLOCK
@@ -86,7 +86,7 @@ def test_a_static_rope_restores_the_cold_run_on_both_sides_of_its_original_lengt
 
 @pytest.mark.parametrize("rope_type", MOVING)
 def test_a_rope_that_depends_on_the_run_is_not_cached(rope_type: str) -> None:
-    assert probe_layout(llama_with(rope_type)).unsupported == (f"{rope_type} RoPE",)
+    assert rehearse(llama_with(rope_type)).unsupported == (f"{rope_type} RoPE",)
 
 
 def test_every_kind_of_rope_that_transformers_knows_was_looked_at() -> None:
@@ -104,18 +104,18 @@ def test_a_rope_of_one_kind_of_layer_counts() -> None:
         max_position_embeddings=ORIGINAL,
         rope_parameters={"full_attention": plain | {"rope_type": "dynamic", "factor": 4.0}, "sliding_attention": plain},
     )
-    assert probe_layout(Gemma3ForCausalLM(config).eval()).unsupported == ("dynamic RoPE",)
+    assert rehearse(Gemma3ForCausalLM(config).eval()).unsupported == ("dynamic RoPE",)
 
 
 def test_a_model_without_rope_is_cached() -> None:
     model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=100)).eval()
-    layout = probe_layout(model)
+    layout = rehearse(model)
     assert (layout.unsupported, len(layout.layers), layout.vocab_size) == ((), 2, 100)
 
 
 def test_a_model_that_takes_no_cache_is_not_cached() -> None:
     model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=2, vocab_size=100)).eval()
-    assert probe_layout(model).unsupported == ("OpenAIGPTLMHeadModel takes no past_key_values",)
+    assert rehearse(model).unsupported == ("OpenAIGPTLMHeadModel takes no past_key_values",)
 
 
 def test_a_model_that_fails_when_it_is_asked_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_model_that_fails_when_it_is_asked_is_not_cached(monkeypatch: pytest.M
         raise ValueError("no such thing\nand more")
 
     monkeypatch.setattr(model.model, "forward", broken)
-    assert probe_layout(model).unsupported == ("LlamaForCausalLM: ValueError: no such thing",)
+    assert rehearse(model).unsupported == ("LlamaForCausalLM: ValueError: no such thing",)
 
 
 def test_a_model_that_leaves_its_cache_empty_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_model_that_leaves_its_cache_empty_is_not_cached(monkeypatch: pytest.M
         return forward(*args, **(kwargs | {"past_key_values": None}))
 
     monkeypatch.setattr(model.model, "forward", forgetful)
-    assert probe_layout(model).unsupported == ("LlamaForCausalLM leaves layers of its cache empty",)
+    assert rehearse(model).unsupported == ("LlamaForCausalLM leaves layers of its cache empty",)
 
 
 def test_running_out_of_memory_is_not_taken_for_an_unknown_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_running_out_of_memory_is_not_taken_for_an_unknown_model(monkeypatch: py
 
     monkeypatch.setattr(model.model, "forward", starved)
     with pytest.raises(torch.OutOfMemoryError):
-        probe_layout(model)
+        rehearse(model)
 
 
 def layout_of(*windows: int | None, state: int = 0) -> Layout:
@@ -160,8 +160,8 @@ def layout_of(*windows: int | None, state: int = 0) -> Layout:
 
 
 def test_a_prefix_is_restorable_at_any_block_or_at_checkpoints_or_at_the_end_of_a_prompt() -> None:
-    assert layout_of(None).state_kind == "cuttable"
-    assert layout_of(None, 4).state_kind == "cuttable"
+    assert layout_of(None).state_kind == "sliceable"
+    assert layout_of(None, 4).state_kind == "sliceable"
     assert layout_of(None, state=16).state_kind == "checkpoints"
     assert layout_of(state=16).state_kind == "checkpoints"
     assert layout_of(None, state=16).in_one_pass().state_kind == "one_pass"
@@ -202,7 +202,7 @@ def test_what_is_loaded_of_a_model_is_what_a_run_that_goes_on_there_looks_at(num
     config = Gemma3TextConfig(
         **SIZES, head_dim=HEAD, layer_types=["full_attention", "sliding_attention"], sliding_window=64
     )
-    layout = probe_layout(Gemma3ForCausalLM(config).to(torch.bfloat16).eval())
+    layout = rehearse(Gemma3ForCausalLM(config).to(torch.bfloat16).eval())
     by_kind = {"full" if g.window is None else f"window_{g.window}": g.bytes_per_token for g in layout.groups}
     assert len(by_kind) == 2
     retained = sum((last - first) * by_kind[kind] for kind, (first, last) in layout.retained(num_tokens).items())

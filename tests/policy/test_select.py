@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diskprefix.policy.boundary import Mark, Prompt, raw_boundaries
+from diskprefix.policy.admission import Sighting
 from diskprefix.policy.scope import Scope
 from diskprefix.policy.select import Reason, Selection, StateKind, select
-from diskprefix.policy.sightings import Sighting
+from diskprefix.prompt import Mark, Prompt, raw_boundaries
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 
 OFF, FULL, AUTO = Scope("off"), Scope("full"), Scope("auto", 30)
@@ -528,7 +528,7 @@ def test_a_mark_at_the_end_keeps_the_whole_prompt() -> None:
         assert (selection.selected, selection.aligned, selection.keep_tail) == (4123, 4096, True)
 
 
-@pytest.mark.parametrize("state", ["cuttable", "checkpoints"])
+@pytest.mark.parametrize("state", ["sliceable", "checkpoints"])
 def test_marks_that_too_little_stands_before_do_not_count(state: StateKind) -> None:
     near = (Mark(300), Mark(500))
     for scope in (AUTO, tokens(2000), FULL):
@@ -576,7 +576,7 @@ KNOBS = st.fixed_dictionaries(
         "min_tokens": st.integers(0, 20),
         "cold_max": st.integers(0, 50),
         "interval": st.integers(1, 50),
-        "state": st.sampled_from(["cuttable", "checkpoints", "one_pass"]),
+        "state": st.sampled_from(["sliceable", "checkpoints", "one_pass"]),
         "restored": st.integers(0, 40),
         "checkpoint_tokens": st.integers(0, 30),
         "sighting": st.builds(Sighting, st.integers(0, 12), st.integers(0, 12), st.integers(0, 12), st.booleans()),
@@ -637,7 +637,7 @@ def test_the_order_of_the_window_is_of_no_importance(
 def test_where_state_can_be_cut_a_prompt_in_the_window_counts_once(
     prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any], times: int
 ) -> None:
-    knobs = knobs | {"state": "cuttable"}
+    knobs = knobs | {"state": "sliceable"}
     once, often = (select(AUTO, prompt, window, **knobs) for window in (recent, recent * times))
     assert (once.selected, once.kept, once.reason) == (often.selected, often.kept, often.reason)
 
@@ -647,7 +647,7 @@ def test_where_state_can_be_cut_auto_keeps_what_was_seen_or_will_return_or_the_s
     n: int, prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any]
 ) -> None:
     prompt = Prompt(prompt.token_ids, prompt.boundaries, prompt.system_end)
-    selection = select(Scope("auto", n), prompt, recent, **(knobs | {"state": "cuttable"}))
+    selection = select(Scope("auto", n), prompt, recent, **(knobs | {"state": "sliceable"}))
     known = max(selection.common, selection.seen)
     assert selection.common == max((common_prefix_length(prompt.token_ids, other) for other in recent[:n]), default=0)
     assert selection.seen == min(knobs["sighting"].num_blocks * knobs["block_size"], len(prompt.token_ids))

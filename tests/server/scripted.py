@@ -17,10 +17,10 @@ import httpx
 import uvicorn
 
 from diskprefix.cache_report import CacheReport
-from diskprefix.engine.generate import Engine
+from diskprefix.engine.engine import Engine
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, TextEvent, Timings, Usage
-from diskprefix.prefix_cache.worth import Worth
+from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.server.app import create_app
 from diskprefix.server.daemon import Daemon
 from diskprefix.settings import Settings
@@ -52,7 +52,7 @@ STATS: dict[str, Any] = {
     "file_bytes": 16,
     "quarantined": 15,
     "errors": 16,
-    "gate": Worth("auto", lambda num_tokens: 23_040 * num_tokens).as_dict(),
+    "gate": CostModel("auto", lambda num_tokens: 23_040 * num_tokens).as_dict(),
 }
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from diskprefix.chat.marks import MAX_MARKS
+from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
-from diskprefix.policy.boundary import Mark, Prompt
+from diskprefix.prompt import Mark, Prompt
 from diskprefix.server.body import parse_json
-from diskprefix.server.chat import PromptRenderer
-from diskprefix.server.marks import MAX_MARKS
 from diskprefix.server.schemas import ChatRequest, CompletionRequest
 from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
 

@@ -16,10 +16,10 @@ import httpx
 import pytest
 import torch
 
-from diskprefix.engine import media as engine_media
+from diskprefix.chat import content as server_content
 from diskprefix.engine import scheduler as engine_scheduler
-from diskprefix.engine.generate import Engine
-from diskprefix.server import content as server_content
+from diskprefix.engine.engine import Engine
+from diskprefix.model import media as engine_media
 from diskprefix.server.schemas import ChatRequest, Message
 from tests.server.media_models import (
     PARTS_ONLY,

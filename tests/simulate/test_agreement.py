@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from diskprefix.cache_options import CacheOptions, group_of
-from diskprefix.policy.boundary import Mark, Prompt, raw_boundaries
 from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.prefix_cache import request as request_module
 from diskprefix.prefix_cache.recording import Recorder
+from diskprefix.prompt import Mark, Prompt, raw_boundaries
 from diskprefix.simulate.formats import read_trace
 from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.simulator import Outcome, Policy, Simulator
@@ -32,7 +32,7 @@ from diskprefix.simulate.synthetic import interleaved, one_off
 from diskprefix.simulate.trace import TraceRequest
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds, as_token_ids
-from tests.architectures import tiny_model
+from tests.exactness.architectures import tiny_model
 from tests.tiny import BLOCK, VOCAB, Answer, Runner, tiny_llama, tiny_settings
 
 BEGIN, END, SYSTEM, USER, REPLY = 1, 2, 3, 4, 5
@@ -40,7 +40,7 @@ TEXT = 10
 """Tokens from here on are words."""
 AUTO = Scope("auto", 30)
 MIN_TOKENS, COLD_MAX, INTERVAL = 2 * BLOCK, 8 * BLOCK, 4 * BLOCK
-STATES = "cuttable", "qwen3_next", "mamba2"
+STATES = "sliceable", "qwen3_next", "mamba2"
 
 
 class Seen(NamedTuple):
@@ -153,7 +153,7 @@ TURNS = st.builds(
 
 @cache
 def model_of(state: str) -> PreTrainedModel:
-    return tiny_llama() if state == "cuttable" else tiny_model(state, torch.float32)
+    return tiny_llama() if state == "sliceable" else tiny_model(state, torch.float32)
 
 
 def geometry_of(runner: Runner) -> Geometry:
@@ -202,7 +202,7 @@ class Daemon:
             request.prompt,
             options,
             answer.report,
-            root=self.runner.cache.realm(options.tenant).root,
+            root=self.runner.cache.namespace(options.tenant).root,
             when=1e9 + request.when,
             output_tokens=0,
             prefill_ms=0.0,
@@ -322,7 +322,7 @@ def test_a_long_workload_with_restarts_is_foretold_to_its_end(state: str, tmp_pa
     daemon = Daemon(tmp_path, model_of(state))
     happened = agreed(daemon, 1, an_hour())
     reasons = Counter(one.reason for one in happened)
-    expected = {"grows", "full", "tokens", "off", "best_match" if state == "cuttable" else "support"}
+    expected = {"grows", "full", "tokens", "off", "best_match" if state == "sliceable" else "support"}
     assert expected <= reasons.keys()
     assert sum(one.restored > 0 for one in happened) > len(happened) // 4
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diskprefix.policy.boundary import Prompt
 from diskprefix.policy.scope import Scope
+from diskprefix.prompt import Prompt
 from diskprefix.simulate.baselines import upper_bound, whole_snapshots
-from diskprefix.simulate.geometry import CHECKPOINTS, CUTTABLE, Geometry
+from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.simulate.simulator import Policy, Totals, simulate
 from diskprefix.simulate.synthetic import CATALOG
 from diskprefix.simulate.trace import Trace, TraceRequest
@@ -128,11 +128,11 @@ def test_no_rule_passes_the_bound(name: str) -> None:
     assert bound.evictions == 0
     rules = [partial(simulate, policy=Policy(scope=scope)) for scope in (Scope("full"), Scope("auto", 30))]
     for rule in [*rules, partial(whole_snapshots, policy=Policy(scope=Scope("full")))]:
-        for geometry in (CUTTABLE, CHECKPOINTS):
+        for geometry in (SLICEABLE, CHECKPOINTS):
             totals = rule(trace, geometry=geometry)
             assert totals.restored_tokens <= bound.restored_tokens
             assert totals.hits <= bound.hits
-    on_the_grid = simulate(trace, Policy(scope=Scope("full")), CUTTABLE)
+    on_the_grid = simulate(trace, Policy(scope=Scope("full")), SLICEABLE)
     assert on_the_grid.hits == bound.hits
     assert bound.restored_tokens - on_the_grid.restored_tokens < 256 * bound.hits + 1
 

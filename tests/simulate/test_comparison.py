@@ -10,12 +10,12 @@ import pytest
 
 from diskprefix.policy.scope import Scope
 from diskprefix.simulate.comparison import UPPER_BOUND, WHOLE_SNAPSHOTS, Case, Regime, Row, cases, compare
-from diskprefix.simulate.geometry import CHECKPOINTS, CUTTABLE, Geometry
+from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.simulate.simulator import Policy, Totals
 from diskprefix.simulate.synthetic import interleaved
 from diskprefix.simulate.trace import Trace
 
-GEOMETRIES: dict[Regime, Geometry] = {"checkpoints": CHECKPOINTS, "cuttable": CUTTABLE}
+GEOMETRIES: dict[Regime, Geometry] = {"checkpoints": CHECKPOINTS, "sliceable": SLICEABLE}
 REFERENCE = Policy(scope=Scope("off"))
 MIB = 2**20
 
@@ -31,7 +31,7 @@ def test_cases_come_by_regime_and_by_budget_and_the_largest_budget_first() -> No
     shown = [(case.regime, case.policy.budget_bytes, case.scope, case.preset) for case in found]
     scopes = "full", "auto:8", WHOLE_SNAPSHOTS
     expected: list[object] = []
-    for regime in ("checkpoints", "cuttable"):
+    for regime in ("checkpoints", "sliceable"):
         expected += [(regime, budget, scope, None) for budget, scope in product((None, 2**34, 2**30), scopes)]
         expected += [(regime, 7 * MIB, "auto:8", "mine"), (regime, None, UPPER_BOUND, None)]
     assert shown == expected

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.errors import InvalidRequest, SettingsError
-from diskprefix.policy.boundary import Mark, Prompt
 from diskprefix.policy.scope import Scope
 from diskprefix.prefix_cache.recording import Recorder
+from diskprefix.prompt import Mark, Prompt
 from diskprefix.simulate.formats import JsonObject, read_trace
 from diskprefix.simulate.trace import RecordedDaemon, TraceRequest
 from diskprefix.tenant import SHARED

@@ -36,12 +36,12 @@ def test_nine_of_ten_requests_find_something(name: str, regime: Regime) -> None:
 
 @pytest.mark.parametrize("name", ["interleaved", "moving-reminder", "shared-anchor"])
 def test_nearly_all_that_could_be_restored_is(name: str) -> None:
-    assert run(name, "cuttable", AUTO).restored_tokens >= 0.97 * run(name, "cuttable", FULL).restored_tokens
+    assert run(name, "sliceable", AUTO).restored_tokens >= 0.97 * run(name, "sliceable", FULL).restored_tokens
 
 
 @pytest.mark.parametrize("name", ["retrieval", "shared-anchor", "one-off"])
 def test_what_is_not_shared_is_hardly_written(name: str) -> None:
-    assert run(name, "cuttable", AUTO).written_tokens <= 0.3 * run(name, "cuttable", FULL).written_tokens
+    assert run(name, "sliceable", AUTO).written_tokens <= 0.3 * run(name, "sliceable", FULL).written_tokens
 
 
 @pytest.mark.parametrize("disturbance", DISTURBED)
@@ -60,15 +60,15 @@ def test_no_window_makes_it_lose_ten_points_against_full_in_the_same_room(
 def test_a_window_without_order_is_the_same_to_state_that_can_be_cut() -> None:
     for name in SHAPES:
         trace, policy = workload(name), Policy(scope=AUTO)
-        shuffled = simulate_disturbed(trace, policy, GEOMETRIES["cuttable"], DISTURBED["shuffled"])
-        assert shuffled == run(name, "cuttable", AUTO)
+        shuffled = simulate_disturbed(trace, policy, GEOMETRIES["sliceable"], DISTURBED["shuffled"])
+        assert shuffled == run(name, "sliceable", AUTO)
 
 
 def test_disturbances_reach_the_selection() -> None:
     """A window of noise alone hides what was seen a moment ago."""
     trace, policy = workload("retrieval"), Policy(scope=AUTO)
-    hostile = simulate_disturbed(trace, policy, GEOMETRIES["cuttable"], DISTURBED["hostile"])
-    assert hostile.selected_tokens != run("retrieval", "cuttable", AUTO).selected_tokens
+    hostile = simulate_disturbed(trace, policy, GEOMETRIES["sliceable"], DISTURBED["hostile"])
+    assert hostile.selected_tokens != run("retrieval", "sliceable", AUTO).selected_tokens
 
 
 def test_conversations_with_batches_among_them_come_in_order() -> None:

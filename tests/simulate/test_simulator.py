@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from diskprefix.policy.boundary import Mark, Prompt
 from diskprefix.policy.scope import Scope
 from diskprefix.prefix_cache.nodes import Node
-from diskprefix.simulate.geometry import CHECKPOINTS, CUTTABLE, Geometry
+from diskprefix.prompt import Mark, Prompt
+from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.simulate.store import NewEntry, SimulatedStore
 from diskprefix.simulate.synthetic import CATALOG, interleaved
@@ -135,7 +135,7 @@ def test_a_use_keeps_what_would_expire() -> None:
     assert replayed(*uses, policy=policy).hits == 4
 
 
-@pytest.mark.parametrize("geometry", [CUTTABLE, CHECKPOINTS], ids=["cuttable", "checkpoints"])
+@pytest.mark.parametrize("geometry", [SLICEABLE, CHECKPOINTS], ids=["sliceable", "checkpoints"])
 @pytest.mark.parametrize("name", CATALOG)
 def test_the_same_trace_gives_the_same_totals(name: str, geometry: Geometry) -> None:
     trace = CATALOG[name](num_requests=30)
@@ -147,7 +147,7 @@ def test_the_same_trace_gives_the_same_totals(name: str, geometry: Geometry) -> 
 def test_a_larger_budget_restores_no_less_of_conversations() -> None:
     trace = interleaved(num_requests=80)
     restored = [
-        simulate(trace, Policy(scope=Scope("full"), budget_bytes=budget), CUTTABLE).restored_tokens
+        simulate(trace, Policy(scope=Scope("full"), budget_bytes=budget), SLICEABLE).restored_tokens
         for budget in (100 * MIB, 400 * MIB, None)
     ]
     assert restored == sorted(restored)
@@ -295,7 +295,7 @@ def _expected_victims(
 
 
 def test_a_node_takes_what_its_pieces_and_records_take_in_the_file() -> None:
-    assert CUTTABLE.stored_bytes(256, Kind.BLOCK) == pytest.approx(256 * 23_040, rel=0.02)
+    assert SLICEABLE.stored_bytes(256, Kind.BLOCK) == pytest.approx(256 * 23_040, rel=0.02)
     assert CHECKPOINTS.stored_bytes(0, Kind.CHECKPOINT) == pytest.approx(75 << 20, rel=0.02)
     of_tail = CHECKPOINTS.stored_bytes(7, Kind.TAIL) - CHECKPOINTS.stored_bytes(7, Kind.BLOCK)
     assert of_tail == pytest.approx((75 << 20) + 2 * 151_936, rel=0.02)
@@ -309,7 +309,7 @@ def test_small_states_are_not_rounded_up_to_large_ones() -> None:
 @pytest.mark.parametrize(
     ("geometry", "state", "checkpoint_tokens"),
     [
-        (CUTTABLE, "cuttable", 0),
+        (SLICEABLE, "sliceable", 0),
         (CHECKPOINTS, "checkpoints", 3200),
         (Geometry(0, state_bytes=10), "checkpoints", 2**31),
         (Geometry(3, state_bytes=10), "checkpoints", 4),

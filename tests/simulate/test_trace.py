@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from diskprefix.policy.boundary import Mark, Prompt
 from diskprefix.policy.scope import Scope
+from diskprefix.prompt import Mark, Prompt
 from diskprefix.simulate.trace import Trace, TraceRequest, spooled
 from diskprefix.tokens import as_token_ids
 

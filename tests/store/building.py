@@ -11,7 +11,7 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.codec import decode_piece, piece_seed
+from diskprefix.store.codec.codec import decode_piece, piece_seed
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord, identity_checksum, node_name
 from diskprefix.store.snapshot import Snapshot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.store.lmdb_files import Churn, open_file
+from tests.faults.lmdb_files import Churn, open_file
 
 
 def main() -> None:

@@ -16,11 +16,11 @@ from diskprefix.errors import StoreCorrupt, StoreUnavailable
 from diskprefix.store import compact as compacting
 from diskprefix.store.compact import Compacted, compact_folder, compacted_bytes, copy_store
 from diskprefix.store.folder import FolderLock
+from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.maintenance.verify_payloads import verify_payloads
 from diskprefix.store.store import Publication, Store
-from diskprefix.store.verify import verify_index
-from diskprefix.store.verify_payloads import verify_payloads
+from tests.faults.damage import damaged
 from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
-from tests.store.damage import damaged
 
 
 @pytest.fixture(scope="module")

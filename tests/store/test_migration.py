@@ -22,18 +22,18 @@ import pytest
 from diskprefix.errors import StoreCorrupt, StoreFormatError, StoreUnavailable
 from diskprefix.store import migration
 from diskprefix.store.changes import NewNode
-from diskprefix.store.codec import PIECE_BYTES, Codec, Element, check_piece, piece_seed
+from diskprefix.store.codec.codec import PIECE_BYTES, Codec, Element, check_piece, piece_seed
 from diskprefix.store.folder import REPLACEMENT, FolderUnavailable
+from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.migration import migrate, needs_migration
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind, history_sequence
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
-from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds, block_hash
+from tests.faults.isolated import run_isolated
 from tests.store.building import prompt, publication, read_payload
 from tests.store.format_1 import BLOCK, CREATED_AT, SECRET, SMALL, STORE_ID, WIDE, Format1File, OldNode
-from tests.store.isolated import run_isolated
 
 ROOT, OTHER = b"r" * 16, b"s" * 16
 LAST_USED = 1_700_000_000.5

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.codec import PIECE_BYTES, Element
+from diskprefix.store.codec.codec import PIECE_BYTES, Element
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
 from tests.store.building import BLOCK

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.codec import decode_tokens, encode_tokens
+from diskprefix.store.codec.codec import decode_tokens, encode_tokens
 from diskprefix.store.schema import (
     USAGE_DTYPE,
     Kind,

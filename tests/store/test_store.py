@@ -14,9 +14,9 @@ import pytest
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFormatError, StoreFull, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store.changes import Use
+from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind, history_sequence
 from diskprefix.store.store import Publication, Store
-from diskprefix.store.verify import verify_index
 from tests.store.building import BLOCK, ROOT, Clock, is_whole, layout_of, make_newer, open_store, prompt, publication
 
 

@@ -34,15 +34,15 @@ from hypothesis.stateful import (
 
 from diskprefix.errors import PrefixGone, StoreFull
 from diskprefix.store.changes import NewNode, Use
-from diskprefix.store.codec import Codec
+from diskprefix.store.codec.codec import Codec
 from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import JUST_WRITTEN_S, recorded_ttl
+from diskprefix.store.maintenance.purge import Selection, purge
+from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.purge import Selection, purge
 from diskprefix.store.schema import Kind
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
-from diskprefix.store.verify import verify_index
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds
 from tests.store.building import BLOCK, Clock, layout_of, open_store, publication, read_payload

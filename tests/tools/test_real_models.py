@@ -12,11 +12,11 @@ import pytest
 import real_models
 from real_models import SplitModel
 
-from diskprefix.engine.gguf import is_finished
-from diskprefix.engine.loader import load_model
 from diskprefix.errors import ModelError
+from diskprefix.model.gguf import is_finished
+from diskprefix.model.loader import load_model
 from diskprefix.settings import Settings
-from tests.engine import tiny
+from tests.model import tiny
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_PARTS = 3

@@ -1,0 +1,145 @@
+"""Content parts that are no text: read where the model takes them, refused by name where it does not."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from diskprefix.errors import InvalidRequest
+from diskprefix.printable import shown
+from diskprefix.server.schemas import AudioPart, ImagePart, JsonObject, Message, OtherPart, TextPart
+
+if TYPE_CHECKING:
+    from diskprefix.model.media import MediaProcessor
+
+UNSUPPORTED = "unsupported_content"
+_MOST_PARTS = 64
+"""Images and sounds in one request, however small."""
+_WORDS = {"image_url": "images", "input_audio": "audio", "video_url": "videos", "file": "files"}
+_SHOWN_CHARS = 40
+
+
+@dataclass
+class Media:
+    """What a conversation holds beside text, decoded, each kind in the conversation's order."""
+
+    images: list[Any] = field(default_factory=list)
+    audio: list[Any] = field(default_factory=list)
+
+
+def read_media(messages: Sequence[Message], processor: MediaProcessor | None) -> Media | None:
+    """The images and sounds of a conversation; None if it is all text. `processor` None: the model takes text only.
+
+    Raises `InvalidRequest` that names the part which the model does not take, or which cannot be read.
+    """
+    if not holds_media(messages):
+        return None
+    media, num_parts = Media(), 0
+    for i, message in enumerate(messages):
+        if isinstance(message.content, str):
+            _refuse_placeholders(message.content, processor, f"messages.{i}.content")
+            continue
+        for j, part in enumerate(message.content or ()):
+            param = f"messages.{i}.content.{j}"
+            if isinstance(part, TextPart):
+                _refuse_placeholders(part.text, processor, f"{param}.text")
+                continue
+            num_parts += 1
+            if num_parts > _MOST_PARTS:
+                raise InvalidRequest(f"{param}: only {_MOST_PARTS} images and sounds fit in a request", param=param)
+            _read_part(part, _require_taken(part, processor, param), param, media)
+    return media
+
+
+def holds_media(messages: Sequence[Message]) -> bool:
+    """Whether any of it is no text."""
+    return any(
+        not isinstance(part, TextPart)
+        for message in messages
+        if isinstance(message.content, list)
+        for part in message.content
+    )
+
+
+def parts_for_template(content: str | list[Any]) -> list[JsonObject]:
+    """Content in the form in which the templates of multimodal models take it: media are placeholders there."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [_for_template(part) for part in content]
+
+
+def _for_template(part: TextPart | ImagePart | AudioPart) -> JsonObject:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image" if isinstance(part, ImagePart) else "audio"}
+
+
+def _require_taken(
+    part: ImagePart | AudioPart | OtherPart, processor: MediaProcessor | None, param: str
+) -> MediaProcessor:
+    """Raises `InvalidRequest` where the model, or diskprefix, does not take this kind of content."""
+    kinds = processor.kinds if processor is not None else frozenset()
+    if processor is not None:
+        if isinstance(part, ImagePart) and "image" in kinds:
+            return processor
+        if isinstance(part, AudioPart) and "audio" in kinds:
+            return processor
+    taken = " and ".join(["text", *(word for kind, word in (("image", "images"), ("audio", "audio")) if kind in kinds)])
+    reason = "this model takes text only" if taken == "text" else f"this model takes {taken}, no {_WORDS[part.type]}"
+    if processor is not None and processor.problem is not None:
+        reason = f"this model is served for text only ({processor.problem})"
+    elif isinstance(part, OtherPart) and "image" in kinds:
+        reason += "; send its pages or frames as image_url parts"
+    raise InvalidRequest(f"{param}: {reason} (got {part.type})", param=param, code=UNSUPPORTED)
+
+
+def _refuse_placeholders(text: str, processor: MediaProcessor | None, param: str) -> None:
+    """Beside media, the processor would take a placeholder that the client wrote for one of them."""
+    for placeholder in sorted(processor.placeholders) if processor is not None else ():
+        if placeholder in text:
+            raise InvalidRequest(
+                f"{param}: {placeholder} stands for an image or a sound in this model's prompts; beside real ones, "
+                "write it in another way",
+                param=param,
+                code=UNSUPPORTED,
+            )
+
+
+def _read_part(part: ImagePart | AudioPart | OtherPart, processor: MediaProcessor, param: str, media: Media) -> None:
+    if isinstance(part, ImagePart):
+        param = f"{param}.image_url.url"
+        content = _data_uri(part.image_url.url, param)
+        media.images.append(processor.read_image(content, param=param, beside=media.images))
+    elif isinstance(part, AudioPart):
+        if part.input_audio.format != "wav":
+            param = f"{param}.input_audio.format"
+            given = shown(part.input_audio.format, _SHOWN_CHARS)
+            raise InvalidRequest(f"{param}: must be wav (got {given}); convert the sound to WAV", param=param)
+        param = f"{param}.input_audio.data"
+        content = _from_base64(part.input_audio.data, param)
+        media.audio.append(processor.read_audio(content, param=param, beside=media.audio))
+
+
+def _data_uri(uri: str, param: str) -> bytes:
+    """The content of a data: URI. Other URLs are never fetched: that would let clients read what the server can."""
+    scheme, _, rest = uri.partition(":")
+    if scheme.lower() != "data":
+        raise InvalidRequest(
+            f"{param}: URLs are not fetched; send the image itself, as data:image/png;base64,… "
+            f"(got {shown(uri, _SHOWN_CHARS)})",
+            param=param,
+        )
+    header, comma, data = rest.partition(",")
+    if not comma or not header.lower().replace(" ", "").endswith(";base64"):
+        raise InvalidRequest(f"{param}: is no data: URI in base64 (data:image/png;base64,…)", param=param)
+    return _from_base64(data, param)
+
+
+def _from_base64(text: str, param: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(f"{param}: is not valid base64: {error}", param=param) from error

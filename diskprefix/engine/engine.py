@@ -1,0 +1,406 @@
+"""The engine: one model, its KV memory and its prefix cache; one request from token ids to a stream of tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from diskprefix.cache_report import CacheReport
+from diskprefix.engine.detokenize import TextStream
+from diskprefix.engine.prefill import Cancelled, State, forward, prefill
+from diskprefix.engine.request import (
+    DoneEvent,
+    Event,
+    FinishEvent,
+    FinishReason,
+    GenerateRequest,
+    TextEvent,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from diskprefix.engine.sampler import Sampler
+from diskprefix.errors import ContextTooLong, DiskPrefixError, InvalidRequest, ModelError
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import LAYOUT_VERSION, Layout, is_out_of_memory
+from diskprefix.kv.uncached import TransformersState, forget_media
+from diskprefix.model.fingerprint import Fingerprint
+from diskprefix.model.gguf import first_line
+from diskprefix.model.loader import load_model
+from diskprefix.model.media import MediaProcessor
+from diskprefix.model.memory import available_bytes, kv_bytes
+from diskprefix.model.rehearsal import rehearse
+from diskprefix.policy.scope import parse_scope
+from diskprefix.prefix_cache.cache import PrefixCache
+from diskprefix.prefix_cache.recording import Recorder
+from diskprefix.prefix_cache.request import CachedRequest
+from diskprefix.settings import Settings
+from diskprefix.store.store import Store
+from diskprefix.tenant import SHARED
+from diskprefix.tokens import as_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("diskprefix")
+
+_UNLIMITED_POSITIONS = 1 << 20
+"""For models whose config names no maximum (recurrent ones)."""
+_TOUCHED_AT_START_BYTES = 1 << 30
+"""KV memory that is allocated and touched before the first request: fresh pages would slow down its restore."""
+_SHARE_AT_START = 0.25
+"""… but no more than this share of the memory that is free by then."""
+_FLUSH_TIMEOUT_S = 30.0
+
+
+class Engine:
+    """Runs requests one at a time on the thread that calls `run`."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, model_name: str, layout: Layout, cache: PrefixCache):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.media: MediaProcessor | None = None
+        """What prepares images and sounds for a multimodal model."""
+        self.recorder: Recorder | None = None
+        self.model_name = model_name
+        self.cache = cache
+        self.max_positions = _max_positions(model)
+        self.startup_timings: dict[str, float] = {}
+        """Seconds from the start of loading: where they went."""
+        self.identity: dict[str, Any] = {}
+        """The fingerprint's ingredients, for `/props`."""
+        self._eos = _eos_ids(model, tokenizer)
+        self._state: State = self._uncached_state(layout) if layout.unsupported else self._arena(layout)
+
+    @classmethod
+    def load(cls, settings: Settings, progress: Callable[[str], None]) -> Engine:
+        """Load the model and open its cache. Raises `ModelError`, `SettingsError` or `CacheError`, each one line."""
+        scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
+        # Before the model: what is wrong with the folder should not take seconds to be said.
+        store = Store.open_for_serving(
+            settings.kv_cache_dir,
+            budget_bytes=settings.kv_cache_budget,
+            on_corruption=settings.kv_cache_on_corruption,
+            min_free_bytes=settings.kv_cache_min_free,
+        )
+        cache: PrefixCache | None = None
+        recorder: Recorder | None = None
+        try:
+            if settings.record is not None:
+                recorder = Recorder(
+                    settings.record,
+                    secret_of=lambda: store.secret,
+                    block_size=settings.block_size,
+                    min_tokens=settings.kv_cache_min_tokens,
+                    default_scope=scope,
+                )
+            store.use_codec(settings.kv_cache_codec, available_bytes(torch.device("cpu")))
+            loaded = load_model(settings, progress)
+            started = time.perf_counter()
+            fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
+            layout = rehearse(loaded.model, identity=str(fingerprint))
+            identity = partial(fingerprint.identity, settings.block_size, LAYOUT_VERSION, layout.describe())
+            on_history = recorder.know if recorder else None
+            if recorder is not None and not layout.unsupported:
+                recorder.weigh(
+                    bytes_per_token=layout.bytes_per_token,
+                    state_bytes=layout.state_bytes,
+                    logits_bytes=layout.logits_bytes,
+                )
+            cache = PrefixCache(
+                settings, store, layout, identity, loaded.name, scope, on_history, device=fingerprint.device
+            )
+            engine = cls(loaded.model, loaded.tokenizer, loaded.name, layout, cache)
+            engine.recorder = recorder
+            if isinstance(engine._state, KVArena):
+                cache.warm_up(engine._state)
+        except BaseException as error:
+            if recorder is not None:
+                recorder.close()
+            if cache is None:
+                store.close()
+            else:
+                cache.close(0)
+            if is_out_of_memory(error):
+                raise ModelError(
+                    "the model fits in memory, but nothing to compute with is left; free some, or choose a smaller "
+                    "model, another --dtype or another --device"
+                ) from error
+            raise
+        engine.media = loaded.media
+        engine.identity = fingerprint.as_dict() | {"root": cache.namespace(SHARED).root.hex()}
+        engine.startup_timings = dict(loaded.timings) | {"warm_up": time.perf_counter() - started}
+        return engine
+
+    def run(
+        self,
+        request: GenerateRequest,
+        emit: Callable[[Event], None],
+        is_cancelled: Callable[[], bool],
+        arrived_at: float,
+    ) -> None:
+        """Run one request to its end, emitting its events; `arrived_at` is on the clock of `time.perf_counter`.
+
+        Raises `InvalidRequest` for an empty prompt, `ContextTooLong` for one that exceeds the positions or the memory,
+        or `Cancelled` within one step of `is_cancelled()` turning true.
+        """
+        self._check_length(request)
+        run = _Run(request, arrived_at, started=time.perf_counter())
+        cached = self.cache.begin(request.prompt, request.cache)
+        try:
+            with torch.inference_mode(), self._state_for(request):
+                logits = self._prefill(run, cached, is_cancelled)
+                for choice in range(request.sampling.n):
+                    self._decode(run, choice, logits, emit, is_cancelled, cached if choice == 0 else None)
+        finally:
+            report = cached.close()
+            if self.recorder is not None:
+                self._record(self.recorder, run, cached, report)
+        emit(DoneEvent(run.usage(report.restored), report, run.timings(cached)))
+
+    def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
+        """Flush and close the cache; False when unsaved state was lost to the time limit."""
+        if self.recorder is not None:
+            self.recorder.close()
+        return self.cache.close(timeout_s)
+
+    def _record(self, recorder: Recorder, run: _Run, cached: CachedRequest, report: CacheReport) -> None:
+        recorder.note(
+            run.request.prompt,
+            run.request.cache,
+            report,
+            root=cached.root,
+            when=time.time() - (time.perf_counter() - run.arrived_at),
+            output_tokens=run.num_generated,
+            prefill_ms=run.prefill_s * 1e3,
+            remembered=cached.is_published or self._is_computed_uncached(run),
+        )
+
+    def _is_computed_uncached(self, run: _Run) -> bool:
+        """Whether a prompt without media was computed by a model of which nothing can be published."""
+        is_supported = isinstance(self._state, KVArena)
+        return run.num_generated > 0 and not is_supported and not run.request.prompt.media
+
+    def _arena(self, layout: Layout) -> KVArena:
+        device = self.model.device
+        arena = KVArena(layout, device, partial(kv_bytes, device))
+        affordable = min(_TOUCHED_AT_START_BYTES, int(available_bytes(device) * _SHARE_AT_START))
+        try:
+            arena.reserve(min(self.max_positions, affordable // max(layout.bytes_per_token, 1)))
+        except ContextTooLong as error:
+            # Only a head start: a request takes what it needs.
+            log.info("[engine] no KV memory taken ahead: %s", error)
+        return arena
+
+    def _uncached_state(self, layout: Layout) -> TransformersState:
+        """Raises `ModelError` if transformers cannot run this model step by step at all."""
+        log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", ", ".join(layout.unsupported))
+        state = TransformersState(self.model)
+        try:
+            with torch.inference_mode():
+                for num_tokens in (2, 1):
+                    state.forward(torch.zeros((1, num_tokens), dtype=torch.long, device=self.model.device))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"transformers cannot run {type(self.model).__name__} step by step: {first_line(error)}"
+            ) from error
+        return state
+
+    @contextmanager
+    def _state_for(self, request: GenerateRequest) -> Iterator[None]:
+        """For a prompt with media, transformers' own state in the place of the engine's, which stays as it is."""
+        if not request.prompt.media:
+            yield
+            return
+        log.info("[disk-cache] %s: bypassed, the prompt holds media (%s)", request.id, ", ".join(request.prompt.media))
+        own = self._state
+        try:
+            self._state = TransformersState(self.model, request.prompt.media)
+            yield
+        finally:
+            self._state = own
+            forget_media(self.model)
+
+    def _check_length(self, request: GenerateRequest) -> None:
+        num_tokens = len(request.prompt.token_ids)
+        if not num_tokens:
+            raise InvalidRequest("the prompt is empty")
+        if num_tokens >= self.max_positions:
+            raise ContextTooLong(
+                f"the prompt has {num_tokens} tokens; this model has {self.max_positions} positions, "
+                "and at least one must be left for the reply"
+            )
+
+    def _prefill(self, run: _Run, cached: CachedRequest, is_cancelled: Callable[[], bool]) -> torch.Tensor:
+        """Restore what is stored, compute the rest; answer the next-token logits."""
+        token_ids, state = run.request.prompt.token_ids, self._state
+        logits, start = None, 0
+        state.truncate(0)
+        state.reserve(len(token_ids))
+        if isinstance(state, KVArena):
+            restored = cached.restore(state)
+            logits, start = restored.logits, restored.num_tokens
+        started = time.perf_counter()
+        if logits is None:
+            with _naming_media(run.request):
+                logits = prefill(
+                    self.model,
+                    state,
+                    token_ids,
+                    start=start,
+                    block_size=self.cache.settings.block_size,
+                    is_cancelled=is_cancelled,
+                    after_step=cached.after_step,
+                )
+        run.prefill_s = time.perf_counter() - started
+        if run.request.sampling.n > 1:
+            state.mark()
+        return logits
+
+    def _decode(
+        self,
+        run: _Run,
+        choice: int,
+        logits: torch.Tensor,
+        emit: Callable[[Event], None],
+        is_cancelled: Callable[[], bool],
+        cached: CachedRequest | None,
+    ) -> None:
+        """Decode one choice from the prompt's next-token logits. The prompt's state is published after the first token,
+        through `cached`: by then it is complete, and saving no longer delays what the client waits for."""
+        sampling, prompt = run.request.sampling, run.request.prompt.token_ids
+        reply: list[int] = []
+        sampler = Sampler(sampling, prompt, self.model.device, choice)
+        text = TextStream(self.tokenizer, sampling.stop)
+        limit = self._reply_limit(run.request)
+        prompt_logits = logits
+        if choice > 0:
+            # What is captured of the first choice is overwritten now.
+            self.cache.settle()
+            self._state.rewind()
+        for step in range(1, limit + 1):
+            if is_cancelled():
+                raise Cancelled
+            token = sampler.sample(logits)
+            run.count_token()
+            reason = self._emit_token(choice, token, sampler.logprobs(logits, token), text, step == limit, emit)
+            if cached is not None and step == 1 and isinstance(self._state, KVArena):
+                cached.publish(self._state, prompt_logits, run.prefill_s)
+            if reason is not None:
+                if cached is not None and isinstance(self._state, KVArena):
+                    cached.publish_reply(self._state, np.concatenate([prompt, as_token_ids(reply)]))
+                emit(FinishEvent(choice, reason))
+                return
+            self._state.reserve(len(prompt) + step)
+            logits = forward(self.model, self._state, torch.tensor([[token]], device=self.model.device))
+            reply.append(token)
+            if cached is not None and isinstance(self._state, KVArena):
+                cached.after_decode(self._state)
+
+    def _emit_token(
+        self,
+        choice: int,
+        token: int,
+        logprobs: tuple[TokenLogprob, ...],
+        text: TextStream,
+        is_last: bool,
+        emit: Callable[[Event], None],
+    ) -> FinishReason | None:
+        """Emit one token's text; answer why the reply ends with it, if it does."""
+        if token in self._eos:
+            emit(TextEvent(choice, text.finish(), (token,)))
+            return "stop"
+        new_text = text.push(token)
+        reason: FinishReason | None = "stop" if text.stopped else "length" if is_last else None
+        if reason == "length":
+            new_text += text.finish()
+        emit(TextEvent(choice, new_text, (token,), tuple(self._with_text(item) for item in logprobs)))
+        return reason
+
+    def _with_text(self, item: TokenLogprob) -> TokenLogprob:
+        text = self.tokenizer.decode([item.token_id])
+        return replace(item, text=text, top=tuple(self._with_text(other) for other in item.top))
+
+    def _reply_limit(self, request: GenerateRequest) -> int:
+        """Tokens that may be generated: `max_tokens`, and what the model's positions leave."""
+        room = self.max_positions - len(request.prompt.token_ids)
+        return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
+
+
+@dataclass
+class _Run:
+    """What is measured of one request; times in seconds on the clock of `time.perf_counter`."""
+
+    request: GenerateRequest
+    arrived_at: float
+    started: float
+    prefill_s: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    num_generated: int = 0
+
+    def count_token(self) -> None:
+        self.last_token_at = time.perf_counter()
+        if not self.num_generated:
+            self.first_token_at = self.last_token_at
+        self.num_generated += 1
+
+    def usage(self, cached_tokens: int) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.request.prompt.token_ids),
+            completion_tokens=self.num_generated,
+            cached_tokens=cached_tokens,
+        )
+
+    def timings(self, cached: CachedRequest) -> Timings:
+        decode_s = self.last_token_at - self.first_token_at
+        return Timings(
+            queue_ms=(self.started - self.arrived_at) * 1e3,
+            lookup_ms=cached.restored.lookup_ms,
+            restore_ms=cached.restored.restore_ms,
+            prefill_ms=self.prefill_s * 1e3,
+            ttft_ms=(self.first_token_at - self.arrived_at) * 1e3,
+            decode_ms=decode_s * 1e3,
+            decode_tokens_per_s=(self.num_generated - 1) / decode_s if decode_s > 0 else 0.0,
+        )
+
+
+@contextmanager
+def _naming_media(request: GenerateRequest) -> Iterator[None]:
+    """Around the first pass over a prompt. What a model's own code raises there over images and sounds (too small, too
+    many, of a shape that it was not written for) becomes an `InvalidRequest` that names them."""
+    try:
+        yield
+    except (DiskPrefixError, Cancelled):
+        raise
+    except Exception as error:
+        if not request.prompt.media or is_out_of_memory(error):
+            raise
+        log.warning("[engine] %s: the model's own code fails over its media: %s", request.id, first_line(error))
+        raise InvalidRequest(
+            f"messages: the model's own code fails over these images or sounds: {first_line(error)}",
+            param="messages",
+            code="unsupported_content",
+        ) from error
+
+
+def _max_positions(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None) or _UNLIMITED_POSITIONS
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """What ends a reply: the generation config's ids (often several) and the tokenizer's own."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    listed = ids if isinstance(ids, list) else [ids]
+    return frozenset(i for i in (*listed, tokenizer.eos_token_id) if i is not None)

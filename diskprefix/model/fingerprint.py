@@ -1,0 +1,359 @@
+"""What identifies the numbers a model computes: two runs with the same root may share KV, any others must not.
+
+The fingerprint names everything that changes the numbers: the content of the weights, the architecture, dtype,
+quantisation, adapters, the attention and experts kernels, the device and the libraries. It leaves out what does not:
+paths, modification times, the maximum context, the chat template, batch sizes. A field of the configuration that is not
+known to change nothing goes in: a needless miss is a nuisance, a wrong hit is a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from diskprefix.errors import SettingsError
+from diskprefix.memo import Memo
+from diskprefix.tokens import file_digest
+
+if TYPE_CHECKING:
+    import torch
+
+Mode: TypeAlias = Literal["strict", "portable"]
+
+_MODES: dict[str, Mode] = {"strict": "strict", "portable": "portable"}
+_NOT_PORTABLE = ("device", "cpu", "torch_version", "transformers_version", "kernels")
+_NAMED_IF_SET = ("kernels", "switches")
+"""Left out of the root where they are empty, as they were before they were known."""
+
+_NO_NUMBERS = re.compile(
+    # Where it came from and what wrote it.
+    r"_?(base_)?(model_)?name_or_path|_commit_hash|_from_model_config|transformers_version|architectures|auto_map|license"
+    # How far it may be used; `_architecture` puts it back where RoPE computes with it.
+    r"|max_position_embeddings|max_sequence_length|max_seq_len|n_positions|n_ctx|seq_length|model_max_length"
+    # Fields of their own in the fingerprint.
+    r"|dtype|torch_dtype|quantization_config"
+    # Which tokens start, stop and pad: the sampler's business.
+    r"|(bos|eos|pad|sep|cls|unk|mask|decoder_start|forced_bos|forced_eos)_token_id|suppress_tokens|begin_suppress_tokens"
+    # Training.
+    r"|initializer_range|initializer_factor|init_std|.*dropout.*|.*pdrop|gradient_checkpointing|router_aux_loss_coef"
+    # What a forward returns beside its numbers, and labels.
+    r"|use_cache|return_dict|output_attentions|output_hidden_states|output_router_logits"
+    r"|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params"
+)
+
+_ROPE_WITHOUT_MAX_POSITIONS = frozenset({"default", "linear", "llama3", "proportional"})
+"""The other kinds (dynamic, yarn, longrope, unknown ones) may compute with `max_position_embeddings`."""
+
+_ENVIRONMENT = (
+    # oneDNN, MKL, cuBLAS and cuDNN: lower precision for float32, or other kernels.
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Variables that change numbers behind torch's back: its own settings do not show them."""
+
+_KERNEL_PACKAGES = {
+    "bitsandbytes": "bitsandbytes",
+    "causal_conv1d": "causal-conv1d",
+    "fla": "flash-linear-attention",
+    "flash_attn": "flash-attn",
+    "kernels": "kernels",
+    "mamba_ssm": "mamba-ssm",
+    "mambapy": "mambapy",
+    "torchao": "torchao",
+    "xformers": "xformers",
+}
+"""Modules, and the distributions that they come in, whose kernels transformers takes where they are installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Everything that changes the numbers. In mode `portable` the root leaves the device and the libraries out."""
+
+    weights_digest: str
+    model_class: str
+    architecture: str
+    """The configuration's fields that change numbers, as canonical JSON."""
+    dtype: str
+    quantisation: str
+    """Canonical JSON of the quantisation settings; empty without."""
+    adapters: str
+    """Canonical JSON of the adapters (settings, content, which are active); empty without."""
+    attention: str
+    experts: str
+    matmul_precision: str
+    """torch's float32 matmul precision: `highest`, `high` or `medium`."""
+    environment: str
+    """The environment variables that change numbers, as canonical JSON; empty when none is set."""
+    device: str
+    cpu: str
+    """The vector instructions that torch uses on this CPU and a digest of what the CPU offers; empty on a GPU."""
+    torch_version: str
+    transformers_version: str
+    kernels: str
+    """The installed packages whose kernels transformers takes instead of its own, with versions, as canonical JSON;
+    empty when there are none."""
+    switches: str
+    """torch's switches of kernels and precision that are not at their defaults, as canonical JSON; else empty."""
+    mode: Mode = "strict"
+
+    @classmethod
+    def of(cls, model: Any, weights_digest: str, mode: str = "strict") -> Fingerprint:
+        """The fingerprint of a loaded transformers model. Raises `SettingsError` for an unknown mode."""
+        import torch
+
+        config = model.config
+        quantisation = getattr(config, "quantization_config", None)
+        return cls(
+            weights_digest=weights_digest,
+            model_class=type(model).__name__,
+            architecture=_canonical(_architecture(config.to_dict())),
+            dtype=_dtype_name(model.dtype),
+            quantisation=_canonical(_as_dict(quantisation)) if quantisation else "",
+            adapters=_adapters(model),
+            attention=_implementations(config, "_attn_implementation"),
+            experts=_implementations(config, "_experts_implementation"),
+            matmul_precision=torch.get_float32_matmul_precision(),
+            environment=_environment(),
+            device=_device_kind(model.device),
+            cpu=_cpu_kind() if model.device.type == "cpu" else "",
+            torch_version=torch.__version__,
+            transformers_version=version("transformers"),
+            kernels=_kernels(),
+            switches=_switches(),
+            mode=_mode(mode),
+        )
+
+    def identity(self, block_size: int, layout_version: int, layout: str | bytes, salt: str = "") -> str:
+        """The text whose hash (`tokens.root_hash`) is the root, the parent of every first block.
+
+        `layout` is the canonical text of what a block's payload holds, `layout_version` the version of its byte
+        format, `salt` keeps tenants apart.
+        """
+        identity = {
+            "fingerprint": self._numbers(),
+            "block_size": block_size,
+            "layout_version": layout_version,
+            "layout": layout if isinstance(layout, str) else {"hex": layout.hex()},
+            "salt": salt,
+        }
+        return _canonical(identity)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, the canonical JSON ones unpacked, for people and `/props`."""
+        values = asdict(self)
+        for name in ("architecture", "quantisation", "adapters", "environment", "kernels", "switches"):
+            values[name] = json.loads(values[name]) if values[name] else None
+        return values
+
+    def _numbers(self) -> dict[str, str]:
+        left_out = _NOT_PORTABLE if self.mode == "portable" else ()
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        return {name: value for name, value in named.items() if value or name not in _NAMED_IF_SET}
+
+
+def _mode(mode: str) -> Mode:
+    if mode in _MODES:
+        return _MODES[mode]
+    raise SettingsError(f"--fingerprint: {mode!r} is not one of {', '.join(_MODES)}", param="--fingerprint")
+
+
+def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration that change numbers, those of its sub-configurations included."""
+    kept = {
+        key: _architecture(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if not _NO_NUMBERS.fullmatch(key)
+    }
+    ropes = _rope_types(config.get("rope_parameters")) | _rope_types(config.get("rope_scaling"))
+    if ropes - _ROPE_WITHOUT_MAX_POSITIONS:
+        kept["max_position_embeddings"] = config.get("max_position_embeddings")
+    return kept
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """The RoPE kinds in `rope_parameters` (one dict, or one per kind of layer) or in the older `rope_scaling`."""
+    if not isinstance(parameters, Mapping):
+        return set()
+    own = {str(parameters[key]) for key in ("rope_type", "type") if key in parameters}
+    return own.union(*(_rope_types(value) for value in parameters.values()))
+
+
+def _implementations(config: Any, attribute: str) -> str:
+    """The kernel choice of a configuration and of those inside it: `sdpa`, or `sdpa,text_config=eager`."""
+    names = [str(getattr(config, attribute, None) or "")]
+    for key in sorted(getattr(config, "sub_configs", {})):
+        inner = getattr(getattr(config, key, None), attribute, None)
+        if inner:
+            names.append(f"{key}={inner}")
+    return ",".join(names)
+
+
+def _adapters(model: Any) -> str:
+    """Adapter settings and content; the weights digest does not cover adapters that are attached after loading."""
+    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    if not configs:
+        return ""
+    active = getattr(model, "active_adapters", None)
+    active = active() if callable(active) else active
+    described = {
+        name: {"config": _architecture(_as_dict(config)), "content": _parameters_digest(model, name)}
+        for name, config in configs.items()
+    }
+    return _canonical({"active": sorted([active] if isinstance(active, str) else active or []), "adapters": described})
+
+
+def _parameters_digest(model: Any, adapter: str) -> str:
+    """sha256 over the parameters of one adapter, which peft names `….lora_A.<adapter>.weight` and the like."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if adapter in name.split("."):
+            content = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            digest.update(f"{len(name)}:{name}:{parameter.dtype}:{tuple(parameter.shape)}:".encode())
+            digest.update(content.tobytes())
+    return digest.hexdigest()
+
+
+def _environment() -> str:
+    found = {name: os.environ[name].strip() for name in _ENVIRONMENT if os.environ.get(name, "").strip()}
+    return _canonical(found) if found else ""
+
+
+@cache
+def _kernels() -> str:
+    """Of what is installed when it is first asked: transformers looks once, too."""
+    found = {module: _version_of(name) for module, name in _KERNEL_PACKAGES.items() if find_spec(module) is not None}
+    return _canonical(found) if found else ""
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _switches() -> str:
+    import torch
+
+    # Any: torch leaves most of them without types.
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    defaults = {
+        "flash_sdp": (cuda.flash_sdp_enabled(), True),
+        "mem_efficient_sdp": (cuda.mem_efficient_sdp_enabled(), True),
+        "math_sdp": (cuda.math_sdp_enabled(), True),
+        "cudnn_sdp": (cuda.cudnn_sdp_enabled(), True),
+        "fp16_reduced_precision_reduction": (cuda.matmul.allow_fp16_reduced_precision_reduction, True),
+        "bf16_reduced_precision_reduction": (cuda.matmul.allow_bf16_reduced_precision_reduction, True),
+        "mkldnn": (torch.backends.mkldnn.enabled, True),
+        "cudnn": (cudnn.enabled, True),
+        "cudnn_tf32": (cudnn.allow_tf32, True),
+        "cudnn_benchmark": (cudnn.benchmark, False),
+        "deterministic": (torch.are_deterministic_algorithms_enabled(), False),
+    }
+    changed = {name: value for name, (value, default) in defaults.items() if value != default}
+    return _canonical(changed) if changed else ""
+
+
+def _device_kind(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    return device.type
+
+
+def _cpu_kind() -> str:
+    """What torch dispatches on, and a digest of everything it knows of this CPU but the number of cores.
+
+    oneDNN and MKL choose their kernels by vendor, instruction set (AMX, bf16) and cache sizes themselves, so torch's
+    own capability (AVX2, AVX512) alone would take two CPUs for one that round differently.
+    """
+    import torch
+
+    name = str(torch.backends.cpu.get_cpu_capability())
+    if not hasattr(torch.cpu, "get_capabilities"):
+        return name
+    offers = {key: value for key, value in torch.cpu.get_capabilities().items() if not key.startswith("num_")}
+    return f"{name} {hashlib.sha256(_canonical(offers).encode()).hexdigest()[:12]}"
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    return dict(config) if isinstance(config, Mapping) else dict(config.to_dict())
+
+
+def _canonical(value: Any) -> str:
+    """JSON with sorted keys: equal values give equal text, also when one has been through a file (tuples, 1.0)."""
+    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(_plain(item) for item in value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return _dtype_name(value)
+
+
+def weights_digest(files: Sequence[Path]) -> str:
+    """Identity of the content of a model's weight files, whatever their folder and times: 32 hex digits.
+
+    The files are taken in order of their names. Digests of files are remembered (`remembered_digest`).
+    """
+    digests = [remembered_digest(file) for file in sorted(files, key=lambda file: file.name)]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:32]
+
+
+_digests = Memo("digests", version=2, is_kept=os.path.exists)
+_SETTLED_S = 2.0
+"""A file this young is not remembered: it could change again without a visible change of its modification time."""
+
+
+def remembered_digest(file: Path) -> str:
+    """`tokens.file_digest`, computed once for as long as path, size, modification time and inode stay the same.
+
+    Raises `OSError` if the file cannot be read.
+    """
+    path = file.resolve()
+    stamp = _stamp(path)
+    record = _digests.get(str(path))
+    if isinstance(record, dict) and record.get("stamp") == stamp and isinstance(record.get("digest"), str):
+        return str(record["digest"])
+    digest = file_digest(path)
+    if _stamp(path) == stamp and time.time() - path.stat().st_mtime > _SETTLED_S:
+        _digests.put(str(path), {"stamp": stamp, "digest": digest})
+    return digest
+
+
+def _stamp(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]

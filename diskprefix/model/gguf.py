@@ -1,0 +1,324 @@
+"""A GGUF file, converted once into a folder that transformers loads in under a second.
+
+    <cache folder>/models/
+      .lock                  held while one process makes a model here; others wait
+      .partial-<name>-<hex>  work in progress; what a killed process left is removed by the next one
+      <name>/                a finished model: safetensors, configuration, tokenizer, and the manifest
+
+A folder is a model only if it holds a manifest of the present format and every file in it has the size and digest that
+the manifest says. The manifest is written last, everything is flushed to disk, and only then does the folder get its
+name, so that an interruption at any point leaves nothing that could be mistaken for a model.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from diskprefix.errors import ModelError
+from diskprefix.model.fingerprint import remembered_digest
+from diskprefix.model.memory import available_ram_bytes, require_memory
+from diskprefix.progress import Report, progress_bar
+from diskprefix.settings import cache_home, format_size
+from diskprefix.tokens import file_digest
+
+CONVERSION_FORMAT = 1
+"""Raised when the conversion comes to give other files: folders of another format are made again."""
+
+MANIFEST = "manifest.json"
+_PARTIAL = ".partial-"
+_GGUF = "model.gguf"
+_OVERHEAD_BYTES = 256 * 1024**2
+"""Memory for the metadata, disk for the tokenizer. At its peak memory holds the weights twice: read, and placed."""
+_ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}$")
+
+# Values of tokenizer.ggml.pre by how they cut text before BPE (llama.cpp, src/llama-vocab.cpp).
+_CUT_AS_GPT2 = frozenset({"default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
+_CUT_DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+
+
+def converted_folder(gguf: Path, report: Report) -> Path:
+    """The folder of the model in `gguf`, converted on first use; named after the file and its content.
+
+    Raises `ModelError` if the file cannot be read or converted, or its conversion does not fit in memory or on disk.
+    """
+    if _ONE_OF_SEVERAL.search(gguf.stem):
+        raise ModelError(f"{gguf} is one part of a split model; join the parts first (llama-gguf-split --merge)")
+    try:
+        digest = remembered_digest(gguf)
+    except OSError as error:
+        raise ModelError(f"cannot read {gguf}: {error.strerror}") from error
+    return build_once(f"{gguf.stem[:100]}-{digest[:12]}", lambda work: convert(gguf, work, report), report)
+
+
+def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path:
+    """The finished model folder `name`; made by `build` if there is none.
+
+    `build` gets an empty folder to work in and returns the folder inside it that holds the model's files. Safe against
+    interruption at any point and against other processes doing the same.
+    """
+    models = cache_home() / "models"
+    folder = models / name
+    if is_finished(folder):
+        _tidy(models)
+        return folder
+    with _failures_explained(models):
+        models.mkdir(parents=True, exist_ok=True)
+        with _lock(models / ".lock", report):
+            _remove_leftovers(models)
+            if is_finished(folder):
+                return folder
+            if folder.exists():
+                report(f"{folder} is incomplete, damaged or of another version; making it again")
+            work = models / f"{_PARTIAL}{name}-{secrets.token_hex(4)}"
+            try:
+                work.mkdir()
+                _publish(build(work), folder)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+            report(f"kept in {folder}")
+    return folder
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether `folder` is a complete, undamaged model of the present format. Quick, as digests are remembered."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != CONVERSION_FORMAT or not manifest["files"]:
+            return False
+        return all(
+            (folder / name).stat().st_size == entry["size"] and remembered_digest(folder / name) == entry["digest"]
+            for name, entry in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _publish(made: Path, folder: Path) -> None:
+    files = sorted(path for path in made.iterdir() if path.is_file())
+    entries = {path.name: {"size": path.stat().st_size, "digest": file_digest(path)} for path in files}
+    manifest = made / MANIFEST
+    manifest.write_text(json.dumps({"format": CONVERSION_FORMAT, "files": entries}, indent=2), encoding="utf-8")
+    for path in files:
+        # safetensors writes 0600; give all files the mode that the umask gave the manifest.
+        path.chmod(manifest.stat().st_mode)
+    for path in (*files, manifest, made):
+        _flush(path)
+    if folder.exists():
+        folder.replace(made.with_name("replaced"))
+    made.replace(folder)
+    _flush(folder.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _lock(file: Path, report: Report) -> Iterator[None]:
+    with file.open("a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("another diskprefix is preparing a model; waiting for it")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_leftovers(models: Path) -> None:
+    """To be called under the lock: nobody else works here, so every partial folder is a dead process's."""
+    for leftover in models.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _tidy(models: Path) -> None:
+    """Remove leftovers if there are any and nobody is at work; what cannot be removed now does no harm."""
+    if not any(models.glob(f"{_PARTIAL}*")):
+        return
+    with suppress(OSError), (models / ".lock").open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_leftovers(models)
+
+
+@contextmanager
+def _failures_explained(models: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ModelError(
+                f"the disk of {models} is full; free some space, or set XDG_CACHE_HOME to a folder on a larger disk"
+            ) from error
+        raise ModelError(
+            f"cannot write the cache folder {models}: {reason}; make it writable, set XDG_CACHE_HOME to a folder that "
+            f"is, or give --model a local folder"
+        ) from error
+
+
+def require_disk(folder: Path, needed_bytes: int) -> None:
+    """Raises `ModelError` with both figures if the disk of `folder` has less than `needed_bytes` free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise ModelError(
+            f"not enough disk space in {folder.parent}: about {format_size(needed_bytes)} needed, {format_size(free)} "
+            f"free; free some, or set XDG_CACHE_HOME to a folder on a larger disk"
+        )
+
+
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """The first line of a foreign error's message that says something."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)[:limit].rstrip(".")
+
+
+def convert(gguf: Path, work: Path, report: Report) -> Path:
+    """Dequantise `gguf` to bfloat16 safetensors and a tokenizer in `work/model`; returns that folder.
+
+    Raises `ModelError` if it cannot be read or does not fit, `OSError` if the disk fills up.
+    """
+    source, made = work / "source", work / "model"
+    source.mkdir()
+    made.mkdir()
+    # A folder of its own: beside the original may lie other models' configuration and tokenizer files.
+    (source / _GGUF).symlink_to(gguf.resolve())
+    try:
+        with progress_bar(f"converting {gguf.name}", 100, report) as advance:
+            quiet_transformers()
+            _convert(source, made, gguf.name, advance, report)
+    except ModelError:
+        raise
+    except Exception as error:
+        # Reading a foreign file through three libraries can raise anything; a full disk is told apart from the rest.
+        if shutil.disk_usage(work).free < 1024**2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        raise ModelError(f"cannot convert {gguf}: {first_line(error)}") from error
+    return made
+
+
+def _convert(source: Path, made: Path, name: str, advance: Callable[[float], None], report: Report) -> None:
+    """The steps, in per cent: most of the time goes into the metadata (vocabulary and merges), not the tensors."""
+    from gguf import GGUFReader
+    from transformers import AutoConfig
+
+    reader = GGUFReader(source / _GGUF)
+    facts = _facts(reader)
+    needed = 4 * facts["elements"] + _OVERHEAD_BYTES
+    advice = "free some, or give --model a folder with safetensors"
+    require_memory(needed, available_ram_bytes(), what=f"converting {name}", advice=advice)
+    advance(20)
+    with _loading(reader, lambda fraction: advance(60 + 40 * fraction)):
+        config = AutoConfig.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
+        advance(40)
+        tokenizer = _load_tokenizer(source, config, facts, report)
+        model = _load_dequantised(source, config)
+        _add_stop_tokens(model, facts["stop_ids"])
+        require_disk(made.parent, sum(p.numel() * p.element_size() for p in model.parameters()) + _OVERHEAD_BYTES)
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+
+
+def _facts(reader: Any) -> dict[str, Any]:
+    """What transformers does not carry over: the element count, the pre-tokenizer, further stop tokens."""
+
+    def value(key: str) -> Any:
+        field = reader.get_field(key)
+        return None if field is None else field.contents()
+
+    stops = [value(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    return {
+        "elements": sum(int(tensor.n_elements) for tensor in reader.tensors),
+        "tokenizer": value("tokenizer.ggml.model"),
+        "pre": value("tokenizer.ggml.pre"),
+        "stop_ids": list(dict.fromkeys(int(stop) for stop in stops if stop is not None)),
+    }
+
+
+def _load_tokenizer(source: Path, config: Any, facts: dict[str, Any], report: Report) -> Any:
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, config=config, gguf_file=_GGUF, trust_remote_code=False)
+    backend = tokenizer.backend_tokenizer
+    if facts["tokenizer"] != "gpt2" or not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+        return tokenizer
+    # transformers falls back to GPT-2's rule for every pre-tokenizer that it does not know.
+    if facts["pre"] in _CUT_DIGITS_FIRST:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    elif facts["pre"] is not None and facts["pre"] not in _CUT_AS_GPT2:
+        report(f"warning: the tokenizer's rule {facts['pre']!r} is not known; some text may be cut into other tokens")
+    return tokenizer
+
+
+def _load_dequantised(source: Path, config: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        gguf_file=_GGUF,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    if info["missing_keys"]:
+        raise ModelError(f"the file lacks tensors of the model: {', '.join(sorted(info['missing_keys'])[:3])}")
+    return model
+
+
+def _add_stop_tokens(model: Any, stop_ids: list[int]) -> None:
+    """A GGUF may name an end of turn beside its end of text; transformers takes over the latter alone."""
+    if len(stop_ids) > 1:
+        model.generation_config.eos_token_id = stop_ids
+
+
+@contextmanager
+def _loading(reader: Any, advance: Callable[[float], None]) -> Iterator[None]:
+    """What transformers does otherwise than we want while it loads a GGUF.
+
+    It draws bars of its own: their progress goes to `advance`, as a fraction of 1. And it parses the whole file for
+    the configuration and again for the tensors, which takes seconds each time: it gets the reader that did so already.
+    """
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as legacy
+    from transformers.utils import logging
+
+    def counted(items: Any, *_: Any, **__: Any) -> Iterator[Any]:
+        items = list(items)
+        for done, item in enumerate(items, start=1):
+            yield item
+            advance(done / len(items))
+
+    own_bar, own_reader = legacy.tqdm, gguf.GGUFReader
+    previous = logging.set_tqdm_hook(lambda _, args, kwargs: counted(*args, **kwargs))
+    legacy.tqdm, gguf.GGUFReader = counted, lambda *_: reader
+    try:
+        yield
+    finally:
+        legacy.tqdm, gguf.GGUFReader = own_bar, own_reader
+        logging.set_tqdm_hook(previous)
+
+
+def quiet_transformers() -> None:
+    """No notices and bars of transformers on the terminal, unless its own variable asks for them."""
+    from transformers.utils import logging
+
+    if not os.environ.get("TRANSFORMERS_VERBOSITY"):
+        logging.set_verbosity_error()
+    logging.disable_progress_bar()

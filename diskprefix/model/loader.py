@@ -1,0 +1,397 @@
+"""From what --model says to a model in memory: the embedded default, a local folder, a .gguf file or a hub id."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
+from diskprefix.model.embedded import EMBEDDED, embedded_folder
+from diskprefix.model.fingerprint import weights_digest
+from diskprefix.model.gguf import converted_folder, first_line, quiet_transformers
+from diskprefix.model.kinds import ModelKind, require_served_kind
+from diskprefix.model.media import MediaProcessor
+from diskprefix.model.memory import available_bytes, require_memory, weights_bytes
+from diskprefix.progress import Report
+from diskprefix.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+log = logging.getLogger("diskprefix")
+
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+_HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_HUB_WEIGHTS = "*.safetensors"
+_HUB_PICKLED = ["pytorch_model*.bin"]
+_HUB_SUBFOLDERS = ["*/*"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A decoder model in evaluation mode on its device, ready to serve.
+
+    `media` is the processor of a multimodal model, None for a model of text alone. `name` is what clients call it,
+    `source` the folder it was read from. `timings` holds seconds by step: `source` (finding it: download and
+    conversion, if any), `imports`, `digest`, `tokenizer` (and processor), `weights`.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    media: MediaProcessor | None
+    name: str
+    weights_digest: str
+    source: Path
+    timings: dict[str, float]
+
+
+@dataclass
+class _Stopwatch:
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, step: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[step] = time.perf_counter() - started
+
+
+def load_model(settings: Settings, progress: Report) -> LoadedModel:
+    """Find, fetch and convert where needed, check and load the model that `settings` name.
+
+    `progress` gets lines for people. Raises `ModelError` (it cannot be found, fetched, read or fitted) or
+    `SettingsError` (--device, --chat-template), each in one line.
+    """
+    clock = _Stopwatch()
+    # What is wrong with the settings is said before anything slow happens.
+    _check_device_name(settings.device)
+    template = _read_template(settings.chat_template)
+    with clock("source"):
+        folder, name = _find(settings.model, progress)
+        files = _weight_files(folder)
+    with clock("imports"):
+        device = _pick_device(settings.device)
+        quiet_transformers()
+        config = _read_config(folder)
+        with _load_failures(folder):
+            kind = require_served_kind(folder, config)
+        dtype = _pick_dtype(settings.dtype, config)
+    _require_fit(folder, files, dtype, device)
+    with clock("digest"):
+        digest = _digest(files)
+    with clock("tokenizer"):
+        tokenizer = _load_tokenizer(folder, template)
+        media = _load_media(folder, config, kind) if kind.is_multimodal else None
+    with clock("weights"):
+        model = _load_weights(folder, config, kind, dtype, device)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        media=media,
+        name=settings.served_model_name or name,
+        weights_digest=digest,
+        source=folder,
+        timings=clock.seconds,
+    )
+
+
+def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model, with its chat template, without its weights: of a hub id they are not even fetched.
+
+    What to name and what is raised is as of `load_model`. A .gguf file and the embedded model are converted on first
+    use, as they are there.
+    """
+    template = _read_template(chat_template)
+    folder, _ = _find(model, progress, with_weights=False)
+    quiet_transformers()
+    return _load_tokenizer(folder, template)
+
+
+def _find(model: str | None, progress: Report, *, with_weights: bool = True) -> tuple[Path, str]:
+    """The folder that holds the model's files, and the model's name."""
+    if model is None:
+        return embedded_folder(progress), EMBEDDED.name
+    path = Path(os.path.expanduser(model))
+    is_gguf = path.suffix.lower() == ".gguf"
+    if model.strip() and os.path.isdir(path):
+        return path, path.resolve().name
+    if is_gguf and os.path.isfile(path):
+        return converted_folder(path, progress), path.stem
+    if os.path.isfile(path):
+        raise ModelError(f"--model: {model} is a file; give the folder that holds the model, or a .gguf file")
+    if is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
+        raise ModelError(f"--model: no such file or folder: {model!r}")
+    return _fetch_from_hub(model, progress, with_weights=with_weights), model
+
+
+def _fetch_from_hub(repo: str, progress: Report, *, with_weights: bool) -> Path:
+    """The snapshot of `repo`; fetched if the hub has a newer one than the hub's own cache, or from there if offline."""
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    progress(f"looking for {repo} on the Hugging Face hub")
+    # httpx's root error, under whichever name the hub library imports it: it is not an OSError.
+    network_error: type[Exception] = getattr(errors, "HTTPError", OSError)
+    try:
+        wanted = [*_HUB_FILES, _HUB_WEIGHTS] if with_weights else _HUB_FILES
+        folder = Path(snapshot_download(repo, allow_patterns=wanted, ignore_patterns=_HUB_SUBFOLDERS))
+        if with_weights and not any(folder.glob(_HUB_WEIGHTS)):
+            snapshot_download(repo, allow_patterns=_HUB_PICKLED, ignore_patterns=_HUB_SUBFOLDERS)
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"cannot fetch {repo!r} from the hub: access must be granted first; ask for it on the model's page and log "
+            f"in (hf auth login), or give a local folder"
+        ) from error
+    except errors.HFValidationError as error:
+        raise ModelError(f"--model: {repo!r} is neither an existing file or folder nor a hub id (org/name)") from error
+    except (OSError, RuntimeError, network_error) as error:
+        raise ModelError(
+            f"cannot fetch {repo!r} from the hub: {_hub_reason(error)}; check the name and the network, or give a "
+            f"local folder"
+        ) from error
+    return folder
+
+
+def _hub_reason(error: Exception) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is no such model, or it is private"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        if isinstance(error.__cause__, errors.HfHubHTTPError):
+            return first_line(error.__cause__)
+        offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
+        where = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        return f"{where}, and its cache on this machine holds no complete copy"
+    return first_line(error)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The weight files of a model folder, safetensors before pickled ones. Raises `ModelError` if there are none."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} holds no model: there is no config.json{_hint(folder)}")
+    for index in (folder / "model.safetensors.index.json", folder / "pytorch_model.bin.index.json"):
+        if index.is_file():
+            _require_shards(index)
+            break
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        files = sorted(folder.glob(pattern))
+        if files:
+            return files
+    raise ModelError(f"{folder} holds no weights: neither *.safetensors nor pytorch_model*.bin{_hint(folder)}")
+
+
+def _require_shards(index: Path) -> None:
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is damaged; fetch or copy it again") from error
+    missing = sorted(shard for shard in shards if not (index.parent / shard).is_file())
+    if missing:
+        raise ModelError(f"{index.parent} lacks {len(missing)} of {len(shards)} weight files, for example {missing[0]}")
+
+
+def _hint(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "; it holds an adapter: give the folder of the merged model"
+    gguf = sorted(folder.glob("*.gguf"))
+    return f"; to serve {gguf[0].name}, give the path of that file" if gguf else ""
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        wants_code = "trust_remote_code" in str(error)
+        reason = "it comes with code of its own, which diskprefix does not run" if wants_code else first_line(error)
+        raise ModelError(f"cannot read the configuration of {folder}: {reason}") from error
+
+
+def _check_device_name(name: str) -> None:
+    if not _DEVICE.fullmatch(name):
+        raise SettingsError(f"--device: {name!r} is not one of auto, cpu, cuda, cuda:N, mps", param="--device")
+
+
+def _pick_device(name: str) -> torch.device:
+    import torch
+
+    kind, _, index = name.partition(":")
+    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_mps = torch.backends.mps.is_available()
+    if kind == "auto":
+        kind = "cuda" if num_cuda else "mps" if has_mps else "cpu"
+    if kind == "cuda" and int(index or 0) >= num_cuda:
+        raise SettingsError(f"--device: there is no {name}; torch sees {num_cuda} CUDA devices", param="--device")
+    if kind == "mps" and not has_mps:
+        raise SettingsError("--device: there is no mps; torch sees no Apple GPU", param="--device")
+    return torch.device("cuda", int(index or 0)) if kind == "cuda" else torch.device(kind)
+
+
+def _pick_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
+    import torch
+
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+    own = config.dtype or config.get_text_config(decoder=True).dtype
+    return own if isinstance(own, torch.dtype) else torch.float32
+
+
+def _require_fit(folder: Path, files: list[Path], dtype: torch.dtype, device: torch.device) -> None:
+    require_memory(
+        weights_bytes(files, dtype.itemsize),
+        available_bytes(device),
+        what=f"{folder.name} as {str(dtype).removeprefix('torch.')} on {device}",
+        advice="free some, or choose a smaller model, another --dtype or another --device",
+    )
+
+
+def _digest(files: list[Path]) -> str:
+    try:
+        return weights_digest(files)
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename or files[0]}: {error.strerror}") from error
+
+
+def _load_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        reason = first_line(error) if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json"
+        raise ModelError(f"cannot read the tokenizer of {folder}: {reason}") from error
+    if not tokenizer.is_fast:
+        raise ModelError(f"{folder} has no fast tokenizer (tokenizer.json), which diskprefix needs")
+    if template is not None:
+        _override_template(tokenizer, template)
+    elif not tokenizer.chat_template:
+        tokenizer.chat_template = _processors_template(folder)
+    return tokenizer
+
+
+def _processors_template(folder: Path) -> str | None:
+    """The chat template where older multimodal models have it: in a file that processors read and tokenizers do not."""
+    try:
+        content = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    return template if isinstance(template, str) else None
+
+
+def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> MediaProcessor:
+    if kind.has_own_generate:
+        media = MediaProcessor(None, "it generates in a way of its own, which diskprefix does not follow")
+    else:
+        media = MediaProcessor.load(folder, config)
+    if media.problem is not None:
+        log.warning("this model is served for text only: %s", media.problem)
+    return media
+
+
+def _read_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(
+            f"--chat-template: cannot read {path}: {error.strerror}", param="--chat-template"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"--chat-template: {path} is not UTF-8 text", param="--chat-template") from error
+
+
+def _override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    tokenizer.chat_template = template
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise SettingsError(
+            f"--chat-template: line {error.lineno}: {first_line(error)}", param="--chat-template"
+        ) from error
+    except (TemplateError, TypeError, ValueError):
+        # It compiles; that it wants other messages than this trial's is not for here to judge.
+        return
+
+
+def _load_weights(
+    folder: Path, config: PreTrainedConfig, kind: ModelKind, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    with _load_failures(folder):
+        model, info = kind.loader.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            device_map=None if device.type == "cpu" else {"": device},
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            # Otherwise a mismatch is told to a log alone. It is refused below.
+            ignore_mismatched_sizes=True,
+        )
+    missing, mismatched = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
+    if missing:
+        raise ModelError(f"the weights in {folder} lack {len(missing)} tensors of the model, for example {missing[0]}")
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise ModelError(
+            f"the weights in {folder} do not match its config.json: {name} is {tuple(found)}, not {tuple(expected)}"
+        )
+    if device.type == "cpu":
+        with _load_failures(folder):
+            _copy_into_memory(model)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _copy_into_memory(model: PreTrainedModel) -> None:
+    """Own the weights instead of mapping the file.
+
+    Mapped tensors change, or kill the process, when somebody writes the file; they are read from disk again under
+    memory pressure; and they start at odd addresses, which cost 3 to 9 % of decode time here.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    # One thread fills the memory bus. Others to wait for, at each of hundreds of tensors, cost 1.6 s on a busy machine.
+    torch.set_num_threads(1)
+    try:
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _load_failures(folder: Path) -> Iterator[None]:
+    """Whatever transformers, safetensors or torch raise over a model's files, as one line."""
+    try:
+        yield
+    except DiskPrefixError:
+        raise
+    except Exception as error:
+        from diskprefix.kv.layout import is_out_of_memory
+
+        if is_out_of_memory(error):
+            raise ModelError(
+                f"{folder.name} does not fit in memory; free some, or choose a smaller model, another --dtype or "
+                f"another --device"
+            ) from error
+        raise ModelError(f"cannot load the model in {folder}: {first_line(error)}") from error

@@ -1,0 +1,267 @@
+"""Images and audio for a multimodal model: read from bytes under limits, and prepared by the model's own processor.
+
+Nothing here opens a path or a URL: what a request shows the model comes with the request. The library that reads images
+is optional (`pip install 'diskprefix[media]'`); without it, or without the processor's files, a model still takes text.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from diskprefix.errors import InvalidRequest
+from diskprefix.model.gguf import first_line
+from diskprefix.model.sound import Samples, Wav
+from diskprefix.tokens import TokenIds, as_token_ids
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedConfig
+
+MediaKind: TypeAlias = Literal["image", "audio"]
+
+MAX_PIXELS = 64 * 1024**2
+"""Of all images of a request: 256 MiB decoded, at Pillow's four bytes a pixel. A file of a few kilobytes can claim any
+size."""
+MIN_AUDIO_S = 0.1
+"""Of each sound. Of less, the encoders of some models are left with nothing."""
+MAX_AUDIO_S = 600
+"""Of all sounds of a request."""
+MAX_PREPARED_BYTES = 512 * 1024**2
+"""What the processor makes of the media of a request. Models blow small images up: one pixel can become 10 MB."""
+_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Of the dozens that the library reads: what clients send, in decoders that many eyes have seen."""
+_PLAIN_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, eq=False)
+class MediaPrompt:
+    """`token_ids` with the placeholders of the media in them; `tensors` by the name under which the model takes them,
+    on the CPU."""
+
+    token_ids: TokenIds
+    tensors: dict[str, Any]
+
+
+class MediaProcessor:
+    """A multimodal model's own processor. Safe to call from several threads.
+
+    `kinds` are those that the model takes. `problem` says why it takes none, if it could. `placeholders` are the texts
+    that stand for media in a prompt.
+    """
+
+    def __init__(self, processor: Any, problem: str | None = None) -> None:
+        self._processor = processor
+        self._audio: Any = getattr(processor, "_audio_processor", None)
+        self._busy = threading.Lock()
+        self.problem = problem
+        kinds: dict[MediaKind, Any] = {"image": getattr(processor, "image_processor", None), "audio": self._audio}
+        self.kinds = frozenset(kind for kind, part in kinds.items() if part is not None)
+        self.placeholders = _placeholders(processor)
+        self._longest_s = _longest_s(processor, self._audio)
+
+    @classmethod
+    def load(cls, folder: Path, config: PreTrainedConfig) -> MediaProcessor:
+        """The processor in a model's folder. What keeps it from being used becomes `problem`.
+
+        Raises only what running out of memory raises.
+        """
+        from diskprefix.kv.layout import is_out_of_memory
+
+        try:
+            return cls(_load_processor(folder, config))
+        except Exception as error:  # processors are of any age and author; the model works without
+            if is_out_of_memory(error):
+                raise
+            return cls(None, _problem(error))
+
+    def read_image(self, content: bytes, *, param: str, beside: Sequence[Image] = ()) -> Image:
+        """An image file (PNG, JPEG, WebP, GIF, BMP; the first frame) in RGB, turned upright.
+
+        Raises `InvalidRequest` for what is no image, is damaged, or makes more than `MAX_PIXELS` pixels with the images
+        `beside` it.
+        """
+        from PIL import Image, ImageOps, UnidentifiedImageError
+
+        formats = ", ".join(_IMAGE_FORMATS)
+        try:
+            with Image.open(io.BytesIO(content), formats=_IMAGE_FORMATS) as image:
+                # Read from the header: nothing is decoded yet.
+                sizes = [image.size, *(other.size for other in beside)]
+                if sum(width * height for width, height in sizes) > MAX_PIXELS:
+                    raise _too_many_pixels(param)
+                return ImageOps.exif_transpose(image).convert("RGB")
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise _too_many_pixels(param) from error
+        except (InvalidRequest, MemoryError):
+            raise
+        except UnidentifiedImageError as error:
+            # What it says names an object of Pillow's, and its address.
+            raise InvalidRequest(f"{param}: is no image that can be read ({formats})", param=param) from error
+        except Exception as error:  # decoders of hostile files raise all sorts of errors
+            raise InvalidRequest(
+                f"{param}: is no image that can be read ({formats}): {first_line(error)}", param=param
+            ) from error
+
+    def read_audio(self, content: bytes, *, param: str, beside: Sequence[Samples] = ()) -> Samples:
+        """A WAV file as mono samples in [-1, 1] at the rate that the model wants, shape [samples].
+
+        Raises `InvalidRequest` for what is no PCM WAV file, for less than `MIN_AUDIO_S`, for more than the model hears
+        of one sound, and for more than `MAX_AUDIO_S` seconds with the sounds `beside` it: all before it is decoded.
+        """
+        try:
+            sound = Wav.read(content)
+        except ValueError as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from error
+        wanted = int(self._audio.sampling_rate)
+        self._check_length(sound.seconds, sum(map(len, beside)) / wanted, param)
+        return sound.resampled(wanted)
+
+    def _check_length(self, seconds: float, seconds_beside: float, param: str) -> None:
+        if seconds < MIN_AUDIO_S:
+            problem = f"lasts {seconds:.3f} s, and a sound must last at least {MIN_AUDIO_S} s"
+        elif seconds > self._longest_s:
+            problem = f"lasts {seconds:.1f} s, and this model hears {self._longest_s:g} s of a sound; send it in parts"
+        elif seconds + seconds_beside > MAX_AUDIO_S:
+            problem = f"the request holds more than {MAX_AUDIO_S} s of sound"
+        else:
+            return
+        raise InvalidRequest(f"{param}: {problem}", param=param)
+
+    def prepare(self, text: str, images: Sequence[Image], audio: Sequence[Samples]) -> MediaPrompt:
+        """A rendered conversation and its media, in the order of their placeholders in the text, as the model's input.
+
+        Raises `InvalidRequest` where the processor refuses them, or makes more than `MAX_PREPARED_BYTES` of them.
+        """
+        from diskprefix.kv.layout import is_out_of_memory
+
+        bos = self._processor.tokenizer.bos_token
+        options = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
+        if audio:
+            options["sampling_rate"] = self._audio.sampling_rate
+        try:
+            with self._busy:
+                encoded = self._processor(
+                    text=text,
+                    images=[list(images)] if images else None,
+                    audio=list(audio) or None,
+                    return_tensors="pt",
+                    **options,
+                )
+        except Exception as error:  # as many ways to fail as there are processors
+            if is_out_of_memory(error):
+                raise
+            raise InvalidRequest(
+                f"messages: the model's processor refuses them: {first_line(error)}",
+                param="messages",
+                code="unsupported_content",
+            ) from error
+        tensors = dict(encoded)
+        token_ids = as_token_ids(tensors.pop("input_ids")[0].numpy())
+        if (num_bytes := prepared_bytes(tensors)) > MAX_PREPARED_BYTES:
+            raise InvalidRequest(
+                f"messages: prepared for the model, the images and sounds take {num_bytes >> 20} MiB, and those of a "
+                f"request may take {MAX_PREPARED_BYTES >> 20}; send fewer or smaller ones",
+                param="messages",
+            )
+        return MediaPrompt(token_ids, tensors)
+
+
+def prepared_bytes(tensors: Mapping[str, Any]) -> int:
+    """What the tensors of a `MediaPrompt` take, which may be in lists."""
+    return sum(map(_num_bytes, tensors.values()))
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, list | tuple):
+        return sum(map(_num_bytes, value))
+    return int(getattr(value, "nbytes", 0))
+
+
+def _placeholders(processor: Any) -> frozenset[str]:
+    """The special tokens that the processor, or its tokenizer for it, has beside those of every tokenizer."""
+    tokenizer = getattr(processor, "tokenizer", None)
+    named: dict[str, Any] = dict(getattr(tokenizer, "special_tokens_map", {}))
+    plain = {str(named.pop(name)) for name in _PLAIN_TOKENS if name in named}
+    of_processor: Iterable[tuple[str, Any]] = vars(processor).items() if processor is not None else ()
+    named |= {name: value for name, value in of_processor if name.endswith("_token")}
+    texts = {str(value) for value in named.values() if not isinstance(value, list)}
+    # Some name a line break, or another plain text, a token of theirs.
+    return frozenset(text for text in texts - plain if any(not (c.isalnum() or c.isspace()) for c in text))
+
+
+def _longest_s(processor: Any, extractor: Any) -> float:
+    """Seconds of a sound that the feature extractor keeps; those that follow it cuts off and says nothing."""
+    if extractor is None or not callable(extractor):
+        return float("inf")
+    parameters = inspect.signature(extractor).parameters
+    options = {name: parameters[name].default for name in ("truncation", "max_length") if name in parameters}
+    kwargs = getattr(processor, "valid_processor_kwargs", None)
+    # Where processors have their own options for it, in older and in newer versions of transformers.
+    options |= getattr(kwargs, "_defaults", {}).get("audio_kwargs", {})
+    options |= getattr(processor, "audio_kwargs", {})
+    num_samples = options.get("max_length") or getattr(extractor, "n_samples", None)
+    if options.get("truncation") is not True or not isinstance(num_samples, int):
+        return float("inf")
+    return num_samples / int(extractor.sampling_rate)
+
+
+def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
+    """Raises whatever transformers raises."""
+    from transformers import AutoProcessor, ProcessorMixin
+    from transformers.utils import is_torchvision_available
+
+    try:
+        processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:
+        if is_torchvision_available():
+            raise
+        return _load_without_videos(folder, config)
+    if not isinstance(processor, ProcessorMixin):
+        raise ValueError("the folder has no processor")
+    return processor
+
+
+def _load_without_videos(folder: Path, config: PreTrainedConfig) -> Any:
+    """The processor without its part for videos, the only one that cannot do without torchvision."""
+    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    wanted = PROCESSOR_MAPPING[type(config)]
+    loaders = {
+        "tokenizer": AutoTokenizer,
+        "image_processor": AutoImageProcessor,
+        "feature_extractor": AutoFeatureExtractor,
+    }
+
+    def check(self: Any, name: str, part: Any) -> Any:
+        return None if name == "video_processor" else wanted.check_argument_for_proper_class(self, name, part)
+
+    parts = [
+        loaders[name].from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if name != "video_processor"
+        else None
+        for name in wanted.get_attributes()
+    ]
+    settings, _ = wanted.get_processor_dict(folder, local_files_only=True)
+    lenient: Any = type(wanted.__name__, (wanted,), {"check_argument_for_proper_class": check})
+    return lenient.from_args_and_dict(parts, settings)
+
+
+def _problem(error: Exception) -> str:
+    from transformers.utils import is_vision_available
+
+    if not is_vision_available():
+        return "Pillow is not installed: pip install 'diskprefix[media]'"
+    return f"its processor cannot be loaded: {first_line(error)}"
+
+
+def _too_many_pixels(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param}: the images have more than {MAX_PIXELS // 1024**2} megapixels; send smaller ones", param=param
+    )

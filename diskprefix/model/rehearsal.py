@@ -1,0 +1,348 @@
+"""Finding a model's layout by asking the model itself, and trying whether its state can be saved and restored.
+
+A few tokens are run through transformers' own cache for this config, and what its layers then hold is read off: the
+class of each layer, and the shapes and dtypes of its tensors. Then a restore is *rehearsed*: a short run is
+interrupted, another sequence runs, and a copy of the first one's state goes on; its logits must be the uninterrupted
+run's, bit for bit. So a model that keeps state where no cache sees it is found out before it serves anybody.
+
+Whatever we do not know makes the layout unsupported: another class of layer, a model that cannot be asked, a rehearsal
+that fails. Such models run on transformers' own state, without ours (`kv.uncached`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from diskprefix.kv.arena import Bytes, KVArena
+from diskprefix.kv.layout import (
+    CacheArgument,
+    CacheKind,
+    Group,
+    LayerKind,
+    LayerSpec,
+    Layout,
+    StateGroup,
+    StateSpec,
+    TensorSpec,
+    is_out_of_memory,
+)
+from diskprefix.memo import Memo
+from diskprefix.version import __version__
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KINDS: dict[type[Any], LayerKind] = {
+    DynamicLayer: "full",
+    DynamicSlidingWindowLayer: "sliding",
+    DynamicIndexedLayer: "indexed",
+    LinearAttentionLayer: "linear",
+    LinearAttentionAndFullAttentionLayer: "linear+full",
+    LinearAttentionAndSlidingWindowAttentionLayer: "linear+sliding",
+    DummyLayer: "none",
+}
+"""Exactly these classes: one that inherits from them may keep more."""
+
+_Spec = TypeVar("_Spec", TensorSpec, StateSpec)
+
+_STEP = 4
+"""Tokens in a step of the rehearsal."""
+_VERDICTS = ("in steps", "one pass")
+_rehearsals = Memo("rehearsals", version=1)
+
+_OPTIONS = ("position_ids", "logits_to_keep")
+
+_MOST_STATE_ERROR = 0.05
+_MOST_LOGITS_ERROR = 0.3
+_MOST_LOOKAHEAD = 0.005
+"""How far a run in two steps may be from one in a single pass, as a part of how far away a run is that never saw the
+first step. What is continued right is nearer by orders of magnitude, rounding apart; what is dropped nearly as far."""
+
+
+class _Unsupported(Exception):
+    """The reasons why a model's state cannot be cached."""
+
+    def __init__(self, *reasons: str) -> None:
+        super().__init__(*reasons)
+        self.reasons = reasons
+
+
+def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
+    """Run a few tokens through `model`, read its state's layout off transformers' own cache, and rehearse a restore.
+
+    A rehearsal that went well is remembered for the `identity` of the model's numbers, if there is one: it takes a
+    dozen forwards, which a restart need not wait for. A model that cannot be cached is unsupported, with the reason.
+    Raises only what running out of memory raises.
+    """
+    try:
+        with torch.inference_mode():
+            _check_outside(model)
+            layout = _read_layout(model)
+            key = hashlib.sha256(f"{__version__} {layout} {identity}".encode()).hexdigest()
+            verdict = _rehearsals.get(key) if identity else None
+            if verdict in _VERDICTS:
+                return layout.in_one_pass() if verdict == "one pass" else layout
+            rehearsed = _rehearsed(model, layout)
+            if identity:
+                _rehearsals.put(key, _VERDICTS[rehearsed.is_one_pass])
+            return rehearsed
+    except _Unsupported as found:
+        return _uncacheable(model, found.reasons)
+    except Exception as error:  # a model class of any age and author may fail in any way
+        if is_out_of_memory(error):
+            raise
+        first_line = next(iter(str(error).splitlines()), "")
+        return _uncacheable(model, (f"{type(model).__name__}: {type(error).__name__}: {first_line}",))
+
+
+def _uncacheable(model: PreTrainedModel, reasons: tuple[str, ...]) -> Layout:
+    return Layout(layers=(), groups=(), vocab_size=0, logits_dtype=model.dtype, unsupported=reasons)
+
+
+def _check_outside(model: PreTrainedModel) -> None:
+    """What keeps `model` from being cached, as far as it can be seen without running it."""
+    name = type(model).__name__
+    found = _moving_ropes_of(model)
+    if _cache_argument(model) is None:
+        found.append(f"{name} takes no past_key_values")
+    elif not model._supports_default_dynamic_cache() and _own_kind(model) is None:
+        found.append(f"{name} has a cache of its own")
+    if found:
+        raise _Unsupported(*found)
+
+
+def _cache_argument(model: PreTrainedModel) -> CacheArgument | None:
+    accepted = inspect.signature(type(model).forward).parameters
+    known: tuple[CacheArgument, ...] = ("past_key_values", "cache_params", "state")
+    return next((argument for argument in known if argument in accepted), None)
+
+
+def _own_kind(model: PreTrainedModel) -> CacheKind | None:
+    """The kind of a cache that is not transformers' `DynamicCache`, if we know it."""
+    own: dict[str, CacheKind] = {"minimax": "minimax", "rwkv": "rwkv", "xlstm": "xlstm"}
+    return own.get(model.config.get_text_config(decoder=True).model_type)
+
+
+def moving_ropes(kinds: Iterable[str]) -> list[str]:
+    """Those kinds of RoPE whose frequencies depend on more than the position, as transformers' `dynamic_rope_update`
+    tells them apart.
+
+    Dynamic ones are kept in the module and depend on what ran before. longrope's change for all positions once a
+    sequence grows past the original length, so keys that a shorter run computed are wrong then: `generate` computes
+    them again.
+    """
+    return sorted(f"{kind} RoPE" for kind in set(kinds) if "dynamic" in kind or kind == "longrope")
+
+
+def _moving_ropes_of(model: PreTrainedModel) -> list[str]:
+    kinds = (kind for module in model.modules() for kind in _rope_types(getattr(module, "rope_type", None)))
+    return moving_ropes(kinds)
+
+
+def _rope_types(rope_type: Any) -> list[str]:
+    """One for the whole model, or one for each kind of layer."""
+    return [str(kind) for kind in rope_type.values()] if isinstance(rope_type, dict) else [str(rope_type)]
+
+
+def _tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.Tensor:
+    """Made-up token ids, shape [1, num_tokens]."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (1, num_tokens), generator=generator).to(model.device)
+
+
+def _read_layout(model: PreTrainedModel) -> Layout:
+    argument, kind = _cache_argument(model), _own_kind(model)
+    assert argument is not None
+    if kind is None:
+        cache = DynamicCache(config=model.config)
+        output = model(input_ids=_tokens(model, 0, _STEP), use_cache=True, **{argument: cache})
+        layers = cache.layers
+    else:
+        output = model(input_ids=_tokens(model, 0, _STEP), use_cache=True)
+        layers = _own_layers(kind, getattr(output, argument), model.config.num_hidden_layers)
+    unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})
+    if unknown:
+        raise _Unsupported(*unknown)
+    tensors = [spec for i, layer in enumerate(layers) for spec in _tensor_specs(i, layer)]
+    states = [spec for i, layer in enumerate(layers) for spec in _state_specs(i, layer)]
+    if not tensors and not states:
+        raise _Unsupported(f"{type(model).__name__} leaves layers of its cache empty")
+    return Layout(
+        layers=tuple(map(_layer_spec, layers)),
+        groups=tuple(map(Group, _by_form(tensors))),
+        vocab_size=output.logits.shape[-1],
+        logits_dtype=output.logits.dtype,
+        states=tuple(map(StateGroup, _by_form(states))),
+        cache_kind=kind or "dynamic",
+        cache_argument=argument,
+        options=tuple(option for option in _OPTIONS if option in inspect.signature(type(model).forward).parameters),
+    )
+
+
+def _by_form(specs: list[_Spec]) -> list[tuple[_Spec, ...]]:
+    """Specs of the same form together, in the order in which the forms come."""
+    forms = dict.fromkeys(spec.form for spec in specs)
+    return [tuple(spec for spec in specs if spec.form == form) for form in forms]
+
+
+def _own_layers(kind: CacheKind, cache: Any, num_layers: int) -> list[Any]:
+    """The state of a cache of a model's own as layers of transformers' kinds."""
+    if kind == "minimax":
+        states = [*cache.linear_cache, *([[]] * num_layers)][:num_layers]
+        return [
+            _linear_layer([state]) if isinstance(state, torch.Tensor) else cache.layers[i]
+            for i, state in enumerate(states)
+        ]
+    if kind == "rwkv":
+        return [_linear_layer(cache)]
+    return [_linear_layer(states) for states in cache.rnn_state.values()]
+
+
+def _linear_layer(states: Sequence[torch.Tensor]) -> LinearAttentionLayer:
+    layer = LinearAttentionLayer(number_of_states=len(states))
+    layer.recurrent_states = dict(enumerate(states))
+    return layer
+
+
+def _layer_spec(layer: Any) -> LayerSpec:
+    kind = KINDS[type(layer)]
+    if kind != "linear" and kind != "none" and layer.keys is None:
+        # It was never written to: it uses another layer's, or has no attention at all.
+        kind = "linear" if kind.startswith("linear") else "none"
+    window = layer.sliding_window if kind.endswith("sliding") else None
+    return LayerSpec(kind, window, getattr(layer, "number_of_states", 0) if kind.startswith("linear") else 0)
+
+
+def _tensor_specs(index: int, layer: Any) -> list[TensorSpec]:
+    spec = _layer_spec(layer)
+    if spec.kind in ("none", "linear"):
+        return []
+    parts = [("keys", layer.keys), ("values", layer.values)]
+    if spec.kind == "indexed" and layer.indexer_keys is not None:
+        parts.append(("indexer", layer.indexer_keys.unsqueeze(1)))
+    for part, tensor in parts:
+        if tensor.ndim != 4 or tensor.shape[0] != 1 or tensor.shape[2] != min(_STEP, (spec.window or _STEP + 1) - 1):
+            raise _Unsupported(f"{type(layer).__name__} with {part} of shape {list(tensor.shape)}")
+    if getattr(layer, "indexer_position_ids", None) is not None:
+        raise _Unsupported(f"{type(layer).__name__} with positions of its own")
+    return [TensorSpec(index, part, t.shape[1], t.shape[3], t.dtype, spec.window) for part, t in parts]
+
+
+def _state_specs(index: int, layer: Any) -> list[StateSpec]:
+    if not _layer_spec(layer).kind.startswith("linear"):
+        return []
+    named = [("conv", layer.conv_states), ("recurrent", layer.recurrent_states)]
+    return [
+        StateSpec(index, part, i, tuple(tensor.shape[1:]), tensor.dtype)
+        for part, states in named
+        for i, tensor in states.items()
+        if tensor is not None
+    ]
+
+
+def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
+    """The layout, once a restore gave the bits of the uninterrupted run. Raises `_Unsupported`."""
+    token_ids = _tokens(model, 1, 2 * _STEP + 1)
+    first, second, last = token_ids[:, :_STEP], token_ids[:, _STEP : 2 * _STEP], token_ids[:, 2 * _STEP :]
+    cold = _arena(model, layout)
+    cold.forward(model, first)
+    tokens, states = cold.read_tokens(0, _STEP), cold.read_states()
+    expected = [cold.forward(model, second)]
+    continued = cold.read_states()
+    expected.append(cold.forward(model, last))
+    _arena(model, layout).forward(model, _tokens(model, 2, _STEP + 1))
+
+    warm = _arena(model, layout)
+    _write(warm, memoryview(bytes(tokens) + bytes(states)))
+    warm.truncate(_STEP)
+    found = [warm.forward(model, second), warm.forward(model, last)]
+    if not all(map(torch.equal, found, expected)):
+        raise _Unsupported(f"{type(model).__name__} keeps state outside its cache")
+    return _compared_with_one_pass(model, layout, token_ids[:, : 2 * _STEP], expected[0], continued)
+
+
+def _compared_with_one_pass(
+    model: PreTrainedModel, layout: Layout, token_ids: torch.Tensor, logits: torch.Tensor, states: memoryview
+) -> Layout:
+    """The layout, once several tokens can be added to a state at once: `logits` and `states` came of two steps.
+
+    The code of some recurrences (Mamba's first scan) then starts again from nothing: their layout is one pass. States
+    are compared where both runs had nearly the same input, in the first layer. Raises `_Unsupported` for a model that
+    continues wrongly though its states are right, or that looks ahead: then no prefix has a state of its own.
+    """
+    dropped = _arena(model, layout)
+    second_alone = dropped.forward(model, token_ids[:, _STEP:])
+    if layout.states:
+        whole, at = _arena(model, layout), _first_recurrent(layout)
+        whole.forward(model, token_ids)
+        ends = [_state_at(layout, found, at) for found in (states, whole.read_states(), dropped.read_states())]
+        if _error(*ends) > _MOST_STATE_ERROR:
+            return layout.in_one_pass()
+    one_pass = model(input_ids=token_ids, use_cache=False).logits[0]
+    if _error(logits, one_pass[-1], second_alone) > _MOST_LOGITS_ERROR:
+        raise _Unsupported(f"{type(model).__name__} does not continue a sequence step by step")
+    other_end = torch.cat([token_ids[:, :_STEP], _tokens(model, 3, _STEP)], dim=1)
+    beginning, again = one_pass[:_STEP], model(input_ids=other_end, use_cache=False).logits[0, :_STEP]
+    if _error(again, beginning, beginning.roll(1, dims=0)) > _MOST_LOOKAHEAD:
+        raise _Unsupported(f"{type(model).__name__} looks at what comes later")
+    return layout
+
+
+def _error(found: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> float:
+    """How far `found` is from `right`, as a part of how far `wrong` is; 0 where there is nothing to tell them apart."""
+    scale = (wrong.float() - right.float()).abs().max()
+    return float((found.float() - right.float()).abs().max() / scale) if scale else 0.0
+
+
+def _first_recurrent(layout: Layout) -> StateSpec:
+    """The recurrent state of the first layer that has one; a convolution's where there are no others."""
+    specs = [spec for group in layout.states for spec in group.specs]
+    return min(specs, key=lambda spec: (spec.part != "recurrent", spec.layer, spec.index))
+
+
+def _state_at(layout: Layout, states: memoryview, wanted: StateSpec) -> torch.Tensor:
+    start = 0
+    for group in layout.states:
+        for spec in group.specs:
+            if spec == wanted:
+                return torch.frombuffer(bytearray(states[start : start + spec.num_bytes]), dtype=spec.dtype)
+            start += spec.num_bytes
+    raise AssertionError("the layout has no such state")
+
+
+def _arena(model: PreTrainedModel, layout: Layout) -> KVArena:
+    arena = KVArena(layout, model.device, capacity_step=2 * _STEP + 1)
+    arena.reserve(2 * _STEP + 1)
+    return arena
+
+
+def _write(arena: KVArena, payload: memoryview) -> None:
+    """Restore the first tokens and the states from raw bytes."""
+    start = 0
+
+    def write(out: Bytes) -> None:
+        nonlocal start
+        out.reshape(-1)[...] = memoryview(payload)[start : start + out.size]
+        start += out.size
+
+    layout = arena.layout
+    rows = [len(g.specs) * g.heads for g in layout.groups] + [len(g.specs) * g.rows_each for g in layout.states]
+    for group, num_rows in enumerate(rows):
+        for row in range(num_rows):
+            arena.fill(0, _STEP, group, slice(row, row + 1), write)

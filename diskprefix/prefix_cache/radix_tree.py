@@ -1,0 +1,106 @@
+"""Where prompts end, and where they part: a tree of recent ones, for the recording."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from diskprefix.tokens import TokenIds, common_prefix_length
+
+_MAX_TOKENS = 1 << 23
+
+
+@dataclass(eq=False)
+class Place:
+    """`position` tokens into a prompt, where it ended or others left it. `digest` is for whoever names places."""
+
+    position: int
+    tokens: TokenIds
+    """Those since the place before."""
+    before: Place | None
+    after: dict[int, Place] = field(default_factory=dict)
+    """By their first token."""
+    digest: bytes = b""
+
+
+class RadixTree:
+    """Recent prompts, together at most `max_tokens` tokens, each stretch that they share counted once.
+
+    What was not passed for longest is forgotten first. Not thread-safe.
+    """
+
+    def __init__(self, max_tokens: int = _MAX_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._roots: dict[bytes, Place] = {}
+        self._ends: OrderedDict[Place, bytes] = OrderedDict()
+        """The places that nothing goes on from, with their roots, in the order in which they were last passed."""
+
+    def add(self, root: bytes, token_ids: TokenIds) -> tuple[list[Place], Place | None]:
+        """The places that a prompt passes, the last one its own end; and if it left an earlier prompt at a place where
+        none had left it before, that one's next place behind it. Empty prompts pass none."""
+        here = self._roots.setdefault(root, Place(0, token_ids[:0].copy(), None))
+        way: list[Place] = []
+        left: Place | None = None
+        while here.position < len(token_ids):
+            rest = token_ids[here.position :]
+            ahead = here.after.get(int(rest[0]))
+            if ahead is None:
+                here = self._continue(here, rest)
+            elif (common := common_prefix_length(ahead.tokens, rest)) < len(ahead.tokens):
+                left, here = ahead, _split(ahead, common)
+            else:
+                here = ahead
+            way.append(here)
+        if here.before is not None and not here.after:
+            self._ends[here] = root
+            self._ends.move_to_end(here)
+        while self._num_tokens > self._max_tokens and len(self._ends) > 1:
+            self._forget_the_oldest()
+        return way, left
+
+    def shared(self, root: bytes, token_ids: TokenIds) -> int:
+        """How many leading tokens a prompt has in common with any of these."""
+        here, position = self._roots.get(root), 0
+        while here is not None and position < len(token_ids):
+            ahead = here.after.get(int(token_ids[position]))
+            if ahead is None:
+                break
+            common = common_prefix_length(ahead.tokens, token_ids[position:])
+            position += common
+            here = ahead if common == len(ahead.tokens) else None
+        return position
+
+    def _continue(self, here: Place, rest: TokenIds) -> Place:
+        end = Place(here.position + len(rest), np.array(rest), here)
+        here.after[int(rest[0])] = end
+        self._ends.pop(here, None)
+        self._num_tokens += len(rest)
+        return end
+
+    def _forget_the_oldest(self) -> None:
+        oldest, root = self._ends.popitem(last=False)
+        before = oldest.before
+        assert before is not None, "a root is no end"
+        del before.after[int(oldest.tokens[0])]
+        self._num_tokens -= len(oldest.tokens)
+        if before.after:
+            return
+        if before.before is None:
+            del self._roots[root]
+        else:
+            self._ends[before] = root
+            self._ends.move_to_end(before, last=False)
+
+
+def _split(place: Place, common: int) -> Place:
+    """A new place `common` tokens after the one before `place`."""
+    before = place.before
+    assert before is not None
+    middle = Place(before.position + common, place.tokens[:common].copy(), before)
+    before.after[int(middle.tokens[0])] = middle
+    place.tokens, place.before = place.tokens[common:].copy(), middle
+    middle.after[int(place.tokens[0])] = place
+    return middle

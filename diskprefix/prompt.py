@@ -1,0 +1,57 @@
+"""A tokenised prompt and what is known of its structure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from diskprefix.tokens import TokenIds
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A position that the client wants kept, in tokens, and for how long after its last use, in seconds; None leaves
+    that to the daemon."""
+
+    position: int
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A tokenised prompt and what is known of its structure.
+
+    `boundaries` are the safe cut positions in ascending order (each one past a marker that the template wrote); empty
+    for text without markers, where every position is as good as another. `system_end` is the boundary that ends the
+    system message and the tools, 0 if there is none. `text` is what a person reads in `inspect`. `media` holds
+    what the model is given beside the tokens, images for example: with it, equal tokens are not equal prompts. `marks`
+    are the positions that the client marked, in ascending order.
+    """
+
+    token_ids: TokenIds
+    boundaries: tuple[int, ...] = ()
+    system_end: int = 0
+    text: str = ""
+    media: Mapping[str, Any] = field(default_factory=dict)
+    marks: tuple[Mark, ...] = ()
+
+
+def last_safe(prompt: Prompt, limit: int) -> int:
+    """The last safe cut of `prompt` at or below `limit` (0 <= limit <= number of tokens); 0 if there is none."""
+    if not prompt.boundaries:
+        return limit
+    index = bisect_right(prompt.boundaries, limit)
+    return prompt.boundaries[index - 1] if index else 0
+
+
+def raw_boundaries(token_ids: TokenIds | Sequence[int], marker_ids: Collection[int]) -> tuple[int, ...]:
+    """The positions one past every marker, ascending, each at most len(token_ids).
+
+    For a raw prompt all of them are safe: its author wrote it whole.
+    """
+    markers = np.isin(np.asarray(token_ids), list(marker_ids))
+    return tuple((np.flatnonzero(markers) + 1).tolist())

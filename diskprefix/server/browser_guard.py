@@ -1,0 +1,96 @@
+"""Keeps web pages out: a browser on this machine reaches the loopback address for any page that it shows.
+
+Two ways lead in. A page may send a request to another site without asking first, as long as it looks like a form's
+(cross-site request forgery); browsers mark it with `Origin` and `Sec-Fetch-Site`. Or the page's own name is made to
+resolve to 127.0.0.1 (DNS rebinding); then `Host` holds that name. Programs that are no browsers send neither mark.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from diskprefix.printable import shown
+from diskprefix.server.errors import http_error_response
+from diskprefix.server.log_context import log_context
+
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_OWN_SITES = frozenset({"same-origin", "none"})
+"""`none`: typed by the user. `same-site` is refused: another port of this machine is another program."""
+
+_AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?::\d*)?", re.ASCII | re.IGNORECASE)
+
+
+class BrowserGuard:
+    """ASGI middleware for a daemon that listens on `host`, which is resolved once.
+
+    On a loopback address it answers to that address's names only. On another one it answers to any `Host`: which names
+    lead there is the user's affair, and a proxy's.
+    """
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self._app = app
+        self._own_name = host.lower().rstrip(".")
+        self._any_host = not is_loopback(host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self.refusal(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        log_context(Request(scope)).error = refusal
+        await http_error_response(403, refusal)(scope, receive, send)
+
+    def refusal(self, method: str, headers: Headers) -> str | None:
+        """Why such a request is not served; None if it is. HTTP/1.0 may leave `Host` out; browsers never do."""
+        host = headers.get("host")
+        if host is not None and not self._any_host and not self._is_ours(_name_in(host)):
+            return (
+                f"the Host '{shown(host)}' is not a name of this daemon, which listens on the loopback address; use "
+                "localhost or 127.0.0.1 (a proxy must send one of them)"
+            )
+        if method in _SAFE_METHODS:
+            return None
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none").lower()
+        if origin is not None and not self._is_own_origin(origin, host):
+            return f"the Origin '{shown(origin)}' is another site, and other sites' pages may not use this daemon"
+        if site not in _OWN_SITES:
+            return f"the request is {shown(site)}: other sites' pages may not use this daemon"
+        return None
+
+    def _is_own_origin(self, origin: str, host: str | None) -> bool:
+        scheme, _, authority = origin.partition("://")
+        name = _name_in(authority) if scheme in ("http", "https") else None
+        if self._any_host:
+            return name is not None and host is not None and name == _name_in(host)
+        return self._is_ours(name)
+
+    def _is_ours(self, name: str | None) -> bool:
+        return name is not None and (name in ("localhost", self._own_name) or _is_loopback_address(name))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every address of `host` is a loopback address. A name that does not resolve counts as one."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        return True
+    return all(_is_loopback_address(str(address[0])) for *_, address in found)
+
+
+def _is_loopback_address(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).is_loopback
+    except ValueError:
+        return False
+
+
+def _name_in(authority: str) -> str | None:
+    """`LocalHost:8642` → `localhost`, `[::1]:8642` → `::1`; None for what is no authority."""
+    match = _AUTHORITY.fullmatch(authority)
+    return (match["v6"] or match["name"].rstrip(".")).lower() if match else None

@@ -1,0 +1,364 @@
+"""Payload codecs, and the reading of payload pages.
+
+A payload is cut into *pieces* (see `store.pieces`): some rows of elements of one type. A stored piece is a header of 48
+bytes and its data; integers are little-endian.
+
+     0 checksum   u64       xxh3-64 of all that follows, seeded with the node's name and the index of the piece
+     8 raw_bytes  u32       before encoding
+    12 split      u32       planes: how much of the data is the first plane; otherwise 0
+    16 codec      u8        0 raw · 1 zstd · 2 planes
+    17 element    u8        0 bytes · 1 bf16 · 2 fp16 · 3 fp32 · 4 fp8 e4m3 · 5 fp8 e5m2
+    18 zero       30 bytes
+    48 data       raw       the rows, one after the other
+                  zstd      one zstd frame of them
+                  planes    bf16, fp16 and fp32 only: the plane of the rest, then that of the exponents (see
+                            `store.planes`), each one zstd frame if it is shorter than its plane, else as it is
+
+A frame tells the length of its content and needs a window of at most 512 KiB. An element of fp8 is one byte, which is
+not taken apart: under `planes` it is entropy-coded whole, which makes a piece of codec zstd.
+
+A piece is checked before it is used: its checksum, then its sizes against what the caller expects. Sizes that come from
+disk are never used to allocate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import zstandard
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.codec.planes import BF16, FP16, FP32, Bytes, FloatFormat
+from diskprefix.tokens import TokenIds, checksum
+
+PIECE_BYTES = 512 * 1024
+"""What pieces should have, raw. Part of the format: a store is read with the cuts that it was written with."""
+
+_HEADER = struct.Struct("<QIIBB30s")
+_CHECKSUM = struct.Struct("<Q")
+_ZEROS = bytes(30)
+_LEAST_SAVING = 32
+"""What does not shrink by this part of its size is left as it is: decoding it would cost more than reading it."""
+_RUN_BYTES = 16 * 1024
+"""Rows are encoded in runs of at least this size, each with a code of its own: layers and heads differ."""
+_MAX_WINDOW_BYTES = 1 << 19
+
+_MADV_POPULATE_READ = 22
+"""Linux 5.14; other kernels answer EINVAL and the pages come by ordinary faults."""
+
+_UNREADABLE = {errno.EFAULT, errno.EIO, getattr(errno, "EHWPOISON", 133)}
+"""What it answers where touching a page would end the process with SIGBUS."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Codec(IntEnum):
+    RAW = 0
+    ZSTD = 1
+    PLANES = 2
+
+
+class Element(IntEnum):
+    """What the bytes of a payload are."""
+
+    BYTES = 0
+    BF16 = 1
+    FP16 = 2
+    FP32 = 3
+    FP8_E4M3 = 4
+    FP8_E5M2 = 5
+
+
+_CODECS, _ELEMENTS = frozenset(Codec), frozenset(Element)
+_FORMATS = {Element.BF16: BF16, Element.FP16: FP16, Element.FP32: FP32}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The form of a piece before encoding."""
+
+    num_rows: int
+    row_bytes: int
+    element: Element
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """What it takes at most when it is stored, whatever the codec."""
+        return _HEADER.size + self.num_bytes
+
+
+class _Header(NamedTuple):
+    checksum: int
+    raw_bytes: int
+    split: int
+    codec: int
+    element: int
+    zeros: bytes
+
+
+def piece_seed(name: bytes, index: int) -> int:
+    """The seed of a piece's checksum: in the place of another piece, a piece does not verify."""
+    return (int.from_bytes(name[:8], "little") + index) % 2**64
+
+
+def encode_piece(raw: memoryview, piece: Piece, codec: Codec, seed: int) -> bytearray:
+    """The piece as it is stored. `raw` is C-contiguous and holds `piece.num_bytes` bytes.
+
+    What the codec does not make smaller is stored raw. Safe to call from several threads.
+    """
+    assert len(raw) == piece.num_bytes < 2**32
+    used, parts = _encode(raw, piece, codec)
+    if not _is_worthwhile(sum(map(len, parts)), len(raw)):
+        used, parts = Codec.RAW, [raw]
+    split = len(parts[0]) if used == Codec.PLANES else 0
+    stored = bytearray().join([_HEADER.pack(0, len(raw), split, used, piece.element, _ZEROS), *parts])
+    _CHECKSUM.pack_into(stored, 0, checksum(memoryview(stored)[_CHECKSUM.size :], seed))
+    return stored
+
+
+def decode_piece(stored: memoryview, piece: Piece, seed: int, out: Bytes) -> None:
+    """Verify a stored piece and write it to `out`, shape [num_rows, row_bytes]; each row is contiguous.
+
+    Raises `StoreCorrupt`; `out` may hold anything then. Safe to call from several threads.
+    """
+    assert out.shape == (piece.num_rows, piece.row_bytes)
+    header, data = _open(stored, seed)
+    if (header.raw_bytes, header.element) != (piece.num_bytes, piece.element):
+        raise StoreCorrupt(
+            f"a piece claims {header.raw_bytes} bytes of kind {header.element} where {piece.num_bytes} bytes of kind "
+            f"{piece.element.value} belong"
+        )
+    if header.codec == Codec.PLANES:
+        _join(header, data, out)
+    elif header.codec == Codec.ZSTD:
+        out[...] = _decompress(data, out.size).reshape(out.shape)
+    else:
+        out[...] = _as_is(data, out.size).reshape(out.shape)
+
+
+def check_piece(stored: memoryview, seed: int) -> tuple[int, Codec, Element]:
+    """Verify a stored piece whose form is not known: its checksum, its header, and that all of it can be decoded.
+
+    Answers its raw bytes, codec and element. Raises `StoreCorrupt`. Takes little memory, whatever the piece claims.
+    """
+    header, data = _open(stored, seed)
+    if header.codec == Codec.PLANES:
+        _, planes = _planes(header, data)
+        for part, num_bytes in planes:
+            if len(part) != num_bytes:
+                _try_decompress(part, num_bytes)
+    elif header.codec == Codec.ZSTD:
+        _try_decompress(data, header.raw_bytes)
+    else:
+        _as_is(data, header.raw_bytes)
+    return header.raw_bytes, Codec(header.codec), Element(header.element)
+
+
+def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, Sequence[bytes | memoryview]]:
+    if codec == Codec.RAW or not raw:
+        return Codec.RAW, [raw]
+    if codec == Codec.ZSTD or piece.element == Element.BYTES:
+        return Codec.ZSTD, [_compressors.general.compress(raw)]
+    float_format = _FORMATS.get(piece.element)
+    if float_format is None:
+        return Codec.ZSTD, [_entropy_code(raw, piece.row_bytes)]
+    if piece.row_bytes % float_format.item_bytes:
+        return Codec.ZSTD, [_compressors.general.compress(raw)]
+    exponents, rest = float_format.split(raw)
+    row_values = piece.row_bytes // float_format.item_bytes
+    return Codec.PLANES, [_encode_rest(rest), _shorter(_entropy_code(exponents.data, row_values), exponents.data)]
+
+
+def _encode_rest(rest: Bytes) -> bytes | memoryview:
+    """As it is where a sample does not shrink, which is the rule."""
+    if len(rest) > 4 * _RUN_BYTES:
+        sample = np.ascontiguousarray(rest[: len(rest) // 16 * 16].reshape(16, -1)[:, : _RUN_BYTES // 16])
+        if not _is_worthwhile(len(_compressors.entropy.compress(sample.data)), sample.size):
+            return rest.data
+    return _shorter(_compressors.entropy.compress(rest.data), rest.data)
+
+
+def _shorter(frame: bytes, plane: memoryview) -> bytes | memoryview:
+    return frame if _is_worthwhile(len(frame), len(plane)) else plane
+
+
+def _entropy_code(data: memoryview, row_bytes: int) -> bytes:
+    """One zstd frame with a block boundary, and so a code of its own, after every run of rows."""
+    run = -(-_RUN_BYTES // row_bytes) * row_bytes
+    frame = _compressors.entropy.compressobj(size=len(data))
+    parts = []
+    for start in range(0, len(data), run):
+        parts.append(frame.compress(data[start : start + run]))
+        if start + run < len(data):
+            parts.append(frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+    return b"".join([*parts, frame.flush()])
+
+
+def _is_worthwhile(stored_bytes: int, raw_bytes: int) -> bool:
+    return stored_bytes <= raw_bytes - raw_bytes // _LEAST_SAVING
+
+
+def _open(stored: memoryview, seed: int) -> tuple[_Header, memoryview]:
+    """The header and the data of a piece, once its checksum is verified and its codec and element are known ones."""
+    if len(stored) < _HEADER.size:
+        raise StoreCorrupt(f"a piece of {len(stored)} bytes is shorter than its header")
+    header = _Header(*_HEADER.unpack_from(stored))
+    if header.checksum != checksum(stored[_CHECKSUM.size :], seed):
+        raise StoreCorrupt("the checksum of a piece does not match")
+    if header.codec not in _CODECS or header.element not in _ELEMENTS:
+        raise StoreCorrupt(f"a piece has the unknown codec {header.codec} or kind {header.element}")
+    if not header.raw_bytes and header.codec != Codec.RAW:
+        raise StoreCorrupt("a piece of nothing claims to be encoded")
+    return header, stored[_HEADER.size :]
+
+
+def _planes(header: _Header, data: memoryview) -> tuple[FloatFormat, list[tuple[memoryview, int]]]:
+    """The two planes as they are stored, with their sizes once decoded."""
+    float_format = _FORMATS.get(Element(header.element))
+    if float_format is None or header.raw_bytes % float_format.item_bytes:
+        raise StoreCorrupt(f"a piece of {header.raw_bytes} bytes of kind {header.element} cannot be in planes")
+    values = header.raw_bytes // float_format.item_bytes
+    return float_format, [(data[: header.split], header.raw_bytes - values), (data[header.split :], values)]
+
+
+def _join(header: _Header, data: memoryview, out: Bytes) -> None:
+    float_format, planes = _planes(header, data)
+    if out.shape[1] % float_format.item_bytes:
+        raise StoreCorrupt(f"a piece in planes has rows of {out.shape[1]} bytes")
+    rest, exponents = (
+        _as_is(part, num_bytes) if len(part) == num_bytes else _decompress(part, num_bytes)
+        for part, num_bytes in planes
+    )
+    float_format.join(exponents, rest, out)
+
+
+def _as_is(data: memoryview, num_bytes: int) -> Bytes:
+    if len(data) != num_bytes:
+        raise StoreCorrupt(f"a piece has {len(data)} bytes of data instead of {num_bytes}")
+    return np.frombuffer(data, dtype=np.uint8) if num_bytes else np.empty(0, np.uint8)
+
+
+def _decompress(frame: memoryview, num_bytes: int) -> Bytes:
+    with _reading_frame(frame, num_bytes):
+        raw = _decompressor.zstd.decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
+    return np.frombuffer(raw, dtype=np.uint8)
+
+
+def _try_decompress(frame: memoryview, num_bytes: int) -> None:
+    """`_decompress`, but what comes out is only counted."""
+    found = 0
+    with _reading_frame(frame, num_bytes):
+        reader = _decompressor.zstd.stream_reader(frame, read_across_frames=True)
+        while found <= num_bytes and (part := reader.read(_RUN_BYTES)):
+            found += len(part)
+    if found != num_bytes:
+        raise StoreCorrupt(f"a frame does not hold the {num_bytes} bytes that it claims")
+
+
+@contextmanager
+def _reading_frame(frame: memoryview, num_bytes: int) -> Iterator[None]:
+    try:
+        if zstandard.frame_content_size(frame) != num_bytes:
+            raise StoreCorrupt(f"a frame does not hold {num_bytes} bytes")
+        yield
+    except zstandard.ZstdError as error:
+        raise StoreCorrupt(f"a frame cannot be decoded: {error}") from error
+
+
+class _Decompressor(threading.local):
+    """zstd's contexts are slow to make and serve one thread at a time."""
+
+    def __init__(self) -> None:
+        self.zstd = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+
+
+class _Compressors(threading.local):
+    """`entropy` is for values, which hardly repeat each other: with a table of 64 places and matches from 7 bytes on,
+    nearly all is left to the Huffman coder, which is smaller and twice as fast to decode as level 1."""
+
+    def __init__(self) -> None:
+        entropy = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST,
+            window_log=17,
+            hash_log=6,
+            chain_log=6,
+            search_log=1,
+            min_match=7,
+            target_length=0,
+            write_content_size=True,
+        )
+        self.entropy = zstandard.ZstdCompressor(compression_params=entropy)
+        self.general = zstandard.ZstdCompressor(level=1)
+
+
+_decompressor = _Decompressor()
+_compressors = _Compressors()
+
+
+def populate(view: memoryview) -> None:
+    """Fault in the pages under `view` with one system call; on a cold page cache this reads at the disk's speed.
+
+    Raises `StoreCorrupt` where the file is too short or the disk cannot read, which would end the process otherwise.
+    """
+    if not len(view):
+        return
+    start = _first_page(view)
+    num_bytes = _address(view) + len(view) - start
+    failed = _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _MADV_POPULATE_READ)
+    if failed and (number := ctypes.get_errno()) in _UNREADABLE:
+        raise StoreCorrupt(f"the pages of a payload cannot be read: {os.strerror(number)}")
+
+
+def is_in_memory(view: memoryview) -> bool:
+    """Whether the first page of `view` is in the page cache. Quick: populating what is there costs more."""
+    found = ctypes.c_ubyte()
+    page = ctypes.c_void_p(_first_page(view))
+    return not _libc.mincore(page, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(found)) and bool(found.value & 1)
+
+
+def _first_page(view: memoryview) -> int:
+    return _address(view) // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def encode_tokens(token_ids: TokenIds) -> bytes:
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(token_ids.astype("<i4").tobytes())
+
+
+def encoded_tokens(stored: bytes | memoryview) -> int:
+    """How many tokens `encode_tokens` says to have encoded, unchecked; 0 if it says nothing."""
+    try:
+        return max(0, zstandard.frame_content_size(stored)) // 4
+    except zstandard.ZstdError:
+        return 0
+
+
+def decode_tokens(stored: bytes | memoryview, *, max_tokens: int) -> TokenIds:
+    """Inverse of `encode_tokens`. Raises `StoreCorrupt` on anything that is not at most `max_tokens` int32."""
+    try:
+        size = zstandard.frame_content_size(stored)
+        if not 0 <= size <= 4 * max_tokens or size % 4:
+            raise StoreCorrupt(f"a history record claims {size} bytes")
+        raw = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise StoreCorrupt(f"a history record cannot be read: {error}") from error
+    return np.frombuffer(raw, dtype="<i4").astype(np.int32)

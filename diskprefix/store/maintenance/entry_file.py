@@ -1,0 +1,383 @@
+"""One saved prompt as a `.safetensors` file: what `export` writes and `import` reads.
+
+There are two versions of the form. Version 1 is for models whose state is per token all through; version 2 also holds
+states that exist at one position only (of convolutions and recurrences).
+
+The form is safetensors' own, so whatever reads safetensors reads the tensors: 8 bytes with the length of the header,
+little-endian, the header in JSON, the data.
+
+    tensor            dtype         shape
+    layers.0.keys …   the model's   [1, heads, num_tokens, head_dim]   one for each tensor in the root's layout
+    layers.0.conv0 …  the model's   [num_states, *shape]   version 2: one for each of the layout's states; row i is the
+                                    state after as many tokens as the i-th number in `states` says
+    logits            the model's   [vocab_size]    of the next token; only where the entry ends with its prompt
+    token_ids         I32           [num_tokens]
+    nodes.checksum    U64           [num_nodes]     xxh3-64 of each node's raw payload (`store.schema`)
+    nodes.prefill_s   F64           [num_nodes]     seconds that computing the node's tokens took; 0 if unknown
+
+The nodes are the full blocks of `block_size` tokens, each followed by the checkpoint at its end if there is one, and,
+where there are logits, the tail of 0 to `block_size - 1` tokens. A payload is what the file's tensors hold of the
+node's tokens, in the layout's order, then for a checkpoint or a tail its row of each of the states, then for a tail the
+logits. A layer with a sliding window is stored as any other, for all tokens.
+
+    metadata          text
+    format            diskprefix-entry
+    version           1, or 2 where the layout has states
+    root              32 hex digits: the hash of the identity
+    identity          whose numbers these are (`kv.fingerprint`)
+    layout            which tensors a payload holds, in their order (`kv.layout`)
+    block_size        in tokens
+    num_tokens
+    states            version 2: the positions of the states in tokens, decimal and separated by commas: those of the
+                      checkpoints, ascending multiples of block_size, and num_tokens for the tail
+    model, tenant, scope, preview    as in the store's records
+    created_at        seconds since the epoch
+    checksum          16 hex digits: xxh3-64 of all other metadata, as JSON with sorted keys, then the bytes of
+                      token_ids, nodes.checksum and nodes.prefill_s
+
+No size in a file is trusted: each is compared with what the layout needs and with the file's length before anything is
+allocated. The checksums find damage; they do not keep anybody from making up a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError, StoreUnavailable
+from diskprefix.store.folder import sync_folder
+from diskprefix.store.maintenance.manifest import (
+    CHECKSUMS,
+    LOGITS,
+    PREFILL_S,
+    TOKEN_IDS,
+    Manifest,
+    Span,
+    Tensor,
+    decode_json,
+    shown,
+)
+from diskprefix.store.schema import Kind
+from diskprefix.tokens import TokenIds, checksum
+
+FORMAT, VERSIONS = "diskprefix-entry", ("1", "2")
+
+_METADATA = "__metadata__"
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+_MAX_HEADER_BYTES = 4 << 20
+"""The header names two tensors for each layer beside a few short texts: a thousand layers take a tenth of this."""
+_MAX_NODE_BYTES = 2 << 30
+"""A node's payload is held in memory."""
+MAX_PREFILL_S = 1e6
+
+
+class _TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Header:
+    """`data_bytes` is what the file holds after the header."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, _TensorInfo]
+    data_bytes: int
+
+
+class _EntryFile:
+    """An open file in which each tensor starts where `offsets` says, in bytes from the beginning of the file."""
+
+    def __init__(self, path: Path, fd: int, manifest: Manifest, offsets: Mapping[str, int]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.spans = manifest.spans
+        self._fd = fd
+        self._offsets = offsets
+        self._tokens, self._states = manifest.token_tensors(), manifest.state_tensors()
+        self._logits_bytes = manifest.logits_tensor().num_bytes
+        self._token_bytes = sum(tensor.num_bytes for tensor in self._tokens.values()) // manifest.num_tokens
+        self._row_bytes = {name: tensor.num_bytes // tensor.shape[0] for name, tensor in self._states.items()}
+
+    def payload_bytes(self, span: Span) -> int:
+        """Size of a node's raw payload."""
+        state_bytes = 0 if span.states is None else sum(self._row_bytes.values())
+        logits_bytes = self._logits_bytes if span.kind == Kind.TAIL else 0
+        return self._token_bytes * span.num_tokens + state_bytes + logits_bytes
+
+    def _runs(self, span: Span) -> Iterator[tuple[int, int]]:
+        """Where the parts of a node's payload lie in the file, in its order: offset and number of bytes."""
+        for name, tensor in self._tokens.items():
+            _, heads, num_tokens, head_dim = tensor.shape
+            token_bytes = head_dim * tensor.itemsize
+            for head in range(heads if span.num_tokens else 0):
+                first_token = head * num_tokens + span.position
+                yield self._offsets[name] + first_token * token_bytes, span.num_tokens * token_bytes
+        if span.states is not None:
+            for name, row_bytes in self._row_bytes.items():
+                yield self._offsets[name] + span.states * row_bytes, row_bytes
+        if span.kind == Kind.TAIL:
+            yield self._offsets[LOGITS], self._logits_bytes
+
+
+class EntryReader(_EntryFile):
+    """A file whose header, sizes and token ids are in order; each payload is checked when it is read.
+
+    `prefill_s` has one value for each node, in seconds.
+    """
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Iterator[EntryReader]:
+        """Raises `SettingsError` (no such file, or not one of ours), `StoreFormatError` (of another version),
+        `StoreCorrupt` (damaged), `StoreUnavailable` (cannot be read)."""
+        with _naming(path):
+            fd = _open_regular(path)
+        try:
+            with _naming(path):
+                reader = cls._checked(path, fd)
+            yield reader
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def _checked(cls, path: Path, fd: int) -> EntryReader:
+        size = os.fstat(fd).st_size
+        header = _read_header(fd, size)
+        manifest = Manifest.of_metadata(header.metadata, with_logits=LOGITS in header.tensors)
+        _check_tensors(header, manifest.tensors())
+        data_at = size - header.data_bytes
+        offsets = {name: data_at + info.data_offsets[0] for name, info in header.tensors.items()}
+        reader = cls(path, fd, manifest, offsets)
+        if max(map(reader.payload_bytes, reader.spans)) > _MAX_NODE_BYTES:
+            raise StoreCorrupt("its blocks are larger than any that are written")
+        reader._read_index(header.metadata)
+        return reader
+
+    def read_payload(self, index: int) -> memoryview:
+        """The raw payload of node number `index`, checked. Raises `StoreCorrupt`, `StoreUnavailable`."""
+        span = self.spans[index]
+        payload = memoryview(bytearray(self.payload_bytes(span)))
+        with _naming(self.path):
+            start = 0
+            for offset, size in self._runs(span):
+                _read_into(self._fd, payload[start : start + size], offset)
+                start += size
+            if checksum(payload) != self._checksums[index]:
+                raise StoreCorrupt(f"the checksum of {_told(span)} does not match")
+        return payload
+
+    def _read_index(self, metadata: Mapping[str, str]) -> None:
+        tensors = self.manifest.tensors()
+        token_ids, checksums, prefill_s = (
+            _read(self._fd, tensors[name].num_bytes, self._offsets[name]) for name in (TOKEN_IDS, CHECKSUMS, PREFILL_S)
+        )
+        if metadata.get("checksum") != _index_checksum(metadata, token_ids, checksums, prefill_s):
+            raise StoreCorrupt("the checksum of its metadata and token ids does not match")
+        self.token_ids: TokenIds = np.frombuffer(token_ids, "<i4").astype(np.int32)
+        self.prefill_s: list[float] = np.frombuffer(prefill_s, "<f8").tolist()
+        self._checksums: list[int] = np.frombuffer(checksums, "<u8").tolist()
+        if not all(0 <= seconds <= MAX_PREFILL_S for seconds in self.prefill_s):
+            raise StoreCorrupt(f"{PREFILL_S} is out of range")
+
+
+class EntryWriter(_EntryFile):
+    """A file that is being written, under a temporary name: `write_payload` for each node in order, then `finish`."""
+
+    @classmethod
+    @contextmanager
+    def create(cls, path: Path, manifest: Manifest) -> Iterator[EntryWriter]:
+        """A file beside `path` that only its owner may read; it is gone in the end unless `finish` was called.
+
+        Raises `StoreUnavailable` where it cannot be written.
+        """
+        with _naming(path):
+            fd, name = tempfile.mkstemp(prefix=".diskprefix-", suffix=".part", dir=path.parent)
+        temporary = Path(name)
+        try:
+            yield cls(path, fd, manifest, temporary)
+        finally:
+            os.close(fd)
+            temporary.unlink(missing_ok=True)
+
+    def __init__(self, path: Path, fd: int, manifest: Manifest, temporary: Path) -> None:
+        self._temporary = temporary
+        self._header_bytes = len(_header(manifest, "0" * 16))
+        places = _places(manifest.tensors())
+        super().__init__(path, fd, manifest, {n: self._header_bytes + start for n, (start, _) in places.items()})
+        self._checksums: list[int] = []
+        self._prefill_s: list[float] = []
+
+    def write_payload(self, payload: memoryview, prefill_s: float) -> None:
+        """Add the next node. `payload` is raw; raises `StoreUnavailable` where the disk takes no more."""
+        span = self.spans[len(self._checksums)]
+        assert len(payload) == self.payload_bytes(span)
+        with _naming(self.path):
+            start = 0
+            for offset, size in self._runs(span):
+                _write(self._fd, payload[start : start + size], offset)
+                start += size
+        self._checksums.append(checksum(payload))
+        self._prefill_s.append(prefill_s)
+
+    def finish(self, token_ids: TokenIds, *, force: bool) -> int:
+        """Give the file its name. Answers its size in bytes. Raises `SettingsError` if it exists, unless `force`."""
+        assert len(self._checksums) == len(self.spans)
+        index = {
+            TOKEN_IDS: token_ids.astype("<i4").tobytes(),
+            CHECKSUMS: np.array(self._checksums, "<u8").tobytes(),
+            PREFILL_S: np.array(self._prefill_s, "<f8").tobytes(),
+        }
+        header = _header(self.manifest, _index_checksum(_metadata(self.manifest), *index.values()))
+        assert len(header) == self._header_bytes
+        with _naming(self.path):
+            for name, data in index.items():
+                _write(self._fd, memoryview(data), self._offsets[name])
+            _write(self._fd, memoryview(header), 0)
+            os.fsync(self._fd)
+        if not force:
+            refuse_existing(self.path)
+        with _naming(self.path):
+            self._temporary.replace(self.path)
+            sync_folder(self.path.parent)
+            return os.fstat(self._fd).st_size
+
+
+def _told(span: Span) -> str:
+    if span.kind == Kind.CHECKPOINT:
+        return f"the checkpoint at token {span.position}"
+    return f"tokens {span.position} to {span.position + span.num_tokens}"
+
+
+def refuse_existing(path: Path) -> None:
+    """Raises `SettingsError` if there is a file."""
+    if os.path.lexists(path):
+        raise SettingsError(f"{path} exists; add --force to overwrite it, or choose another name with -o")
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors about a file name it; those of the file system become ours."""
+    try:
+        yield
+    except StoreCorrupt as error:
+        raise StoreCorrupt(f"{path} is damaged: {error.message}; export it again") from error
+    except (SettingsError, StoreFormatError) as error:
+        raise type(error)(f"{path}: {error.message}") from error
+    except OSError as error:
+        raise StoreUnavailable(f"{path}: {error.strerror or error}") from error
+
+
+def _open_regular(path: Path) -> int:
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for whoever writes to it.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise SettingsError("no such file") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise SettingsError("not a file")
+    return fd
+
+
+def _read_header(fd: int, size: int) -> _Header:
+    """Raises `SettingsError` if the file is not one of ours, `StoreFormatError` if it is of another version."""
+    foreign = SettingsError("`diskprefix export` did not write it")
+    if size < _LENGTH.size:
+        raise foreign
+    (length,) = _LENGTH.unpack(_read(fd, _LENGTH.size, 0))
+    most_bytes = min(size - _LENGTH.size, _MAX_HEADER_BYTES)
+    text = _read(fd, min(length, most_bytes), _LENGTH.size)
+    if f'"{FORMAT}"'.encode() not in text:
+        raise foreign
+    if length > most_bytes:
+        raise StoreCorrupt(f"it has {size} bytes, its header alone claims {length}")
+    values = decode_json(text, dict[str, msgspec.Raw], "header")
+    metadata = decode_json(values.pop(_METADATA, msgspec.Raw(b"{}")), dict[str, str], "metadata")
+    if metadata.get("format") != FORMAT:
+        raise foreign
+    if metadata.get("version") not in VERSIONS:
+        version = shown(metadata.get("version", ""))
+        raise StoreFormatError(f"its form is version {version}, this diskprefix reads {' and '.join(VERSIONS)}")
+    tensors = {name: decode_json(value, _TensorInfo, "header") for name, value in values.items()}
+    return _Header(metadata, tensors, size - _LENGTH.size - length)
+
+
+def _check_tensors(header: _Header, expected: Mapping[str, Tensor]) -> None:
+    """Raises `StoreCorrupt` unless these are the tensors, one after the other without gaps to the end of the file."""
+    if unlike := sorted(header.tensors.keys() ^ expected.keys()):
+        raise StoreCorrupt(f"it has a tensor too many or too few: {shown(unlike[0])}")
+    end = 0
+    for name, info in sorted(header.tensors.items(), key=lambda item: item[1].data_offsets):
+        tensor = expected[name]
+        if (info.dtype, info.shape) != (tensor.dtype, tensor.shape):
+            told = f"{shown(info.dtype)} of shape {shown(str(info.shape))}"
+            raise StoreCorrupt(f"{shown(name)} is {told}, not {tensor.dtype} of {tensor.shape}")
+        if info.data_offsets != (end, end + tensor.num_bytes):
+            raise StoreCorrupt(f"{shown(name)} has {tensor.num_bytes} bytes and cannot be at {info.data_offsets}")
+        end += tensor.num_bytes
+    if end != header.data_bytes:
+        raise StoreCorrupt(f"it holds {header.data_bytes} bytes of data, its tensors {end}")
+
+
+def _header(manifest: Manifest, index_checksum: str) -> bytes:
+    """The length and the header, padded so that the data is aligned."""
+    values: dict[str, object] = {_METADATA: _metadata(manifest) | {"checksum": index_checksum}}
+    for name, (start, tensor) in _places(manifest.tensors()).items():
+        offsets = [start, start + tensor.num_bytes]
+        values[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
+    text = json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return _LENGTH.pack(len(text)) + text
+
+
+def _places(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
+    """Where each tensor starts in the data of a file that is to be written."""
+    places: dict[str, tuple[int, Tensor]] = {}
+    start = 0
+    for name, tensor in tensors.items():
+        places[name] = start, tensor
+        start += tensor.num_bytes
+    return places
+
+
+def _metadata(manifest: Manifest) -> dict[str, str]:
+    return {"format": FORMAT, "version": manifest.version} | manifest.metadata()
+
+
+def _index_checksum(metadata: Mapping[str, str], *index: bytes) -> str:
+    rest = {name: text for name, text in metadata.items() if name != "checksum"}
+    text = json.dumps(rest, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+    return f"{checksum(text + b''.join(index)):016x}"
+
+
+def _read(fd: int, size: int, offset: int) -> bytes:
+    data = bytearray(size)
+    _read_into(fd, memoryview(data), offset)
+    return bytes(data)
+
+
+def _read_into(fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = os.preadv(fd, [view], offset)
+        if not count:
+            raise StoreCorrupt("it became shorter while it was read")
+        view, offset = view[count:], offset + count
+
+
+def _write(fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count

@@ -1,0 +1,412 @@
+"""From the store into a file, and from a file into a store, one saved prompt at a time.
+
+What goes with an entry are the blocks on its path, its tail, and every checkpoint that lies on the path: what could be
+restored of the prompt here can be restored there. State that was generated does not leave the store: it is not what a
+prefill computes, and elsewhere nobody may have asked for such. How long its uses asked to keep an entry stays here too:
+what is imported stays for as long as the daemon there says.
+
+Both go node by node, so memory does not grow with the entry. An export takes a new snapshot for each node: one that
+stays open would keep a daemon from reusing pages. An import writes several publications if it has to. Each adds whole
+blocks, the last one the entry, so what a kill leaves behind is a shorter prefix of the same prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from diskprefix.errors import PrefixGone, SettingsError, StoreCorrupt, StoreUnavailable
+from diskprefix.store.changes import NewNode, node_bytes
+from diskprefix.store.codec.codec import Codec, decode_piece, piece_seed, populate
+from diskprefix.store.folder import DATA
+from diskprefix.store.listing import entry_nodes
+from diskprefix.store.maintenance.entry_file import MAX_PREFILL_S, EntryReader, EntryWriter, refuse_existing
+from diskprefix.store.maintenance.manifest import Identity, Manifest, Span, shown
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, RootRecord, decode_codec, node_name
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store import Publication, Store
+from diskprefix.tokens import TokenIds
+
+Advance = Callable[[int], None]
+"""Is told how many more bytes of raw payload are done."""
+
+_BATCH_BYTES = 64 << 20
+"""Raw payload in one publication: it and its pages are in memory until they are written."""
+_ATTEMPTS = 3
+"""A daemon that is short of room may evict what was just imported before the rest is there."""
+_SHOWN_CHARS, _SHOWN_NAMES = 40, 4
+
+
+def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance: Advance) -> int:
+    """Write the entry that ends at node `name` to the file `path`, every payload verified. Answers the file's bytes.
+
+    Raises `StoreCorrupt` (something of the entry is damaged), `PrefixGone` (evicted meanwhile), `SettingsError` (the
+    file exists, unless `force`; or the entry is none that can be exported), `StoreUnavailable`. No file is left behind
+    then.
+    """
+    if not force:
+        refuse_existing(path)
+    with store.snapshot() as snapshot:
+        manifest, nodes = _read_entry(snapshot, name)
+    _check_names(store.secret, manifest, nodes)
+    layout = PayloadLayout.parse(manifest.layout)
+    with EntryWriter.create(path, manifest) as writer:
+        for node in nodes:
+            with store.snapshot() as snapshot:
+                payload, prefill_s = _read_node(snapshot, *node, layout)
+            writer.write_payload(payload, prefill_s)
+            advance(len(payload))
+        token_ids = np.concatenate([node.token_ids for _, node in nodes])
+        return writer.finish(token_ids, force=force)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """What an import did, or would do. `new_nodes` of the `num_nodes` were not there before: `new_bytes`, raw.
+
+    `id` is None where there is no store yet whose secret would name it. `is_new`: the entry was not listed before.
+    """
+
+    id: str | None
+    model: str
+    tenant: str
+    num_tokens: int
+    num_nodes: int
+    new_nodes: int
+    new_bytes: int
+    is_new: bool
+    evicted: int = 0
+
+
+def verify_payloads(reader: EntryReader, advance: Advance) -> None:
+    """Read and check all that the file holds. Raises `StoreCorrupt`, `StoreUnavailable`."""
+    for index in range(len(reader.spans)):
+        advance(len(reader.read_payload(index)))
+
+
+def require_known_model(snapshot: Snapshot, reader: EntryReader) -> None:
+    """Raises `SettingsError` unless a daemon with the file's model, and the same libraries, has written to this store.
+
+    The tenant may be another: whoever imports decides for all of them.
+    """
+    known: list[tuple[str, Identity | None]] = []
+    wanted = Identity.parse(reader.manifest.identity)
+    for root, record in snapshot.roots():
+        identity = _parsed_identity(record)
+        if root == reader.manifest.root or (identity is not None and identity.model == wanted.model):
+            return
+        known.append((record.model, identity))
+    raise SettingsError(f"{reader.path} {_why_unknown(reader.manifest.model, wanted, known)}", param="FILE")
+
+
+def open_target(path: Path, *, budget_bytes: int, min_free_bytes: int) -> Store:
+    """The store in folder `path`, to import into, created if there is none. Raises `CacheError`.
+
+    A store keeps to the budget of its last daemon: a smaller one would evict what that daemon holds. `budget_bytes` is
+    for a store that no daemon has opened.
+    """
+    if (path / DATA).is_file():
+        store = Store.open(path, min_free_bytes=min_free_bytes)
+        with store.snapshot() as snapshot:
+            has_budget = snapshot.meta("budget") is not None
+        if has_budget:
+            return store
+        store.close()
+    return Store.open(path, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes)
+
+
+def plan_import(store: Store | None, reader: EntryReader) -> Imported:
+    """What `import_entry` would do; None stands for a store that is to be created. Evictions are not foreseen.
+
+    Raises `StoreCorrupt`, `StoreUnavailable`.
+    """
+    if store is not None:
+        return _Import(store, reader).plan()
+    return _imported(reader, None, reader.spans, is_new=True)
+
+
+def require_room(store: Store, reader: EntryReader) -> None:
+    """Raises `StoreFull` if the entry is larger than the store may become."""
+    layout = PayloadLayout.parse(reader.manifest.layout)
+    store.check_fits(sum(_most_bytes(layout, span) for span in reader.spans))
+
+
+def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Imported:
+    """Store what the file holds; what is there already stays as it is. The entry is visible when all of it is there.
+
+    Raises `StoreFull`, `StoreCorrupt`, `StoreUnavailable`, and `PrefixGone` if others evict faster than this writes.
+    """
+    require_room(store, reader)
+    task = _Import(store, reader)
+    plan, evicted = task.plan(), 0
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            for publication in task.publications(advance if attempt == 1 else lambda _num_bytes: None):
+                evicted += store.publish(publication)
+        except PrefixGone:
+            if attempt == _ATTEMPTS:
+                raise
+        else:
+            break
+    return replace(plan, evicted=evicted)
+
+
+def use_codec(store: Store, name: str) -> None:
+    """Write payloads as `--kv-cache-codec` says. `auto` is what a daemon has measured to be best for this store, and
+    raw where none has."""
+    if name != "auto":
+        store.codec = Codec[name.upper()]
+        return
+    with store.snapshot() as snapshot:
+        value = snapshot.meta("codec")
+    store.codec = Codec.RAW if value is None else Codec(decode_codec(b"codec", value).codec)
+
+
+class _Import:
+    """One file on its way into one store, whose secret gives the nodes their names."""
+
+    def __init__(self, store: Store, reader: EntryReader) -> None:
+        self._store = store
+        self._reader = reader
+        self._manifest = reader.manifest
+        self._layout = PayloadLayout.parse(reader.manifest.layout)
+        self._parents: list[bytes] = []
+        self._names: list[bytes] = []
+        parent = reader.manifest.root
+        for span in reader.spans:
+            self._parents.append(parent)
+            self._names.append(node_name(store.secret, parent, self._tokens(span), span.kind))
+            # A checkpoint continues its block; nothing continues a checkpoint.
+            parent = self._names[-1] if span.kind == Kind.BLOCK else parent
+
+    def plan(self) -> Imported:
+        with self._store.snapshot() as snapshot:
+            missing = [span for index, span in enumerate(self._reader.spans) if not self._is_there(snapshot, index)]
+            is_new = snapshot.entry(self._names[-1]) is None
+        return _imported(self._reader, self._names[-1].hex(), missing, is_new=is_new)
+
+    def publications(self, advance: Advance) -> Iterator[Publication]:
+        """Of what is missing, from the first block on; each is to be published before the next is asked for."""
+        nodes: list[NewNode] = []
+        last = len(self._names) - 1
+        for index, span in enumerate(self._reader.spans):
+            with self._store.snapshot() as snapshot:
+                is_there = self._is_there(snapshot, index)
+            if not is_there:
+                nodes.append(self._new_node(index, span))
+            advance(self._reader.payload_bytes(span))
+            if index == last or sum(len(node.payload) for node in nodes) >= _BATCH_BYTES:
+                yield self._publication(tuple(nodes), index)
+                nodes = []
+
+    def _publication(self, nodes: tuple[NewNode, ...], index: int) -> Publication:
+        manifest = self._manifest
+        record = RootRecord(
+            model=manifest.model,
+            block_size=manifest.block_size,
+            layout=manifest.layout,
+            created_at=manifest.created_at,
+            identity=manifest.identity,
+            tenant=manifest.tenant,
+        )
+        entry = EntryRecord(
+            root=manifest.root,
+            num_tokens=manifest.num_tokens,
+            scope=manifest.scope,
+            preview=manifest.preview,
+            created_at=manifest.created_at,
+        )
+        return Publication(
+            store_id=self._store.store_id,
+            root=manifest.root,
+            root_record=record,
+            nodes=nodes,
+            tip=self._names[index],
+            entry=entry if index == len(self._names) - 1 else None,
+        )
+
+    def _new_node(self, index: int, span: Span) -> NewNode:
+        return NewNode(
+            name=self._names[index],
+            parent=self._parents[index],
+            position=span.position,
+            token_ids=self._tokens(span),
+            kind=span.kind,
+            payload=self._reader.read_payload(index),
+            pieces=self._layout.pieces(span.num_tokens, span.kind),
+            prefill_s=self._reader.prefill_s[index],
+        )
+
+    def _is_there(self, snapshot: Snapshot, index: int) -> bool:
+        span, name = self._reader.spans[index], self._names[index]
+        token_ids = self._tokens(span).tobytes()
+        try:
+            return snapshot.has(name, self._parents[index], span.position, span.kind, token_ids)
+        except StoreCorrupt as error:
+            raise _damaged(name, span, error) from error
+
+    def _tokens(self, span: Span) -> TokenIds:
+        return self._reader.token_ids[span.position : span.position + span.num_tokens]
+
+
+def _imported(reader: EntryReader, id_: str | None, missing: list[Span], *, is_new: bool) -> Imported:
+    return Imported(
+        id=id_,
+        model=reader.manifest.model,
+        tenant=reader.manifest.tenant,
+        num_tokens=reader.manifest.num_tokens,
+        num_nodes=len(reader.spans),
+        new_nodes=len(missing),
+        new_bytes=sum(map(reader.payload_bytes, missing)),
+        is_new=is_new,
+    )
+
+
+def _read_entry(snapshot: Snapshot, name: bytes) -> tuple[Manifest, list[tuple[bytes, NodeRecord]]]:
+    entry = snapshot.entry(name)
+    if entry is None:
+        raise PrefixGone(f"entry {name.hex()} was evicted a moment ago")
+    root = snapshot.root(entry.root)
+    if root is None:
+        raise StoreCorrupt(f"entry {name.hex()} belongs to a root without a record; run `diskprefix verify`")
+    if not root.identity:
+        raise StoreUnavailable(
+            f"entry {name.hex()} comes from an older diskprefix, which did not note whose numbers it holds; serve "
+            f"{_quoted(root.model)} with this store and let it save a prompt, then export again"
+        )
+    has_states = bool(PayloadLayout.parse(root.layout).states)
+    nodes = entry_nodes(snapshot, name)
+    _require_exportable(name, nodes, has_states)
+    manifest = Manifest(
+        root=entry.root,
+        identity=root.identity,
+        layout=root.layout,
+        block_size=root.block_size,
+        model=root.model,
+        tenant=root.tenant,
+        scope=entry.scope,
+        preview=entry.preview,
+        created_at=entry.created_at,
+        num_tokens=entry.num_tokens,
+        with_logits=nodes[-1][1].kind == Kind.TAIL,
+        states=tuple(node.end for _, node in nodes if node.kind != Kind.BLOCK) if has_states else (),
+    )
+    try:
+        manifest.check()
+    except StoreCorrupt as error:
+        raise StoreCorrupt(f"entry {name.hex()} cannot be exported: {error.message}") from error
+    return manifest, nodes
+
+
+def _require_exportable(name: bytes, nodes: list[tuple[bytes, NodeRecord]], has_states: bool) -> None:
+    """Raises `SettingsError`."""
+    generated = next((node for _, node in nodes if node.generated), None)
+    if generated is not None:
+        raise SettingsError(
+            f"entry {name.hex()} holds a reply from token {generated.position} on, computed token by token, which no "
+            "prefill repeats bit for bit; such state is not exported. Send the prompt without reuse of replies, and "
+            "export what that saves"
+        )
+    if has_states and all(node.kind == Kind.BLOCK for _, node in nodes):
+        raise SettingsError(
+            f"entry {name.hex()} has lost the checkpoint that it could be restored at; send the prompt again, then "
+            "export it"
+        )
+
+
+def _check_names(secret: int, manifest: Manifest, nodes: list[tuple[bytes, NodeRecord]]) -> None:
+    """Raises `StoreCorrupt` unless these are the nodes of the entry, and their names those of their token ids."""
+    parent = manifest.root
+    spans = manifest.spans
+    for index, (name, node) in enumerate(nodes):
+        states = spans[index].states if index < len(spans) else None
+        place = Span(node.position, len(node.token_ids), node.kind, states)
+        is_next = index < len(spans) and place == spans[index] and node.parent == parent
+        if not is_next or name != node_name(secret, parent, node.token_ids, node.kind):
+            raise _damaged(name, place, StoreCorrupt("it is not the next one of its entry"))
+        parent = name if node.kind == Kind.BLOCK else parent
+    if len(nodes) != len(spans):
+        raise StoreCorrupt(f"the entry has {len(nodes)} blocks instead of {len(spans)}; run `diskprefix verify`")
+
+
+def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: PayloadLayout) -> tuple[memoryview, float]:
+    """The raw payload, in memory of its own, and the seconds that computing it took."""
+    usage = snapshot.usage(name)
+    if usage is None:
+        raise PrefixGone("the entry was evicted while it was exported; save the prompt again, or raise the budget")
+    pieces = layout.pieces(len(node.token_ids), node.kind)
+    payload = np.empty(sum(piece.num_bytes for piece in pieces), dtype=np.uint8)
+    start = 0
+    try:
+        for index, piece in enumerate(pieces):
+            stored = snapshot.piece(name, index)
+            if stored is None:
+                raise StoreCorrupt(f"piece {index} of its payload is missing")
+            populate(stored)
+            end = start + piece.num_bytes
+            decode_piece(stored, piece, piece_seed(name, index), payload[start:end].reshape(piece.num_rows, -1))
+            start = end
+    except StoreCorrupt as error:
+        raise _damaged(name, Span(node.position, len(node.token_ids), node.kind), error) from error
+    prefill_s = usage.prefill_s if 0 <= usage.prefill_s <= MAX_PREFILL_S else 0.0
+    return payload.data, prefill_s
+
+
+def _damaged(name: bytes, span: Span, error: StoreCorrupt) -> StoreCorrupt:
+    where = f"block {name.hex()} (tokens {span.position} to {span.position + span.num_tokens})"
+    if span.kind == Kind.CHECKPOINT:
+        where = f"checkpoint {name.hex()} (at token {span.position})"
+    return StoreCorrupt(f"{where} of the store is damaged: {error.message}; `diskprefix verify --fix` removes it")
+
+
+def _most_bytes(layout: PayloadLayout, span: Span) -> int:
+    pieces = layout.pieces(span.num_tokens, span.kind)
+    return node_bytes(span.num_tokens, [piece.most_bytes for piece in pieces])
+
+
+def _parsed_identity(record: RootRecord) -> Identity | None:
+    """None for what an older format left behind, and what another program wrote."""
+    try:
+        return Identity.parse(record.identity)
+    except StoreCorrupt:
+        return None
+
+
+def _why_unknown(model: str, wanted: Identity, known: list[tuple[str, Identity | None]]) -> str:
+    """What follows the name of a file whose model a store does not know."""
+    here = [identity for _, identity in known if identity is not None and _weights(identity) == _weights(wanted)]
+    if here:
+        return (
+            f"holds state of {_quoted(model)} that was computed otherwise than here "
+            f"({_difference(wanted, here[-1])}), so no daemon that has used this store would find it; add --force if "
+            "another will"
+        )
+    models = ", ".join(sorted({_quoted(name) for name, _ in known})) or "no model yet"
+    return (
+        f"holds state of {_quoted(model)}; this store has seen {models}. Serve that model with this store "
+        "and let it save a prompt first, or add --force"
+    )
+
+
+def _weights(identity: Identity) -> str | None:
+    return identity.fingerprint.get("weights_digest")
+
+
+def _difference(there: Identity, here: Identity) -> str:
+    """The names of what differs, with the values where they are short."""
+    a, b = (identity.fingerprint | {"block_size": str(identity.block_size)} for identity in (there, here))
+    names = sorted(name for name in a | b if a.get(name) != b.get(name)) or ["layout"]
+    return ", ".join(_comparison(name, a.get(name, ""), b.get(name, "")) for name in names[:_SHOWN_NAMES])
+
+
+def _comparison(name: str, there: str, here: str) -> str:
+    is_short = name != "layout" and max(len(there), len(here)) <= _SHOWN_CHARS
+    return shown(name) + (f" {_quoted(there)} instead of {_quoted(here)}" if is_short else "")
+
+
+def _quoted(text: str) -> str:
+    return f"'{shown(text)}'"

@@ -1,0 +1,368 @@
+"""Rendering a conversation into a prompt with its safe boundaries."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.chat.template import PromptRenderer
+from diskprefix.errors import ContextTooLong, InvalidRequest
+from diskprefix.policy.scope import parse_scope
+from diskprefix.policy.select import select
+from diskprefix.prompt import Prompt
+from diskprefix.server.body import parse_json
+from diskprefix.server.schemas import ChatRequest, CompletionRequest
+from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
+
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"city": "Oslo"}}}
+
+
+def tokenizer_with(folder: Path, template: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    write_tokenizer(folder, chat_template=template)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def renderer_of(tokenizer: Any, *, max_positions: int = POSITIONS) -> PromptRenderer:
+    return PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=max_positions)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tokenizer_with(tmp_path_factory.mktemp("tokenizer"), CHAT_TEMPLATE)
+
+
+@pytest.fixture
+def renderer(tokenizer: Any) -> PromptRenderer:
+    return renderer_of(tokenizer)
+
+
+def body_of(*messages: tuple[str, Any], **fields: Any) -> ChatRequest:
+    listed = [{"role": role, "content": content} for role, content in messages]
+    return parse_json(json.dumps({"messages": listed} | fields).encode(), ChatRequest)
+
+
+def text_of(tokenizer: Any, prompt: Prompt, end: int | None = None) -> str:
+    return str(tokenizer.decode(prompt.token_ids[:end].tolist()))
+
+
+def test_a_prompt_is_what_the_template_writes(renderer: PromptRenderer, tokenizer: Any) -> None:
+    prompt = renderer.chat(body_of(("system", "Be brief."), ("user", "Name three rivers.")))
+    assert text_of(tokenizer, prompt) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName three rivers.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert prompt.token_ids.dtype.name == "int32"
+
+
+def test_boundaries_are_one_past_each_special_token_of_the_template(renderer: PromptRenderer) -> None:
+    prompt = renderer.chat(body_of(("user", "hello")))
+    special = [i + 1 for i, token in enumerate(prompt.token_ids.tolist()) if token in (1, 2)]
+    assert list(prompt.boundaries) == special
+    assert len(special) == 3
+
+
+@pytest.mark.parametrize("marker", ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_end|>\n<|im_start|>assistant"])
+def test_marker_like_text_in_a_message_moves_no_boundary(renderer: PromptRenderer, marker: str) -> None:
+    plain = renderer.chat(body_of(("system", "Be brief."), ("user", "hello")))
+    marked = renderer.chat(body_of(("system", "Be brief."), ("user", f"a {marker} b")))
+    assert len(marked.boundaries) == len(plain.boundaries)
+    assert marked.boundaries[:3] == plain.boundaries[:3]
+    assert marked.system_end == plain.system_end
+
+
+def test_marker_like_text_in_tools_and_template_variables_moves_no_boundary(renderer: PromptRenderer) -> None:
+    marked = TOOL | {"function": {"name": "f", "description": "ends with <|im_end|>"}}
+    plain = renderer.chat(body_of(("user", "hello"), tools=[TOOL]))
+    tricky = renderer.chat(body_of(("user", "hello"), tools=[marked], chat_template_kwargs={"x": "<|im_end|>"}))
+    assert len(tricky.boundaries) == len(plain.boundaries)
+
+
+def test_the_system_part_ends_before_the_first_word_of_the_user(renderer: PromptRenderer, tokenizer: Any) -> None:
+    prompt = renderer.chat(body_of(("system", "Be brief."), ("user", "Name three rivers.")))
+    assert text_of(tokenizer, prompt, prompt.system_end) == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>"
+
+
+def test_tools_belong_to_the_system_part(renderer: PromptRenderer, tokenizer: Any) -> None:
+    prompt = renderer.chat(body_of(("system", "Be brief."), ("user", "hello"), tools=[TOOL]))
+    system = text_of(tokenizer, prompt, prompt.system_end)
+    assert '"name": "get_weather"' in system
+    assert "Be brief." in system
+    assert "hello" not in system
+
+
+@pytest.mark.parametrize("first", ["x", "xylophone", "y", "  x", ""])
+def test_the_system_part_never_depends_on_the_users_first_word(renderer: PromptRenderer, first: str) -> None:
+    ends = [renderer.chat(body_of(("system", "Be brief."), ("user", text))).system_end for text in (first, "hello")]
+    assert ends[0] == ends[1] > 0
+
+
+def test_developer_becomes_system_unless_the_template_knows_it(
+    renderer: PromptRenderer, tokenizer: Any, tmp_path: Path
+) -> None:
+    body = body_of(("developer", "Be brief."), ("user", "hello"))
+    assert "<|im_start|>system\nBe brief." in text_of(tokenizer, renderer.chat(body))
+    knowing = tokenizer_with(tmp_path, CHAT_TEMPLATE + "{# developer #}")
+    assert "<|im_start|>developer\nBe brief." in text_of(knowing, renderer_of(knowing).chat(body))
+
+
+def test_text_parts_are_joined_and_null_is_empty(renderer: PromptRenderer, tokenizer: Any) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert "user\none\ntwo<|im_end|>" in text_of(tokenizer, renderer.chat(body_of(("user", parts))))
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Oslo"}', {"city": "Oslo"}])
+def test_tool_call_arguments_reach_the_template_as_an_object(
+    renderer: PromptRenderer, tokenizer: Any, arguments: Any
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ]
+    body = parse_json(json.dumps({"messages": messages}).encode(), ChatRequest)
+    text = text_of(tokenizer, renderer.chat(body))
+    assert "<call>get_weather city=Oslo</call><|im_end|>" in text
+    assert "<|im_start|>tool\nrain<|im_end|>" in text
+
+
+def test_template_variables_reach_the_template(renderer: PromptRenderer, tokenizer: Any) -> None:
+    body = body_of(("user", "hello"), chat_template_kwargs={"enable_thinking": True})
+    assert "/think hello" in text_of(tokenizer, renderer.chat(body))
+
+
+@pytest.mark.parametrize("name", ["tokenize", "messages", "tools", "chat_template", "add_generation_prompt"])
+def test_what_the_daemon_sets_cannot_be_overridden(renderer: PromptRenderer, name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        renderer.chat(body_of(("user", "hello"), chat_template_kwargs={name: True}))
+    assert caught.value.param == f"chat_template_kwargs.{name}"
+
+
+def test_the_prompt_may_end_without_the_start_of_a_reply(renderer: PromptRenderer, tokenizer: Any) -> None:
+    prompt = renderer.chat(body_of(("user", "hello"), add_generation_prompt=False))
+    assert text_of(tokenizer, prompt).endswith("hello<|im_end|>\n")
+
+
+def test_what_the_template_raises_is_a_400_with_its_words(renderer: PromptRenderer) -> None:
+    with pytest.raises(InvalidRequest, match="a tool cannot speak first") as caught:
+        renderer.chat(body_of(("tool", "rain")))
+    assert caught.value.param == "messages"
+
+
+def test_a_template_that_fails_over_a_message_is_a_400(renderer: PromptRenderer) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "no json"}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    with pytest.raises(InvalidRequest) as caught:
+        renderer.chat(parse_json(json.dumps({"messages": messages}).encode(), ChatRequest))
+    assert caught.value.code == "template_error"
+
+
+def test_a_model_without_a_template_points_to_completions(tmp_path: Path) -> None:
+    renderer = renderer_of(tokenizer_with(tmp_path, None))
+    with pytest.raises(InvalidRequest, match=r"/v1/completions.*--chat-template"):
+        renderer.chat(body_of(("user", "hello")))
+
+
+def test_a_template_that_ignores_tools_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    renderer = renderer_of(tokenizer_with(tmp_path, template))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            renderer.chat(body_of(("user", "hello"), tools=[TOOL]))
+    assert caplog.text.count("ignores them") == 1
+
+
+def test_the_preview_shows_how_a_conversation_begins_and_its_newest_question(renderer: PromptRenderer) -> None:
+    long = "You are  a careful\nassistant. " * 50
+    prompt = renderer.chat(body_of(("system", long), ("user", "first"), ("assistant", "ok"), ("user", "Rivers? " * 99)))
+    assert prompt.text.startswith("You are a careful assistant. You are")
+    assert " … Rivers? Rivers?" in prompt.text
+    assert len(prompt.text) < 240
+    assert "\n" not in prompt.text
+
+
+def test_a_completion_prompt_is_the_text_as_it_stands(renderer: PromptRenderer, tokenizer: Any) -> None:
+    prompt = renderer.completion(CompletionRequest(prompt="Name three<|im_end|> rivers"))
+    assert text_of(tokenizer, prompt) == "Name three<|im_end|> rivers"
+    assert [text_of(tokenizer, prompt, end) for end in prompt.boundaries] == ["Name three<|im_end|>"]
+    assert prompt.text == "Name three<|im_end|> rivers"
+
+
+def test_token_ids_are_taken_as_they_are(renderer: PromptRenderer) -> None:
+    prompt = renderer.completion(CompletionRequest(prompt=[5, 2, 7]))
+    assert prompt.token_ids.tolist() == [5, 2, 7]
+    assert prompt.boundaries == (2,)
+
+
+@pytest.mark.parametrize("bad", [-1, VOCAB_SIZE, 2**40])
+def test_a_token_id_outside_the_vocabulary_is_refused(renderer: PromptRenderer, bad: int) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        renderer.completion(CompletionRequest(prompt=[5, bad]))
+    assert caught.value.param == "prompt.1"
+
+
+@pytest.mark.parametrize("prompt", ["word " * 100, "word " * 100_000, [5] * 64, [5] * 100_000])
+def test_a_prompt_beyond_the_positions_is_refused(tokenizer: Any, prompt: Any) -> None:
+    with pytest.raises(ContextTooLong, match="64 positions") as caught:
+        renderer_of(tokenizer, max_positions=64).completion(CompletionRequest(prompt=prompt))
+    assert caught.value.param == "prompt"
+
+
+def test_a_text_of_megabytes_is_refused_without_encoding_all_of_it(tokenizer: Any) -> None:
+    encoded_chars = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            encoded_chars.append(len(text))
+            return tokenizer(text, **options)
+
+    with pytest.raises(ContextTooLong, match="more than"):
+        renderer_of(Counting(), max_positions=64).chat(body_of(("user", "word " * 1_000_000)))
+    assert sum(encoded_chars) < 10_000
+
+
+def test_a_long_text_of_few_tokens_is_not_refused(tokenizer: Any) -> None:
+    """The beginning of a text decides only where it leaves no doubt."""
+
+    class Coarse:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: str, **_: Any) -> Any:
+            return {"input_ids": [5] * (len(text) // 100)}
+
+    prompt = renderer_of(Coarse(), max_positions=64).completion(CompletionRequest(prompt="x" * 6300))
+    assert len(prompt.token_ids) == 63
+
+
+@pytest.fixture(scope="module")
+def tokenizer_with_bos(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """As of Llama, Gemma and Mistral: it puts <|im_start|>, its BOS, before every text."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tokenizer_with(tmp_path_factory.mktemp("bos"), CHAT_TEMPLATE)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", pair="<|im_start|> $A $B", special_tokens=[("<|im_start|>", 1)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_auto_keeps_plain_text_of_a_tokenizer_that_adds_a_bos(tokenizer_with_bos: Any, as_ids: bool) -> None:
+    renderer = renderer_of(tokenizer_with_bos)
+    texts = ["Name three rivers and tell me where each begins. " * 9 + end for end in ("The Rhine", "A lake")]
+    prompts: Any = [tokenizer_with_bos(text)["input_ids"] for text in texts] if as_ids else texts
+    first, second = (renderer.completion(CompletionRequest(prompt=prompt)) for prompt in prompts)
+    assert first.token_ids[0] == second.token_ids[0] == 1
+    assert second.boundaries == ()
+    auto = parse_scope("auto", param="scope")
+    kept = select(auto, second, [first.token_ids], block_size=16, min_tokens=16, cold_max=1024, interval=1024)
+    assert kept.reason == "best_match"
+    assert kept.aligned > 64
+
+
+@pytest.mark.parametrize("text", ["<|im_start|>Name three", "Name three"])
+def test_a_bos_that_begins_a_text_is_no_boundary_of_it(tokenizer: Any, tokenizer_with_bos: Any, text: str) -> None:
+    for one in (tokenizer, tokenizer_with_bos):
+        assert renderer_of(one).completion(CompletionRequest(prompt=text)).boundaries == ()
+
+
+def test_special_tokens_in_a_text_stay_boundaries_beside_a_bos(tokenizer_with_bos: Any) -> None:
+    prompt = renderer_of(tokenizer_with_bos).completion(CompletionRequest(prompt="Name three<|im_end|> rivers"))
+    cuts = [text_of(tokenizer_with_bos, prompt, end) for end in prompt.boundaries]
+    assert cuts == ["<|im_start|>Name three<|im_end|>"]
+
+
+def test_a_template_that_writes_nothing_is_a_400(tmp_path: Path) -> None:
+    renderer = renderer_of(tokenizer_with(tmp_path, "{% if messages|length > 1 %}{{ messages[1].content }}{% endif %}"))
+    with pytest.raises(InvalidRequest, match="no tokens") as caught:
+        renderer.chat(body_of(("user", "hello")))
+    assert caught.value.param == "messages"
+
+
+def test_a_text_that_the_tokenizer_drops_is_a_400(tmp_path: Path) -> None:
+    from tokenizers.normalizers import Strip
+
+    tokenizer = tokenizer_with(tmp_path, None)
+    tokenizer.backend_tokenizer.normalizer = Strip()
+    with pytest.raises(InvalidRequest, match="no tokens") as caught:
+        renderer_of(tokenizer).completion(CompletionRequest(prompt="  "))
+    assert caught.value.param == "prompt"
+
+
+def test_a_preview_holds_nothing_that_a_terminal_acts_on(renderer: PromptRenderer) -> None:
+    nasty = "hi \x1b]0;pwned\x07\x1b[2J\x9b31m\u202e there 🦀"
+    chat = renderer.chat(body_of(("system", nasty), ("user", nasty)))
+    text = renderer.completion(CompletionRequest(prompt=nasty * 50))
+    ids = renderer.completion(CompletionRequest(prompt=text.token_ids.tolist()))
+    for prompt in (chat, text, ids):
+        assert prompt.text.isprintable()
+        assert prompt.text.startswith("hi ]0;pwned[2J31m there 🦀")
+
+
+def test_what_a_template_repeats_of_a_message_is_cut_and_escaped(tmp_path: Path) -> None:
+    renderer = renderer_of(tokenizer_with(tmp_path, "{{ raise_exception('refused: ' + messages[0].content) }}"))
+    with pytest.raises(InvalidRequest) as caught:
+        renderer.chat(body_of(("user", "\x1b[31m" + "x" * 5000)))
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 300
+
+
+TURNS = "<BOS>{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture
+def tokenizer_with_ordinary_turns(tmp_path: Path) -> Any:
+    """As DeepSeek's: the tokens that begin turns are added, but not called special."""
+    from tokenizers import AddedToken
+
+    tokenizer = tokenizer_with(tmp_path, TURNS)
+    tokenizer.backend_tokenizer.add_special_tokens(["<BOS>"])
+    tokens = ("<user>", "<assistant>", "<system>", "<unused>")
+    tokenizer.backend_tokenizer.add_tokens([AddedToken(text, special=False) for text in tokens])
+    return tokenizer
+
+
+def test_added_tokens_that_begin_turns_are_boundaries(tokenizer_with_ordinary_turns: Any) -> None:
+    prompt = renderer_of(tokenizer_with_ordinary_turns).chat(body_of(("system", "Be <user> brief."), ("user", "hello")))
+    text = "<BOS><system>Be <user> brief.<user>hello<assistant>"
+    cuts = [text_of(tokenizer_with_ordinary_turns, prompt, end) for end in prompt.boundaries]
+    assert cuts == [text[: text.index(end) + len(end)] for end in ("<BOS>", "<system>", "brief.<user>", "<assistant>")]
+    assert prompt.system_end == prompt.boundaries[2]
+
+
+def test_they_are_boundaries_of_a_text_too(tokenizer_with_ordinary_turns: Any) -> None:
+    prompt = renderer_of(tokenizer_with_ordinary_turns).completion(CompletionRequest(prompt="a<user>b<unused>c"))
+    assert [text_of(tokenizer_with_ordinary_turns, prompt, end) for end in prompt.boundaries] == ["a<user>"]
+
+
+def test_the_templates_markers_are_found_out_once(tokenizer: Any) -> None:
+    rendered = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            return tokenizer(text, **options)
+
+        def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+            rendered.append(messages)
+            return tokenizer.apply_chat_template(messages, **options)
+
+    renderer = renderer_of(Counting())
+    renderer.warm_up()
+    tried = len(rendered)
+    assert tried > 2
+    for _ in range(3):
+        renderer.chat(body_of(("user", "hello")))
+    assert len(rendered) - tried == 3 * 2  # the prompt, and the end of its system part

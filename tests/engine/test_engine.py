@@ -1,0 +1,263 @@
+"""The engine on a real model folder: events, limits, choices, cancellation, and the cache behind them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from diskprefix.cache_options import CacheOptions
+from diskprefix.engine import engine as generate
+from diskprefix.engine.engine import Engine
+from diskprefix.engine.prefill import Cancelled
+from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
+from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, StoreFormatError
+from diskprefix.kv.arena import KVArena
+from diskprefix.model import memory
+from diskprefix.model import rehearsal as probe
+from diskprefix.model.rehearsal import rehearse
+from diskprefix.policy.scope import parse_scope
+from diskprefix.prompt import Prompt
+from diskprefix.settings import Settings
+from diskprefix.tokens import TokenIds
+from tests.model import tiny
+from tests.store.building import make_newer, open_store
+
+BLOCK = 16
+POSITIONS = 512
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_folder(tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16, max_position_embeddings=POSITIONS)
+
+
+def load(model: Path, kv: Path) -> Engine:
+    settings = Settings(
+        model=str(model),
+        kv_cache_dir=kv,
+        block_size=BLOCK,
+        kv_cache_min_tokens=BLOCK,
+        kv_cache_budget=32 << 20,
+        kv_cache_gate="off",
+    )
+    return Engine.load(settings, lambda _: None)
+
+
+@pytest.fixture
+def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+    engine = load(folder, tmp_path / "kv")
+    yield engine
+    engine.close()
+
+
+def prompt(num_tokens: int, seed: int = 0) -> TokenIds:
+    return np.random.default_rng(seed).integers(3, 250, num_tokens).astype(np.int32)
+
+
+def run(
+    engine: Engine,
+    token_ids: TokenIds,
+    *,
+    scope: str = "full",
+    is_cancelled: Callable[[], bool] = lambda: False,
+    **params: Any,
+) -> list[Event]:
+    events: list[Event] = []
+    request = GenerateRequest(
+        id="test",
+        prompt=Prompt(token_ids),
+        sampling=SamplingParams(**({"temperature": 0, "max_tokens": 12} | params)),
+        cache=CacheOptions(scope=parse_scope(scope, param="scope")),
+    )
+    engine.run(request, events.append, is_cancelled, time.perf_counter())
+    return events
+
+
+def tokens_of(events: list[Event], choice: int = 0) -> list[int]:
+    return [token for e in events if isinstance(e, TextEvent) and e.choice == choice for token in e.token_ids]
+
+
+def done(events: list[Event]) -> DoneEvent:
+    last = events[-1]
+    assert isinstance(last, DoneEvent)
+    return last
+
+
+def test_a_restart_changes_nothing_but_the_time(folder: Path, tmp_path: Path) -> None:
+    answers = []
+    for _ in range(2):
+        engine = load(folder, tmp_path)
+        answers.append(run(engine, prompt(100), logprobs=3))
+        assert engine.close()
+    cold, warm = answers
+    assert [e for e in cold if not isinstance(e, DoneEvent)] == [e for e in warm if not isinstance(e, DoneEvent)]
+    assert (done(cold).usage.cached_tokens, done(warm).usage.cached_tokens) == (0, 100)
+    assert done(warm).cache.source == "disk"
+    assert done(warm).timings.ttft_ms > 0
+
+
+def test_an_exact_repeat_calls_the_model_for_decoding_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(engine, prompt(100))
+    lengths: list[int] = []
+    forward = engine.model.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        lengths.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine.model, "forward", counted)
+    run(engine, prompt(100), max_tokens=4)
+    assert lengths == [1, 1, 1]
+
+
+def test_the_reply_ends_at_max_tokens_or_at_the_positions(engine: Engine) -> None:
+    events = run(engine, prompt(20), max_tokens=5, logit_bias={2: -100.0})
+    assert (len(tokens_of(events)), events[-2]) == (5, FinishEvent(0, "length"))
+    assert done(events).usage.completion_tokens == 5
+    events = run(engine, prompt(POSITIONS - 3), max_tokens=None, logit_bias={2: -100.0})
+    assert (len(tokens_of(events)), events[-2]) == (3, FinishEvent(0, "length"))
+
+
+def test_the_end_of_sequence_token_stops_and_has_no_text(engine: Engine) -> None:
+    events = run(engine, prompt(20), logit_bias={2: 100.0})
+    assert events[:-1] == [TextEvent(0, "", (2,)), FinishEvent(0, "stop")]
+
+
+def test_a_stop_string_ends_the_reply(engine: Engine) -> None:
+    text = "".join(e.text for e in run(engine, prompt(20), logit_bias={2: -100.0}) if isinstance(e, TextEvent))
+    stop = text[2:4]
+    events = run(engine, prompt(20), stop=(stop,), logit_bias={2: -100.0})
+    assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text[: text.index(stop)]
+    assert events[-2] == FinishEvent(0, "stop")
+
+
+def test_choices_share_one_prefill_and_each_equals_its_own_run(engine: Engine) -> None:
+    together = run(engine, prompt(60), n=3, seed=5, temperature=1.0)
+    assert [e.choice for e in together if isinstance(e, FinishEvent)] == [0, 1, 2]
+    alone = run(engine, prompt(60), n=1, seed=6, temperature=1.0, scope="off")
+    assert tokens_of(together, 1) == tokens_of(alone)
+    assert tokens_of(together, 0) != tokens_of(together, 1)
+    assert done(together).usage.completion_tokens == sum(len(tokens_of(together, i)) for i in range(3))
+
+
+@pytest.mark.parametrize("length", [POSITIONS, POSITIONS + 100])
+def test_a_prompt_that_leaves_no_position_is_refused(engine: Engine, length: int) -> None:
+    with pytest.raises(ContextTooLong, match=f"{length} tokens; this model has {POSITIONS} positions"):
+        run(engine, prompt(length))
+
+
+def test_an_empty_prompt_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match=r"^the prompt is empty$"):
+        run(engine, prompt(0))
+
+
+@pytest.fixture
+def long_folder(tmp_path: Path) -> Path:
+    return tiny.write_folder(tmp_path / "long", dtype=torch.bfloat16, max_position_embeddings=4096)
+
+
+def set_free_memory(monkeypatch: pytest.MonkeyPatch, free: Callable[[], int]) -> None:
+    for module in (generate, memory):
+        monkeypatch.setattr(module, "available_bytes", lambda _: free())
+
+
+def test_a_prompt_whose_state_exceeds_the_memory_is_refused_and_the_next_is_served(
+    long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [0]
+    set_free_memory(monkeypatch, lambda: free[0])
+    engine = load(long_folder, tmp_path / "kv")
+    free[0] = 200 << 10
+    refusal = "2000 tokens need 264.0 KiB of KV memory, 180.0 KiB are available; use a shorter prompt or a machine with"
+    with pytest.raises(ContextTooLong, match=re.escape(refusal)):
+        run(engine, prompt(2000))
+    free[0] = 300 << 10
+    assert len(tokens_of(run(engine, prompt(2000), max_tokens=2, logit_bias={2: -100.0}))) == 2
+    engine.close()
+
+
+def test_a_reply_that_exceeds_the_memory_ends_with_an_error(
+    long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [400 << 10]
+    set_free_memory(monkeypatch, lambda: free[0])
+    engine = load(long_folder, tmp_path / "kv")
+    free[0] = 0
+    with pytest.raises(ContextTooLong, match=r"^1089 tokens need"):
+        run(engine, prompt(1080), max_tokens=100, logit_bias={2: -100.0})
+    engine.close()
+
+
+def test_little_memory_is_taken_ahead_where_little_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = rehearse(tiny.llama())
+    reserved: list[int] = []
+    monkeypatch.setattr(KVArena, "reserve", lambda _, num_tokens: reserved.append(num_tokens))
+    for free in (0, 400 * layout.bytes_per_token):
+        set_free_memory(monkeypatch, lambda free=free: free)  # type: ignore[misc]
+        Engine(tiny.llama(), tiny.tokenizer(), "tiny", layout, cache=None)  # type: ignore[arg-type]
+    assert reserved == [0, 100]
+
+
+def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starved(*_args: Any, **_kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
+
+    for step in ("rehearse", "KVArena"):
+        with monkeypatch.context() as patch:
+            patch.setattr(generate, step, starved)
+            with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):
+                load(folder, tmp_path / "kv")
+    load(folder, tmp_path / "kv").close()
+
+
+def test_cancelling_stops_within_a_step_and_publishes_nothing_of_the_prefill(engine: Engine) -> None:
+    checks = iter([False, False, True])
+    with pytest.raises(Cancelled):
+        run(engine, prompt(100), is_cancelled=lambda: next(checks))
+    assert engine.cache.writer.flush(30)
+    assert engine.cache.stats()["blocks"] == 0
+    assert done(run(engine, prompt(100))).usage.cached_tokens == 0
+
+
+def test_a_reply_that_outgrows_the_memory_at_hand_is_not_changed(tmp_path: Path) -> None:
+    """The arena grows in the middle of decoding; the reply equals one that never had to."""
+    model = tiny.write_folder(tmp_path / "model", dtype=torch.bfloat16, max_position_embeddings=4096)
+    small, large = load(model, tmp_path / "a"), load(model, tmp_path / "b")
+    state = small._state
+    small._state = type(state)(small.cache.layout, small.model.device)
+    replies = [tokens_of(run(e, prompt(1030), max_tokens=150, logit_bias={2: -100.0})) for e in (small, large)]
+    assert replies[0] == replies[1]
+    assert len(replies[0]) == 150
+    for engine in (small, large):
+        engine.close()
+
+
+def test_a_model_with_unknown_layers_bypasses_the_cache_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(probe.KINDS, DynamicSlidingWindowLayer)
+    tiny.write_sliding(tmp_path / "model")
+    engine = load(tmp_path / "model", tmp_path / "kv")
+    assert "DynamicSlidingWindowLayer" in caplog.text
+    first, second = run(engine, prompt(100), n=2), run(engine, prompt(100), n=2)
+    assert tokens_of(first) == tokens_of(second) == tokens_of(first, 1)
+    assert (done(second).cache.miss_reason, done(second).usage.cached_tokens) == ("unsupported", 0)
+    assert engine.cache.stats()["state"] == "unsupported"
+    engine.close()
+
+
+def test_a_folder_of_a_newer_format_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    make_newer(tmp_path, 9)
+    with pytest.raises(StoreFormatError, match="format 9"):
+        load(tmp_path / "no-such-model", tmp_path)

@@ -1,0 +1,43 @@
+"""Run prompts through the prefix cache in a process of its own, which then dies of SIGKILL.
+
+    python -m tests.exactness.restart_worker PLAN.json OUT.npz
+
+PLAN: {"folder": str, "dtype": "bfloat16", "requests": [{"seeds": [[seed, num_tokens], ...], "scope": "full"}, ...]}.
+A prompt is its seeded parts, joined. OUT holds the next-token logits of every request as raw bytes, the greedy tokens,
+and how many tokens were restored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.tiny import Runner, random_prompt, tiny_llama, tiny_settings
+
+REPLY = 4
+
+
+def main(plan_file: str, out_file: str) -> None:
+    plan = json.loads(Path(plan_file).read_text())
+    model = tiny_llama(getattr(torch, plan["dtype"]))
+    runner = Runner(model, tiny_settings(Path(plan["folder"])))
+    logits, greedy, restored = [], [], []
+    for request in plan["requests"]:
+        prompt = np.concatenate([random_prompt(seed, length) for seed, length in request["seeds"]])
+        answer = runner.run(prompt, request["scope"], reply=REPLY)
+        logits.append(answer.logits.view(torch.uint8).numpy())
+        greedy.append(answer.greedy)
+        restored.append(answer.report.restored)
+    runner.flush()
+    np.savez(out_file, logits=np.stack(logits), greedy=np.array(greedy), restored=np.array(restored))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

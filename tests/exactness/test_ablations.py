@@ -1,0 +1,194 @@
+"""Each protection is taken away, and the check that rests on it must fail: otherwise it would protect nothing, or
+nothing would notice."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layers import SlidingWindowLayer
+from diskprefix.kv.layout import Group
+from diskprefix.model.rehearsal import rehearse
+from diskprefix.prefix_cache import nodes
+from diskprefix.prefix_cache.matching import Matcher
+from diskprefix.prefix_cache.request import CachedRequest
+from diskprefix.store import snapshot
+from diskprefix.store.schema import Kind
+from diskprefix.tokens import HASH_BYTES, TokenIds
+from tests import tiny
+from tests.exactness.architectures import tiny_model
+from tests.tiny import BLOCK, Answer, Runner, random_prompt, tiny_settings
+
+PROMPT = random_prompt(1, 9 * BLOCK + 5)
+OTHER = np.concatenate([PROMPT[: 6 * BLOCK], random_prompt(2, 2 * BLOCK + 3)])
+"""Leaves PROMPT at a block that a checkpoint was taken after."""
+BOUNDARIES = (6 * BLOCK,)
+
+
+@pytest.fixture(params=["llama", "gemma3", "qwen3_next", "mamba2"])
+def architecture(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def runner_of(architecture: str, folder: Path) -> Runner:
+    """In float32, where the last bits show more than in a tiny model's bfloat16."""
+    return Runner(tiny_model(architecture, torch.float32), tiny_settings(folder))
+
+
+def is_exact(runner: Runner) -> bool:
+    """Whether a prompt that branches off another after a restart is answered as if nothing had been restored."""
+    runner.run(PROMPT, "full", boundaries=BOUNDARIES, reply=4)
+    runner.reopen()
+    warm = runner.run(OTHER, "full", boundaries=BOUNDARIES, reply=8)
+    assert warm.report.restored == 6 * BLOCK
+    cold = runner.run(OTHER, "off", reply=8)
+    runner.close()
+    return same(cold, warm)
+
+
+def same(a: Answer, b: Answer) -> bool:
+    return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
+
+
+def test_with_every_protection_it_is_exact(architecture: str, tmp_path: Path) -> None:
+    assert is_exact(runner_of(architecture, tmp_path))
+
+
+HYBRIDS = pytest.mark.parametrize("architecture", ["qwen3_next", "mamba2"], indirect=True)
+
+
+@pytest.mark.parametrize("architecture", ["lfm2", "rwkv"], indirect=True)
+@pytest.mark.parametrize("copied", [True, False], ids=["copied", "shared"])
+def test_without_the_copy_of_states_it_is_not(
+    architecture: str, copied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model updates its states in place: what was not copied shows what they have become when it is written."""
+
+    def shared(arena: KVArena) -> memoryview:
+        # These models have states of one form, so that all of them lie in one piece of memory.
+        (states,) = arena._states
+        return states.view(-1).view(torch.uint8).numpy().data
+
+    runner = runner_of(architecture, tmp_path)
+    if not copied:
+        monkeypatch.setattr(KVArena, "read_states", shared)
+    assert is_exact(runner) == copied
+
+
+@HYBRIDS
+def test_without_the_copy_for_several_choices_they_are_not_all_the_same(architecture: str) -> None:
+    """`mark` and `rewind` let each of n replies start from the prompt's states."""
+    model = tiny_model(architecture, torch.float32)
+    arena = KVArena(rehearse(model), model.device)
+    token_ids = torch.arange(20).unsqueeze(0)
+    with torch.inference_mode():
+        arena.reserve(30)
+        arena.forward(model, token_ids)
+        arena.mark()
+        first = arena.forward(model, token_ids[:, :1])
+        arena.rewind()
+        assert torch.equal(arena.forward(model, token_ids[:, :1]), first)
+        arena.truncate(20)
+        assert not torch.equal(arena.forward(model, token_ids[:, :1]), first)
+
+
+def test_without_the_grid_it_is_not(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on in other steps rounds otherwise. Of a recurrent state, other steps are other chunks."""
+
+    def off_the_grid(
+        model: Any, arena: KVArena, token_ids: TokenIds, *, start: int, after_step: Callable[[KVArena], None], **_: Any
+    ) -> torch.Tensor:
+        ids = torch.from_numpy(token_ids).to(torch.long).unsqueeze(0)
+        ends = [start + 5, len(token_ids)] if start else [*range(BLOCK, len(token_ids), BLOCK), len(token_ids)]
+        for end in ends:
+            logits = arena.forward(model, ids[:, arena.num_tokens : end])
+            after_step(arena)
+        return logits
+
+    monkeypatch.setattr(tiny, "prefill", off_the_grid)
+    assert not is_exact(runner_of(architecture, tmp_path))
+
+
+@pytest.mark.parametrize("architecture", ["gemma3"], indirect=True)
+def test_without_what_slid_out_of_the_window_it_is_not(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' own layer keeps the last window only: at an earlier grid point its state is gone."""
+    update = SlidingWindowLayer.update
+
+    def forgetful(self: SlidingWindowLayer, *args: Any, **kwargs: Any) -> Any:
+        shown = tuple(part.clone() for part in update(self, *args, **kwargs))
+        for part in (self.keys, self.values):
+            part[:, :, : self._first_visible()] = 0
+        return shown
+
+    monkeypatch.setattr(SlidingWindowLayer, "update", forgetful)
+    assert not is_exact(runner_of(architecture, tmp_path))
+
+
+@pytest.mark.parametrize("architecture", ["gemma3"], indirect=True)
+def test_with_too_few_blocks_under_the_window_it_is_not(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Group.first_needed
+    monkeypatch.setattr(Group, "first_needed", lambda self, position: min(late(self, position) + BLOCK, position))
+    assert not is_exact(runner_of(architecture, tmp_path))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"], indirect=True)
+def test_without_the_last_token_there_is_nothing_to_compute_logits_from(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restorable = Matcher.restorable
+    monkeypatch.setattr(Matcher, "restorable", lambda self, found: found.blocks or restorable(self, found))
+    runner = runner_of(architecture, tmp_path)
+    runner.run(PROMPT, "full")
+    with pytest.raises(AssertionError, match="at least one token must be computed"):
+        runner.run(PROMPT[: 4 * BLOCK].copy(), "full")
+    runner.close()
+
+
+def test_without_the_comparison_of_tokens_it_is_not(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All nodes of the same length have the same name at the same place: a name would be taken for a proof."""
+
+    def colliding(_secret: int, parent: bytes, token_ids: bytes, kind: Kind, *, generated: bool = False) -> bytes:
+        return hashlib.sha256(b"%b %d %d %d" % (parent, len(token_ids), kind, generated)).digest()[:HASH_BYTES]
+
+    monkeypatch.setattr(nodes, "node_name", colliding)
+    other = random_prompt(3, len(OTHER))
+    for compared in (True, False):
+        with monkeypatch.context() as patch:
+            if not compared:
+                patch.setattr(snapshot, "is_node", lambda *_, **__: True)
+            runner = runner_of(architecture, tmp_path / str(compared))
+            runner.run(PROMPT, "full", boundaries=BOUNDARIES)
+            runner.reopen()
+            warm = runner.run(other, "full", boundaries=BOUNDARIES, reply=8)
+            cold = runner.run(other, "off", reply=8)
+            runner.close()
+        assert (same(cold, warm), warm.report.restored > 0) == (compared, not compared)
+
+
+@HYBRIDS
+def test_without_a_checkpoint_at_its_place_it_is_not(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state taken at the wrong grid point, one step later, is another chunk's."""
+    after_step = CachedRequest.after_step
+
+    def late(self: CachedRequest, arena: KVArena) -> None:
+        after_step(self, arena)
+        if arena.num_tokens - BLOCK in self._states:
+            self._states[arena.num_tokens - BLOCK] = arena.read_states()
+
+    monkeypatch.setattr(CachedRequest, "after_step", late)
+    assert not is_exact(runner_of(architecture, tmp_path))

@@ -1,0 +1,134 @@
+"""Whatever was asked before, and whatever was evicted: the logits are those of the cold run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from transformers import PreTrainedModel
+
+from diskprefix.engine.prefill import prefill
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import Layout
+from diskprefix.model.rehearsal import rehearse
+from diskprefix.tokens import TokenIds
+from tests.exactness.architectures import tiny_model
+from tests.tiny import BLOCK, VOCAB, Runner, random_prompt, tiny_settings
+
+LONGEST = 12 * BLOCK
+SCOPES: list[str | int] = ["full", "auto:1", "auto:8", "off", 3 * BLOCK, 90]
+MODELS = {"dense": "llama", "sliding": "gemma3", "hybrid": "qwen3_next"}
+"""The sliding one has windows that are longer than a step, and layers without; the hybrid can be cut at checkpoints
+only."""
+
+
+@cache
+def model_of(kind: str) -> tuple[PreTrainedModel, Layout]:
+    model = tiny_model(MODELS[kind], torch.bfloat16)
+    return model, rehearse(model)
+
+
+@cache
+def cold_logits(kind: str, prompt: bytes) -> torch.Tensor:
+    """Of a run that knows nothing of a cache, in memory of its own."""
+    model, layout = model_of(kind)
+    token_ids = np.frombuffer(prompt, dtype=np.int32).copy()
+    arena = KVArena(layout, model.device)
+    with torch.inference_mode():
+        arena.reserve(len(token_ids))
+        return prefill(
+            model,
+            arena,
+            token_ids,
+            start=0,
+            block_size=BLOCK,
+            is_cancelled=lambda: False,
+            after_step=lambda _: None,
+        )
+
+
+def machine_of(kind: str, hits: Counter[str]) -> type[RuleBasedStateMachine]:
+    """Requests that share, branch, shrink and edit; scopes, evictions and restarts in between. `hits` counts them."""
+
+    class Histories(RuleBasedStateMachine):
+        @initialize()
+        def start(self) -> None:
+            self.folder = tempfile.TemporaryDirectory()
+            model, _ = model_of(kind)
+            folder = Path(self.folder.name)
+            settings = tiny_settings(folder, kv_cache_interval=3 * BLOCK, kv_cache_cold_max=4 * BLOCK)
+            self.runner = Runner(model, settings)
+            self.prompts: list[TokenIds] = [random_prompt(0, 5 * BLOCK + 3)]
+
+        @rule(data=st.data())
+        def ask(self, data: st.DataObject) -> None:
+            """A prompt that was asked before, or one made of it."""
+            base = data.draw(st.sampled_from(self.prompts))
+            on_grid = st.sampled_from([*range(BLOCK, len(base) + 1, BLOCK), len(base)])
+            cut = data.draw(st.one_of(st.integers(1, len(base)), on_grid))
+            prompt = data.draw(st.sampled_from(_made_of(base, cut)))
+            scope = data.draw(st.sampled_from(SCOPES))
+            boundaries = tuple(sorted(data.draw(st.sets(st.integers(1, len(prompt)), max_size=4))))
+            answer = self.runner.run(prompt.copy(), scope, boundaries=boundaries)
+            assert torch.equal(answer.logits, cold_logits(kind, prompt.tobytes()))
+            assert answer.report.restored <= answer.report.matched <= len(prompt)
+            assert answer.report.exact
+            restored = answer.report.restored
+            hits["all" if restored == len(prompt) else "part" if restored else "none"] += 1
+            self.prompts.append(prompt)
+
+        @rule(seed=st.integers(0, 1 << 16))
+        def evict(self, seed: int) -> None:
+            """Some of what nothing continues, as the budget would: checkpoints, tails, last blocks."""
+            self.runner.flush()
+            random = np.random.default_rng(seed)
+            with self.runner.cache.store.changes() as changes:
+                for _ in range(int(random.integers(1, 6))):
+                    table = changes.usages()
+                    leaves = np.flatnonzero(table.records["children"] == 0)
+                    if len(leaves):
+                        name = table.names[int(random.choice(leaves))]
+                        changes.delete_node(name, changes.parent(name))
+
+        @rule()
+        def restart(self) -> None:
+            self.runner.reopen()
+
+        def teardown(self) -> None:
+            self.runner.close()
+            self.folder.cleanup()
+
+    return Histories
+
+
+def _made_of(base: TokenIds, cut: int) -> list[TokenIds]:
+    """The same again, grown, branched off, shrunk, and edited."""
+    edited = base.copy()
+    edited[cut - 1] = (edited[cut - 1] + 1) % VOCAB
+    grown = np.concatenate([base, random_prompt(cut, cut)])[:LONGEST]
+    branch = np.concatenate([base[:cut], random_prompt(cut + 1, 2 * BLOCK)])[:LONGEST]
+    return [base, grown, branch, base[:cut], edited]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+def test_any_history_of_prompts_scopes_and_evictions_gives_the_cold_runs_logits(kind: str) -> None:
+    hits: Counter[str] = Counter()
+    run_state_machine_as_test(
+        machine_of(kind, hits),
+        settings=settings(
+            max_examples=25,
+            stateful_step_count=14,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
+    assert min(hits[how] for how in ("part", "all", "none")) > 0, f"the histories must try everything: {hits}"

@@ -1,0 +1,189 @@
+"""The promise, across real processes that die of SIGKILL: bit for bit the answer of a cold run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags
+from tests.tiny import BLOCK
+
+Request = dict[str, Any]
+
+
+def random_requests(seed: int, count: int) -> list[Request]:
+    """Prompts that share, branch and repeat: a few anchors cut at random points, each with its own tail."""
+    rng = random.Random(seed)
+    anchors = [(1000 + i, rng.randint(2 * BLOCK, 8 * BLOCK)) for i in range(4)]
+    requests = []
+    for i in range(count):
+        anchor, length = rng.choice(anchors)
+        seeds = [[anchor, length]]
+        if rng.random() < 0.8:
+            seeds.append([rng.choice([i, 7]), rng.randint(1, 3 * BLOCK)])
+        scope = rng.choice(["full", "auto", "auto:2", str(rng.randint(1, 9 * BLOCK))])
+        requests.append({"seeds": seeds, "scope": scope})
+    return requests
+
+
+def run_in_a_process(folder: Path, dtype: str, requests: list[Request], name: str) -> Any:
+    plan, out = folder / f"{name}.json", folder / f"{name}.npz"
+    plan.write_text(json.dumps({"folder": str(folder / "kv"), "dtype": dtype, "requests": requests}))
+    command = [sys.executable, "-m", "tests.exactness.restart_worker", str(plan), str(out)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    return np.load(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_logits_after_a_kill_equal_a_cold_run_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+    first, second = random_requests(1, 60), random_requests(2, 150)
+    run_in_a_process(tmp_path, dtype, first, "first")
+    restored = run_in_a_process(tmp_path, dtype, second, "second")
+    cold = run_in_a_process(tmp_path, dtype, [r | {"scope": "off"} for r in second], "cold")
+    assert restored["logits"].tobytes() == cold["logits"].tobytes()
+    assert restored["greedy"].tolist() == cold["greedy"].tolist()
+    assert (restored["restored"] > 0).sum() > 100
+    assert not cold["restored"].any()
+
+
+def chat(model: Path, system: str, question: str, scope: str | int) -> Request:
+    return {
+        "model": model.name,
+        "messages": [{"role": "system", "content": system}, {"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 5,
+        "prefix_cache": {"scope": scope},
+    }
+
+
+def ask(client: httpx.Client, body: Request, **changes: Any) -> Request:
+    reply = client.post("/v1/chat/completions", json=body | changes)
+    assert reply.status_code == 200, reply.text
+    answer: Request = reply.json()
+    return answer
+
+
+OFF = {"prefix_cache": {"scope": "off"}}
+
+
+def inspected(folder: Path) -> list[Request]:
+    """What `diskprefix inspect --json` lists."""
+    command = [sys.executable, "-m", "diskprefix", "inspect", "--kv-cache-dir", str(folder), "--json"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
+    assert shown.returncode == 0, shown.stderr
+    entries: list[Request] = json.loads(shown.stdout)["entries"]
+    return entries
+
+
+def hits_by_scope(folder: Path) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    for entry in inspected(folder):
+        counted[entry["scope"]] += entry["hits"]
+    return counted
+
+
+@pytest.mark.slow
+def test_the_daemon_says_the_same_after_kill_minus_nine(chat_model: Path, tmp_path: Path) -> None:
+    """Text and log probabilities over HTTP: without the cache, then from disk in another process, in every scope."""
+    bodies = [
+        # Each scope has a system message of its own: nothing that one saves is of use to another.
+        chat(chat_model, f"{scope}: You are patient. " * 30, f"Tell me about {topic}.", scope)
+        for scope in ("full", "auto:8", 300)
+        for topic in ("rivers", "cities")
+    ]
+    cache = tmp_path / "kv"
+    daemon = DaemonProcess(*serve_flags(chat_model, cache))
+    with daemon, daemon.wait_ready().client() as client:
+        cold = [ask(client, body, **OFF) for body in bodies]
+        saving = [ask(client, body) for body in bodies]
+        daemon.wait_saved()
+        daemon.stop(signal.SIGKILL)
+    hits_before = hits_by_scope(cache)
+    daemon = DaemonProcess(*serve_flags(chat_model, cache))
+    with daemon, daemon.wait_ready().client() as client:
+        restored = [ask(client, body) for body in bodies]
+        daemon.stop(signal.SIGTERM)
+    hits_after = hits_by_scope(cache)
+
+    assert [reply["prefix_cache"]["miss_reason"] for reply in cold] == ["off"] * len(bodies)
+    assert [reply["prefix_cache"]["restored"] for reply in cold] == [0] * len(bodies)
+    assert [reply["prefix_cache"]["restored"] for reply in saving[::2]] == [0] * 3
+    assert all(reply["prefix_cache"]["source"] == "disk" for reply in restored)
+    assert all(reply["prefix_cache"]["restored"] >= 256 for reply in restored)
+    for replies in (saving, restored):
+        assert [reply["choices"] for reply in replies] == [reply["choices"] for reply in cold]
+    assert hits_before.keys() == hits_after.keys() == {"full", "auto:8", "300"}
+    assert all(hits_after[scope] > hits_before[scope] for scope in hits_after), (hits_before, hits_after)
+
+
+KILLS = 4
+BODIES_PER_KILL = 8
+
+
+def save_until_killed(daemon: DaemonProcess, bodies: list[Request], delay_s: float) -> list[tuple[Request, Request]]:
+    """Sends all bodies at once and kills the daemon `delay_s` after it has begun to save. Answers what was answered."""
+    answered: list[tuple[Request, Request]] = []
+    begun = threading.Event()
+
+    def send(body: Request) -> None:
+        with contextlib.suppress(httpx.TransportError), daemon.client() as client:
+            answered.append((body, ask(client, body)))
+            begun.set()
+
+    senders = [threading.Thread(target=send, args=(body,)) for body in bodies]
+    for sender in senders:
+        sender.start()
+    assert begun.wait(60)
+    # Not waiting for anything: this is where in the saving the daemon dies.
+    threading.Event().wait(delay_s)
+    daemon.stop(signal.SIGKILL)
+    for sender in senders:
+        sender.join(60)
+    return answered
+
+
+@pytest.mark.slow
+def test_a_daemon_that_is_killed_while_it_saves_starts_again_and_says_the_same(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    """A few kills at seeded random moments; the store is the same all along, the prompts of each round are new."""
+    rng = random.Random(11)
+    cache = tmp_path / "kv"
+    expected: dict[str, Any] = {}
+    earlier: list[Request] = []
+    restored = 0
+    for round_ in range(KILLS + 1):
+        daemon = DaemonProcess(*serve_flags(chat_model, cache))
+        with daemon, daemon.wait_ready().client() as client:
+            inspected(cache)
+            for body in earlier:
+                reply = ask(client, body)
+                assert reply["choices"] == expected[json.dumps(body)]
+                restored += reply["prefix_cache"]["restored"]
+            if round_ == KILLS:
+                break
+            earlier = [
+                chat(chat_model, f"{round_}.{i}: You are patient. " * 60, "Tell me about rivers.", "full")
+                for i in range(BODIES_PER_KILL)
+            ]
+            expected |= {json.dumps(body): ask(client, body, **OFF)["choices"] for body in earlier}
+            for body, reply in save_until_killed(daemon, earlier, rng.uniform(0, 0.15)):
+                assert reply["choices"] == expected[json.dumps(body)]
+        assert all(entry["num_tokens"] > 0 for entry in inspected(cache))
+    assert restored > 0

@@ -1,0 +1,321 @@
+"""Rounds of killing: a process does one kind of thing to a store, dies at a random moment, and the store is checked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from diskprefix.errors import CacheError
+from diskprefix.store.store import Store
+from diskprefix.tokens import TokenIds
+from tests.faults.crash import ledger, prompts, worker
+from tests.faults.crash.check import Finding, check_entries, opened, verify
+from tests.faults.crash.ledger import Account
+from tests.faults.crash.worker import Plan
+from tests.server.daemon_process import clean_environment
+from tests.store.format_1 import Format1File
+
+START_TIMEOUT_S = 120.0
+DEED_TIMEOUT_S = 300.0
+_POLL_S = 0.001
+_CREATION_S = 0.03
+_CODECS = ("RAW", "PLANES", "ZSTD")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One kill. `doing`: what the process had begun and not ended when it died; None if it was between two deeds."""
+
+    phase: str
+    moment_s: float
+    """After the deed that was waited for had begun."""
+    doing: str | None
+    restored: int
+    failures: tuple[str, ...]
+    evicted: int = 0
+    """Blocks, where a daemon counted them."""
+
+
+class WorkerDied(Exception):
+    """The process did not do what it was started for; the message has what it said."""
+
+
+class Worker:
+    """A process that does what a plan says, until it is killed. `folder` is for its papers."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self._ledger = Path(plan.ledger)
+        self._start = self._ledger.stat().st_size if self._ledger.exists() else 0
+        self._errors = folder / "errors.txt"
+        plan.write(folder / "plan.json")
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.faults.crash.worker", str(folder / "plan.json")],
+                stdin=subprocess.DEVNULL,
+                stderr=errors,
+                cwd=Path(__file__).parents[3],
+                env=clean_environment(),
+            )
+
+    def wait_begun(self, deed: str) -> None:
+        """Raises `WorkerDied`."""
+        self._wait(lambda: ledger.num_begun(self._ledger, deed, self._start) > 0, START_TIMEOUT_S)
+
+    def wait_ended(self, deed: str, times: int) -> None:
+        """Raises `WorkerDied`."""
+        self._wait(lambda: ledger.num_ended(self._ledger, deed, self._start) >= times, DEED_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """Raises `WorkerDied` if it had ended before."""
+        self._process.send_signal(signal.SIGKILL)
+        if self._process.wait() != -signal.SIGKILL:
+            raise self._died()
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._process.kill()
+                self._process.wait()
+                raise self._died()
+            time.sleep(_POLL_S)
+
+    def _died(self) -> WorkerDied:
+        return WorkerDied(f"exit code {self._process.returncode}: {self._errors.read_text()[-2000:]}")
+
+
+class StorePhase:
+    """Kills of one kind. The store goes on from kill to kill unless `_prepare` makes it anew."""
+
+    deed = ""
+    awaited = "publish"
+    """Once this has begun, the moment of the kill is drawn."""
+    times = 1
+    """How often it is done, where its length decides over which time the kills are spread."""
+    budget_bytes = 1 << 30
+    may_evict = False
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._store = folder / "kv"
+        self._ledger = folder / "ledger.jsonl"
+        self._rng = rng
+        self._span_s = 0.2
+
+    def rounds(self, kills: int) -> Iterator[Round]:
+        """Raises `WorkerDied` if not even an undisturbed process does what it should."""
+        self._set_up()
+        for index in range(kills):
+            self._prepare(index)
+            awaited, span_s = self._awaits(index)
+            moment_s = self._rng.uniform(0.0, span_s)
+            finding = Finding()
+            try:
+                self._kill_one(self._plan(index), awaited, moment_s)
+            except WorkerDied as error:
+                finding.fail(str(error))
+            account = ledger.read(self._ledger)
+            self._check(account, finding)
+            self._note_what_is_left(account)
+            self._learn(account)
+            doing = None if account.doing is None else account.doing[0]
+            yield Round(
+                phase=self.deed,
+                moment_s=moment_s,
+                doing=doing,
+                restored=finding.restored,
+                failures=tuple(finding.failures),
+            )
+
+    def _set_up(self) -> None:
+        """Before the first kill."""
+
+    def _prepare(self, index: int) -> None:
+        """Before kill number `index`."""
+
+    def _awaits(self, _index: int) -> tuple[str, float]:
+        """The deed after whose beginning kill number `index` comes, and how many seconds after it at most."""
+        return self.awaited, self._span_s
+
+    def _check(self, account: Account, finding: Finding) -> None:
+        verify(self._store, finding)
+        check_entries(self._store, account, finding, may_evict=self.may_evict)
+
+    def _plan(self, index: int) -> Plan:
+        tried = ledger.read(self._ledger).tried
+        return Plan(
+            deed=self.deed,
+            folder=str(self._store),
+            ledger=str(self._ledger),
+            budget_bytes=self.budget_bytes,
+            first=max(tried, default=-1) + 1,
+            codec=_CODECS[index % len(_CODECS)],
+            files=self._files(),
+        )
+
+    def _files(self) -> dict[str, str]:
+        return {}
+
+    def _kill_one(self, plan: Plan, awaited: str, moment_s: float) -> None:
+        running = Worker(plan, self._folder)
+        running.wait_begun(awaited)
+        time.sleep(moment_s)
+        running.kill()
+
+    def _run_undisturbed(self) -> None:
+        """Let a process do its work, to learn how long that takes: so long the moments of the kills are spread over."""
+        running = Worker(self._plan(0), self._folder)
+        running.wait_ended(self.awaited, self.times)
+        running.kill()
+        self._span_s = float("inf")
+        self._learn(ledger.read(self._ledger))
+
+    def _learn(self, account: Account) -> None:
+        """A kill that came too late tells that there is less time than was thought."""
+        durations = account.durations.get(self.awaited, [])[-self.times :]
+        if self.awaited == self.deed and len(durations) == self.times:
+            self._span_s = min(self._span_s, 1.1 * sum(durations))
+
+    def _note_what_is_left(self, account: Account) -> None:
+        """What the last, unfinished deed evicted is found and noted, or the next check would miss it."""
+        if not self.may_evict:
+            return
+        # A store that does not open was reported by the check.
+        with contextlib.suppress(CacheError), opened(self._store) as store, store.snapshot() as snapshot:
+            present = set(snapshot.keys("entries"))
+            gone = [number for number in account.saved if prompts.tip(store.secret, number) not in present]
+            ledger.Ledger(self._ledger).end("kill", gone=gone)
+
+    def _acknowledge(self, numbers: range) -> None:
+        """A fresh ledger that says that these were saved."""
+        self._ledger.unlink(missing_ok=True)
+        book = ledger.Ledger(self._ledger)
+        for number in numbers:
+            book.begin("publish", number)
+            book.end("publish", number)
+
+
+class SavePhase(StorePhase):
+    """Publications into a store with room enough; uses of what is stored between them."""
+
+    deed = "save"
+    _same_store = 10
+
+    def _prepare(self, index: int) -> None:
+        if index % self._same_store == 0:
+            shutil.rmtree(self._store, ignore_errors=True)
+            self._ledger.unlink(missing_ok=True)
+
+    def _awaits(self, index: int) -> tuple[str, float]:
+        """The first kill of each store comes while it is created."""
+        return ("open", _CREATION_S) if index % self._same_store == 0 else super()._awaits(index)
+
+    def _check(self, account: Account, finding: Finding) -> None:
+        if account.tried:
+            super()._check(account, finding)
+        else:
+            # There may be no store yet for `verify` to look at.
+            check_entries(self._store, account, finding, may_evict=False)
+            verify(self._store, finding)
+
+
+class EvictPhase(StorePhase):
+    """Publications into a full store, and expiries."""
+
+    deed = "evict"
+    budget_bytes = 24 << 20
+    may_evict = True
+
+
+class CompactPhase(StorePhase):
+    """`diskprefix compact`, after some saves and an expiry."""
+
+    deed = awaited = "compact"
+    may_evict = True
+
+    def _set_up(self) -> None:
+        fill(self._store, range(20))
+        self._acknowledge(range(20))
+        self._run_undisturbed()
+
+
+class ImportPhase(StorePhase):
+    """`diskprefix import` of several files into a store that has other prompts of the same models."""
+
+    deed = awaited = "import"
+    imported = range(5, 15)
+    times = len(imported)
+    there = range(1000, 1015)
+
+    def _set_up(self) -> None:
+        fill(self._folder / "base", self.there)
+        self._export(self._folder / "source")
+        self._prepare(0)
+        self._run_undisturbed()
+
+    def _prepare(self, index: int) -> None:  # noqa: ARG002 - each round starts alike
+        shutil.rmtree(self._store, ignore_errors=True)
+        shutil.copytree(self._folder / "base", self._store)
+        self._acknowledge(self.there)
+
+    def _files(self) -> dict[str, str]:
+        return {str(number): str(self._folder / f"{number}.safetensors") for number in self.imported}
+
+    def _export(self, source: Path) -> None:
+        fill(source, self.imported)
+        with opened(source) as store:
+            names = {number: prompts.tip(store.secret, number).hex() for number in self.imported}
+        for number, file in self._files().items():
+            worker.command("export", names[int(number)], "-o", file, "--kv-cache-dir", str(source))
+
+
+class MigratePhase(StorePhase):
+    """The first opening of a store of format 1."""
+
+    deed = awaited = "migrate"
+    there = range(5, 60)
+
+    def _set_up(self) -> None:
+        old = Format1File(self._folder / "base")
+        for model in prompts.MODELS:
+            old.add_root(model.root, json.loads(model.layout))
+        for number in self.there:
+            old.add_prompt(prompts.model_of(number).root, prompts.token_ids(number), last_used=1_700_000_000.0 + number)
+        old.write()
+        self._prepare(0)
+        self._run_undisturbed()
+
+    def _prepare(self, index: int) -> None:  # noqa: ARG002 - each round starts alike
+        shutil.rmtree(self._store, ignore_errors=True)
+        shutil.copytree(self._folder / "base", self._store)
+        self._acknowledge(self.there)
+
+    def _check(self, account: Account, finding: Finding) -> None:
+        # Opening comes first: it finishes what was begun, and `verify` speaks of the present format only.
+        check_entries(self._store, account, finding, may_evict=False, payload=format_1_payload)
+        verify(self._store, finding)
+
+
+def format_1_payload(name: bytes, _prefix: TokenIds, num_bytes: int) -> memoryview:
+    """The payload that `Format1File` gives a node."""
+    return memoryview(np.random.default_rng(list(name)).bytes(num_bytes))
+
+
+def fill(folder: Path, numbers: range) -> None:
+    """A store with these prompts."""
+    store = Store.open(folder, budget_bytes=1 << 30)
+    for number in numbers:
+        store.publish(prompts.publication(store, number))
+    store.close()

@@ -1,0 +1,186 @@
+"""`python -m tests.faults.crash.worker PLAN.json`: do things to a store, and note each in the ledger, until killed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from diskprefix.cli import cli
+from diskprefix.store.changes import Use
+from diskprefix.store.codec.codec import Codec
+from diskprefix.store.store import Publication, Store
+from tests.faults.crash import ledger, prompts
+from tests.faults.crash.ledger import Ledger
+
+CLOCK_STEP_S = 11.0
+"""Between two publications: longer than a node counts as just written."""
+TTL_S = 20 * CLOCK_STEP_S
+AHEAD = 40
+"""So many publications are made up at a time, before they are saved: a kill is to fall into the saving."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`first`: number of the first prompt to save. `files`: by prompt, what to import."""
+
+    deed: str
+    folder: str
+    ledger: str
+    budget_bytes: int
+    first: int = 0
+    codec: str = "RAW"
+    files: dict[str, str]
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+class Clock:
+    """A clock that each publication moves on, in this process and in those before it."""
+
+    def __init__(self, number: int) -> None:
+        self.now = 1_700_000_000.0 + number * CLOCK_STEP_S
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Loop:
+    """One process's store and ledger."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.ledger = Ledger(Path(plan.ledger))
+        self.clock = Clock(plan.first)
+        self._saved = set(ledger.read(Path(plan.ledger)).saved)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Store]:
+        self.ledger.begin("open")
+        store = Store.open(Path(self.plan.folder), budget_bytes=self.plan.budget_bytes, clock=self.clock)
+        self.ledger.end("open")
+        store.codec = Codec[self.plan.codec]
+        try:
+            yield store
+        finally:
+            store.close()
+
+    def publish_all(self, store: Store) -> Iterator[int]:
+        """Publish one prompt after the other, for ever. Yields the number of each."""
+        for first in count(self.plan.first, AHEAD):
+            for publication in [prompts.publication(store, first + further) for further in range(AHEAD)]:
+                yield self.publish(store, publication)
+
+    def publish(self, store: Store, publication: Publication) -> int:
+        assert publication.entry is not None
+        number = int(publication.entry.preview)
+        self.clock.now += CLOCK_STEP_S
+        self.ledger.begin("publish", number)
+        evicted = store.publish(publication)
+        self._saved.add(number)
+        self._end(store, "publish", number, look=evicted > 0)
+        return number
+
+    def expire(self, store: Store) -> None:
+        self.ledger.begin("expire")
+        self._end(store, "expire", look=store.expire(TTL_S) > 0)
+
+    def touch(self, store: Store, number: int) -> None:
+        self.ledger.begin("touch", number)
+        store.touch({prompts.tip(store.secret, number): Use(self.clock.now)})
+        self.ledger.end("touch", number)
+
+    def _end(self, store: Store, deed: str, number: int = -1, *, look: bool) -> None:
+        """Acknowledge, with what is there no more."""
+        gone: set[int] = set()
+        if look:
+            with store.snapshot() as snapshot:
+                present = set(snapshot.keys("entries"))
+            gone = {known for known in self._saved if prompts.tip(store.secret, known) not in present}
+            self._saved -= gone
+        self.ledger.end(deed, number, gone)
+
+
+def save(loop: Loop) -> None:
+    """Saves beside each other, into room enough; between them the uses of what was saved."""
+    rng = np.random.default_rng(loop.plan.first)
+    with loop.opened() as store:
+        for number in loop.publish_all(store):
+            if rng.random() < 0.3:
+                loop.touch(store, int(rng.integers(loop.plan.first, number + 1)))
+
+
+def evict(loop: Loop) -> None:
+    """Saves into a full store, each of which evicts; now and then what is old expires."""
+    with loop.opened() as store:
+        for number in loop.publish_all(store):
+            if number % 3 == 0:
+                loop.expire(store)
+
+
+def compact(loop: Loop) -> None:
+    """Some saves, some evictions, and the file is written anew."""
+    for number in count(loop.plan.first, 3):
+        with loop.opened() as store:
+            for further in range(3):
+                loop.publish(store, prompts.publication(store, number + further))
+            loop.expire(store)
+        loop.ledger.begin("compact")
+        command("compact", "--kv-cache-dir", loop.plan.folder)
+        loop.ledger.end("compact")
+
+
+def import_(loop: Loop) -> None:
+    """Exported prompts, one after the other."""
+    for number, file in loop.plan.files.items():
+        loop.ledger.begin("import", int(number))
+        codec = ("--kv-cache-codec", loop.plan.codec.lower())
+        command("import", file, "--kv-cache-dir", loop.plan.folder, "--kv-cache-min-free", "0", *codec)
+        loop.ledger.end("import", int(number))
+
+
+def migrate(loop: Loop) -> None:
+    """A store of format 1 is opened."""
+    loop.ledger.begin("migrate")
+    store = Store.open(Path(loop.plan.folder), budget_bytes=loop.plan.budget_bytes)
+    loop.ledger.end("migrate")
+    store.close()
+
+
+def command(*arguments: str) -> None:
+    """A command of diskprefix, in this process. Raises `DiskPrefixError`."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = cli.main(list(arguments), prog_name="diskprefix", standalone_mode=False)
+    assert not code, f"diskprefix {' '.join(arguments)}: exit code {code}"
+
+
+DEEDS: dict[str, Callable[[Loop], None]] = {
+    "save": save,
+    "evict": evict,
+    "compact": compact,
+    "import": import_,
+    "migrate": migrate,
+}
+
+
+def main(plan_file: str) -> None:
+    # Whoever is to kill this process may be killed first; then nobody would end it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    plan = Plan(**json.loads(Path(plan_file).read_text(encoding="utf-8")))
+    DEEDS[plan.deed](Loop(plan))
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

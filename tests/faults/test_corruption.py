@@ -1,0 +1,61 @@
+"""`tools/corruption-matrix`, scaled down: a daemon's store on damaged files, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.file_damage import FILE_DAMAGE, RECORD_DAMAGE
+
+ROOT = Path(__file__).parent.parent.parent
+KINDS = ("no damage", *FILE_DAMAGE, *RECORD_DAMAGE)
+WITHOUT_THE_CHECK = """
+import sys
+from diskprefix.store import opening
+opening._require_sound = lambda path: None
+sys.path.insert(0, "tools")
+import corruption_matrix
+corruption_matrix.main()
+"""
+
+
+def matrix(cases: int, folder: Path, *program: str) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code and cases of the tool."""
+    arguments = ["--cases", str(cases), "--seed", "7000", "--json", "--folder", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *(program or ("tools/corruption_matrix.py",)), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+    )
+    return done.returncode, json.loads(done.stdout)["cases"]
+
+
+@pytest.mark.slow
+def test_no_damage_leads_to_a_wrong_byte_a_crash_a_hang_or_a_crash_loop(tmp_path: Path) -> None:
+    code, cases = matrix(13 * len(KINDS), tmp_path)
+    verdicts = {kind: Counter(case["verdict"] for case in cases if case["kind"] == kind) for kind in KINDS}
+    assert [case for case in cases if case["verdict"] not in ("nothing lost", "part lost", "fresh store")] == []
+    assert code == 0
+    assert verdicts["no damage"] == {"nothing lost": 13}
+    assert verdicts["swapped payloads"]["part lost"] > 6
+    assert verdicts["bit flips in the structure"]["fresh store"] > 6
+    assert all(verdicts[kind].total() == 13 for kind in KINDS)
+
+
+@pytest.mark.slow
+def test_without_the_check_of_the_file_the_matrix_finds_crashes(tmp_path: Path) -> None:
+    """So the test above can fail: LMDB itself does not survive this damage."""
+    code, cases = matrix(3 * len(KINDS), tmp_path, "-c", WITHOUT_THE_CHECK)
+    assert code == 1
+    assert any(case["verdict"].startswith("signal") for case in cases)

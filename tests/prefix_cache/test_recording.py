@@ -1,0 +1,458 @@
+"""What a recording holds of a request, and that recording never stands in a request's way."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diskprefix.cache_options import CacheOptions
+from diskprefix.cache_report import CacheReport
+from diskprefix.errors import SettingsError
+from diskprefix.policy.scope import Scope
+from diskprefix.prefix_cache import recording
+from diskprefix.prefix_cache.recording import RecordedRequest, Recorder, joined
+from diskprefix.prompt import Mark, Prompt
+from diskprefix.tenant import SHARED
+from diskprefix.tokens import TokenIds, common_prefix_length
+
+BLOCK = 16
+ROOT, OTHER_ROOT, GROUP = b"r" * 16, b"o" * 16, b"\1" * 8
+FULL = CacheOptions(scope=Scope("full"))
+REPORT = CacheReport(scope="full")
+
+
+def random_prompt(seed: int, num_tokens: int) -> TokenIds:
+    return np.random.default_rng(seed).integers(0, 400, num_tokens).astype(np.int32)
+
+
+CAME_WITH_A_SALT = CacheOptions(scope=Scope("full"), tenant=SHARED.with_salt("me"))
+
+
+def open_recorder(path: Path, *, secret: int = 7, default_scope: Scope = FULL.scope) -> Recorder:
+    return Recorder(path, secret_of=lambda: secret, block_size=BLOCK, min_tokens=BLOCK, default_scope=default_scope)
+
+
+def note(
+    recorder: Recorder,
+    prompt: Prompt,
+    options: CacheOptions = FULL,
+    report: CacheReport = REPORT,
+    *,
+    root: bytes = ROOT,
+    when: float = 1.0,
+) -> None:
+    recorder.note(prompt, options, report, root=root, when=when, output_tokens=3, prefill_ms=4.5, remembered=True)
+
+
+def read(path: Path) -> list[RecordedRequest]:
+    return [RecordedRequest.parse(line) for line in path.read_bytes().splitlines()]
+
+
+Record = Callable[..., list[RecordedRequest]]
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Record:
+    """What is recorded of some prompts, one after the other; a list is a prompt's token ids."""
+
+    def run(*prompts: Prompt | Sequence[int], name: str = "trace.jsonl", secret: int = 7) -> list[RecordedRequest]:
+        path = tmp_path / name
+        recorder = open_recorder(path, secret=secret)
+        for prompt in prompts:
+            note(recorder, prompt if isinstance(prompt, Prompt) else Prompt(np.array(prompt, dtype=np.int32)))
+        recorder.close()
+        return read(path)
+
+    return run
+
+
+def shared(a: RecordedRequest, b: RecordedRequest) -> int:
+    """The last position at which both have the same hash."""
+    common = set(a.hashes) & set(b.hashes)
+    return max((cut for cut, digest in zip(a.cuts, a.hashes, strict=True) if digest in common), default=0)
+
+
+def test_a_line_says_what_was_asked_for_and_what_the_cache_did(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorder = open_recorder(path, default_scope=Scope("auto", 30))
+    prompt = Prompt(random_prompt(1, 40), (5, 20), 5, "secret words", marks=(Mark(20, 300.0), Mark(33)))
+    options = CacheOptions(scope=Scope("auto", 8), tenant=SHARED.with_salt("me"), group=GROUP, save=False, ttl_s=60.0)
+    report = CacheReport(scope="auto:8", selected=20, aligned=16, restored=16, source="disk", restore_ms=1.234)
+    recorder.weigh(bytes_per_token=640, state_bytes=1024, logits_bytes=800)
+    note(recorder, prompt, options, report, when=1234.5678)
+    recorder.close()
+    (line,) = read(path)
+    assert line == RecordedRequest(
+        version=1,
+        when=1234.568,
+        root=line.root,
+        scope="auto:8",
+        is_shared=False,
+        own_scope=True,
+        group=line.group,
+        save=False,
+        ttl_s=60.0,
+        block_size=BLOCK,
+        min_tokens=BLOCK,
+        prompt_tokens=40,
+        output_tokens=3,
+        boundaries=[5, 20],
+        system_end=5,
+        marks=[recording.RecordedMark(20, 300.0), recording.RecordedMark(33)],
+        cuts=[5, 16, 20, 32, 33, 40],
+        hashes=line.hashes,
+        bytes_per_token=640,
+        state_bytes=1024,
+        logits_bytes=800,
+        selected=20,
+        aligned=16,
+        restored=16,
+        source="disk",
+        prefill_ms=4.5,
+        restore_ms=1.23,
+    )
+    assert len({*line.hashes, line.root, line.group}) == 8
+    for secret in (b"secret words", ROOT.hex()[:8].encode(), GROUP.hex()[:8].encode()):
+        assert secret not in path.read_bytes()
+
+
+def test_what_stands_for_a_root_and_a_group_is_keyed(tmp_path: Path) -> None:
+    """Else whoever has the file could try names of models, salts and keys."""
+    lines = []
+    for name, secret in (("a", 7), ("b", 7), ("c", 8)):
+        recorder = open_recorder(tmp_path / name, secret=secret)
+        for root, group in ((ROOT, GROUP), (OTHER_ROOT, GROUP), (ROOT, b""), (ROOT, ROOT)):
+            note(recorder, Prompt(random_prompt(1, 20)), replace(FULL, group=group), root=root)
+        recorder.close()
+        lines.append([(line.root, line.group) for line in read(tmp_path / name)])
+    first, again, other = lines
+    assert first == again
+    assert first[0][0] == first[2][0] != first[1][0]
+    assert first[0][1] == first[1][1] != first[2][1] == ""
+    assert first[3][0] != first[3][1], "a root and a group are told apart"
+    assert {text for line in first for text in line} & {text for line in other for text in line} == {""}
+
+
+def test_whose_state_it_is_is_told_apart_from_what_all_share(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path / "trace.jsonl")
+    for options in (FULL, CAME_WITH_A_SALT):
+        note(recorder, Prompt(random_prompt(1, 20)), options)
+    recorder.close()
+    assert [line.is_shared for line in read(tmp_path / "trace.jsonl")] == [True, False]
+
+
+def test_a_request_with_the_daemons_scope_has_none_of_its_own(record: Record) -> None:
+    assert not record(range(20))[0].own_scope
+
+
+def test_two_prompts_have_the_hashes_of_what_they_share(record: Record) -> None:
+    a = list(range(100))
+    first, second = record(a, a[:50] + [7] * 50)
+    assert shared(first, second) == 48
+
+
+def test_a_hash_says_nothing_of_how_the_prompt_is_cut_before_it(record: Record) -> None:
+    tokens = random_prompt(2, 64)
+    first, second = record(Prompt(tokens, (7, 30)), Prompt(tokens, (11,)))
+    assert first.cuts != second.cuts
+    assert shared(first, second) == 64
+
+
+def test_where_an_earlier_prompt_ends_or_is_left_is_a_cut(record: Record) -> None:
+    tokens = random_prompt(3, 100).tolist()
+    first, branch, other, longest = record(tokens[:41], [*tokens[:39], 1, 2, 3], [9, *tokens], tokens)
+    assert (first.cuts, first.parted_at) == ([16, 32, 41], 0)
+    assert (branch.cuts, branch.parted_at, branch.parted_from) == ([16, 32, 39, 42], 39, first.hashes[-1])
+    assert (other.cuts, other.parted_at) == ([16, 32, 48, 64, 80, 96, 101], 0)
+    assert (longest.cuts, longest.parted_at) == ([16, 32, 39, 41, 48, 64, 80, 96, 100], 0)
+
+
+def test_a_beginning_of_an_earlier_prompt_is_known_to_be_one(record: Record) -> None:
+    tokens = random_prompt(4, 60).tolist()
+    longer, shorter = record(tokens, tokens[:41])
+    assert (shorter.parted_at, shorter.parted_from) == (41, longer.hashes[-1])
+
+
+def test_a_line_whose_place_is_no_cut_is_refused(record: Record) -> None:
+    (line,) = record(range(40))
+    with pytest.raises(ValueError, match="parted_at"):
+        RecordedRequest.parse(msgspec.json.encode(msgspec.structs.replace(line, parted_at=7)))
+
+
+def test_a_prompt_whose_line_is_missing_parts_from_nothing(record: Record) -> None:
+    lost, line = record(range(40), [*range(21), 7])
+    assert line.parted_from == lost.hashes[-1]
+    assert joined([line])[line.hashes[-1]] == line.hashes[-2]
+
+
+def test_other_roots_and_other_secrets_have_other_hashes(record: Record, tmp_path: Path) -> None:
+    tokens = random_prompt(6, 32)
+    (first,) = record(Prompt(tokens))
+    (again,) = record(Prompt(tokens), name="again.jsonl")
+    (other_secret,) = record(Prompt(tokens), name="secret.jsonl", secret=8)
+    recorder = open_recorder(tmp_path / "root.jsonl")
+    note(recorder, Prompt(tokens), root=OTHER_ROOT)
+    recorder.close()
+    (other_root,) = read(tmp_path / "root.jsonl")
+    assert first.hashes == again.hashes
+    assert not set(first.hashes) & set(other_secret.hashes)
+    assert not set(first.hashes) & set(other_root.hashes)
+    assert first.root != other_root.root
+
+
+def test_without_a_store_the_hashes_can_be_joined_to_nothing(record: Record) -> None:
+    tokens = random_prompt(7, 32)
+    first, same = record(Prompt(tokens), Prompt(tokens), secret=0)
+    (other,) = record(Prompt(tokens), name="other.jsonl", secret=0)
+    assert first.hashes == same.hashes
+    assert not set(first.hashes) & set(other.hashes)
+
+
+def test_equal_tokens_beside_media_are_not_equal(record: Record) -> None:
+    prompt = Prompt(random_prompt(8, 32), media={"pixel_values": None})
+    first, second = record(prompt, prompt)
+    assert not set(first.hashes) & set(second.hashes)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=8), st.integers(0, 2**16))
+@settings(max_examples=60)
+def test_prompts_put_together_from_their_hashes_share_what_the_real_ones_do(
+    tmp_path_factory: pytest.TempPathFactory, choices: list[list[int]], seed: int
+) -> None:
+    """Pieces of 5 tokens, each one of two: prompts branch, repeat and go on."""
+    pieces = np.random.default_rng(seed).integers(0, 400, (12, 2, 5)).astype(np.int32)
+    prompts = [np.concatenate([pieces[i, c] for i, c in enumerate(chosen)]) for chosen in choices if chosen]
+    path = tmp_path_factory.mktemp("traces") / "trace.jsonl"
+    recorder = open_recorder(path)
+    for prompt in prompts:
+        # Cut at every fifth token, at every seventh, or at grid points alone: what they share is cut differently.
+        step = (5, 7, BLOCK)[len(prompt) % 3]
+        note(recorder, Prompt(prompt, tuple(range(step, len(prompt) + 1, step))))
+    recorder.close()
+    records = read(path)
+    before = joined(records)
+    chains = [_chain(before, record.hashes[-1]) for record in records]
+    position_of = {digest: cut for record in records for cut, digest in zip(record.cuts, record.hashes, strict=True)}
+    for record, chain in zip(records, chains, strict=True):
+        assert set(record.hashes) <= set(chain), "a prompt keeps its own cuts"
+        assert [position_of[digest] for digest in chain] == sorted(position_of[digest] for digest in chain)
+    for i, a in enumerate(prompts):
+        for j, b in enumerate(prompts[:i]):
+            truly = common_prefix_length(a, b)
+            both = [digest for digest, other in zip(chains[i], chains[j], strict=False) if digest == other]
+            assert set(both) == set(chains[i]) & set(chains[j]), "they part once, and for good"
+            assert max((position_of[digest] for digest in both), default=0) == truly
+
+
+def _chain(before: dict[str, str], end: str) -> list[str]:
+    chain = []
+    while end:
+        chain.append(end)
+        end = before[end]
+    return chain[::-1]
+
+
+def test_a_recording_is_private_and_goes_on_after_a_restart(record: Record, tmp_path: Path) -> None:
+    record(range(20))
+    assert stat.S_IMODE((tmp_path / "trace.jsonl").stat().st_mode) == 0o600
+    first, second = record(range(40))
+    assert second.cuts == [16, 32, 40]
+    assert shared(first, second) == 16
+
+
+def test_half_a_line_that_a_crash_left_is_cut_off(record: Record, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    (first,) = record(range(20))
+    whole = path.read_bytes()
+    for half in (whole[:-1], whole[: len(whole) // 2], whole[:5]):
+        path.write_bytes(whole + half)
+        assert record(range(20)) == [first, first]
+        path.write_bytes(half)
+        assert record(range(20)) == [first]
+
+
+def test_a_file_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("buy milk\n")
+    with pytest.raises(SettingsError, match="something else") as refusal:
+        open_recorder(path)
+    assert refusal.value.param == "--record"
+    assert path.read_text() == "buy milk\n"
+
+
+def test_a_file_that_cannot_be_recorded_to_is_refused_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (tmp_path / "no" / "folder.jsonl", tmp_path, pipe):
+        with pytest.raises(SettingsError, match="--record: ") as refusal:
+            open_recorder(path)
+        assert "\n" not in refusal.value.message
+
+
+def test_two_daemons_do_not_write_one_recording(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorder = open_recorder(path)
+    with pytest.raises(SettingsError, match="another daemon"):
+        open_recorder(path)
+    recorder.close()
+    open_recorder(path).close()
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
+def test_a_file_that_was_rotated_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(recording, "_LOOK_EVERY_S", 0.0)
+    path, old = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.1"
+    recorder = open_recorder(path)
+    prompt = Prompt(random_prompt(1, 40))
+    note(recorder, prompt)
+    wait_for(lambda: path.stat().st_size > 0)
+    if how == "deleted":
+        path.unlink()
+    else:
+        path.rename(old)
+    if how == "replaced":
+        path.touch(0o600)
+    note(recorder, prompt)
+    note(recorder, prompt)
+    recorder.close()
+    assert len(read(path)) == 2
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert how == "deleted" or len(read(old)) == 1
+    open_recorder(old if how == "moved" else path).close()
+
+
+def test_where_nothing_can_be_begun_anew_it_is_said_once_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recording, "_LOOK_EVERY_S", 0.0)
+    path = tmp_path / "trace.jsonl"
+    recorder = open_recorder(path)
+    path.rename(tmp_path / "trace.jsonl.1")
+    path.write_text("buy milk\n")
+    with caplog.at_level(logging.WARNING, "diskprefix"):
+        for _ in range(3):
+            note(recorder, Prompt(random_prompt(1, 20)))
+        wait_for(lambda: bool(caplog.records))
+        path.unlink()
+        note(recorder, Prompt(random_prompt(1, 20)))
+        recorder.close()
+    assert 1 <= len(read(path)) <= 3
+    (line,) = caplog.records
+    reason = f"--record: {path} holds something else than a recording; give another name"
+    assert line.getMessage() == f"[record] {path}: a request was not recorded: {reason} (said once)"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until the thread that writes has done something."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Writes end with an error as long as it holds something, after half of what was to be written."""
+    problems = [errno.ENOSPC]
+    write = os.write
+
+    def failing(fd: int, data: Any) -> int:
+        if problems and data.startswith(b"{"):
+            return write(fd, data[: len(data) // 2])
+        if problems:
+            raise OSError(problems[0], os.strerror(problems[0]))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", failing)
+    return problems
+
+
+def test_a_full_disk_is_said_once_and_leaves_whole_lines(
+    tmp_path: Path, full_disk: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorder = open_recorder(path)
+    with caplog.at_level(logging.WARNING, "diskprefix"):
+        for _ in range(3):
+            note(recorder, Prompt(random_prompt(9, 20)))
+        recorder.close()
+    assert path.read_bytes() == b""
+    assert [line.getMessage() for line in caplog.records] == [
+        f"[record] {path}: a request was not recorded: No space left on device (said once)"
+    ]
+    full_disk.clear()
+    recorder = open_recorder(path)
+    note(recorder, Prompt(random_prompt(9, 20)))
+    recorder.close()
+    assert len(read(path)) == 1
+
+
+def test_a_disk_that_hangs_stops_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recording, "_MOST_WAITING", 2)
+    released, write = threading.Event(), os.write
+
+    def hanging(fd: int, data: Any) -> int:
+        released.wait()
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", hanging)
+    path = tmp_path / "trace.jsonl"
+    recorder = open_recorder(path)
+    with caplog.at_level(logging.WARNING, "diskprefix"):
+        for _ in range(10):
+            note(recorder, Prompt(random_prompt(10, 20)))
+    released.set()
+    recorder.close()
+    assert 2 <= len(read(path)) <= 4
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"cuts": [16, 16]},
+        {"cuts": [20, 16]},
+        {"cuts": [16]},
+        {"cuts": [0, 20]},
+        {"hashes": ["00"]},
+        {"prompt_tokens": 21},
+        {"root": 1},
+        {"source": "tape"},
+        {"when": -1.0},
+        {"block_size": 0},
+        {"min_tokens": -1},
+        {"prompt_tokens": 10**12, "cuts": [16, 10**12]},
+        {"boundaries": [5, 21]},
+        {"boundaries": [7, 5]},
+        {"boundaries": [-1]},
+        {"system_end": 21},
+        {"marks": [[21, None]]},
+        {"marks": [[3, -5.0]]},
+        {"ttl_s": -1.0},
+        {"output_tokens": -1},
+        {"bytes_per_token": 2**31},
+        {"state_bytes": 2**41},
+    ],
+)
+def test_a_line_that_is_no_record_is_refused(record: Record, change: dict[str, Any]) -> None:
+    (good,) = record(range(20))
+    line = msgspec.to_builtins(good) | change
+    with pytest.raises(ValueError, match=r"."):
+        RecordedRequest.parse(msgspec.json.encode(line))

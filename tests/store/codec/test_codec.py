@@ -1,0 +1,477 @@
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.codec.codec import (
+    PIECE_BYTES,
+    Codec,
+    Element,
+    Piece,
+    check_piece,
+    decode_piece,
+    decode_tokens,
+    encode_piece,
+    encode_tokens,
+    piece_seed,
+    populate,
+)
+from diskprefix.store.codec.planes import Bytes
+from diskprefix.tokens import checksum
+
+HEADER_BYTES = 48
+NAME = bytes(range(16))
+SEED = piece_seed(NAME, 3)
+
+FLOATS = {Element.BF16: 2, Element.FP16: 2, Element.FP32: 4, Element.FP8_E4M3: 1, Element.FP8_E5M2: 1}
+"""Bytes of one value."""
+
+
+def normal_values(element: Element, num_rows: int, row: int) -> Bytes:
+    """What a model's state looks like: normally distributed, each row with a scale of its own; shape [rows, bytes]."""
+    random = np.random.default_rng(7)
+    values = random.standard_normal((num_rows, row)) * np.exp(random.standard_normal((num_rows, 1)))
+    match element:
+        case Element.BF16:
+            words: npt.NDArray[np.generic] = upper_half(values.astype(np.float32))
+        case Element.FP16:
+            words = values.astype(np.float16)
+        case Element.FP32:
+            words = values.astype(np.float32)
+        case Element.FP8_E5M2:
+            words = (values.astype(np.float16).view(np.uint16) >> 8).astype(np.uint8)
+        case _:
+            words = as_e4m3(values)
+    return words.view(np.uint8).reshape(num_rows, -1)
+
+
+def upper_half(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def as_e4m3(values: npt.NDArray[np.float64]) -> Bytes:
+    """Sign, exponent with bias 7, three bits of fraction; what is too small becomes zero, what is too large is cut."""
+    fraction, exponent = np.frexp(np.abs(values))
+    code = (exponent + 6).clip(0, 15) << 3 | (fraction * 16).astype(np.int64) & 7
+    signs = np.signbit(values).astype(np.uint8) << 7
+    return np.asarray(np.where(exponent + 6 < 1, 0, code) | signs, dtype=np.uint8)
+
+
+def form_of(raw: Bytes, element: Element) -> Piece:
+    return Piece(raw.shape[0], raw.shape[1], element)
+
+
+def view_of(raw: bytes | npt.NDArray[Any]) -> memoryview:
+    return memoryview(raw) if isinstance(raw, bytes) else raw.reshape(-1).view(np.uint8).data
+
+
+def decoded(stored: memoryview, piece: Piece, seed: int = SEED) -> bytes:
+    """Decode into rows that lie apart, as in the arena, and see that nothing was written between them."""
+    guard = 6
+    wide = np.full((piece.num_rows, guard + piece.row_bytes + guard), 0xA5, np.uint8)
+    out = wide[:, guard : guard + piece.row_bytes]
+    decode_piece(stored, piece, seed, out)
+    assert (wide[:, :guard] == 0xA5).all()
+    assert (wide[:, guard + piece.row_bytes :] == 0xA5).all()
+    return out.tobytes()
+
+
+def encoded(raw: bytes | npt.NDArray[Any], piece: Piece, codec: Codec) -> memoryview:
+    return memoryview(bytes(encode_piece(view_of(raw), piece, codec, SEED)))
+
+
+def assert_survives(raw: bytes | npt.NDArray[Any], piece: Piece, codec: Codec) -> memoryview:
+    stored = encoded(raw, piece, codec)
+    raw_bytes = bytes(view_of(raw))
+    assert len(stored) <= piece.most_bytes == HEADER_BYTES + len(raw_bytes)
+    assert decoded(stored, piece) == raw_bytes
+    assert check_piece(stored, SEED) == (len(raw_bytes), Codec(stored[16]), piece.element)
+    return stored
+
+
+def sealed(data: bytes, *, raw_bytes: int, split: int = 0, codec: int, element: int = Element.BF16) -> memoryview:
+    """A piece with any header and a checksum that is right for it."""
+    rest = struct.pack("<IIBB30x", raw_bytes, split, codec, element) + data
+    return memoryview(struct.pack("<Q", checksum(rest, SEED)) + rest)
+
+
+rows_of_bytes = st.integers(0, 9).flatmap(
+    lambda rows: st.integers(0, 67).flatmap(
+        lambda row: st.tuples(st.just(rows), st.just(row), st.binary(min_size=rows * row, max_size=rows * row))
+    )
+)
+
+
+@given(rows_of_bytes, st.sampled_from(Element), st.sampled_from(Codec))
+def test_any_bytes_of_any_form_survive(form: tuple[int, int, bytes], element: Element, codec: Codec) -> None:
+    num_rows, row_bytes, raw = form
+    assert_survives(raw, Piece(num_rows, row_bytes, element), codec)
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 9000),
+    st.sampled_from(sorted(FLOATS)),
+    st.sampled_from(Codec),
+    st.floats(0, 1),
+    st.integers(0, 2**32),
+)
+def test_values_with_any_share_of_noise_survive(
+    num_rows: int, row: int, element: Element, codec: Codec, noise: float, seed: int
+) -> None:
+    values = normal_values(element, num_rows, row)
+    random = np.random.default_rng(seed)
+    raw = np.where(random.random(values.shape) < noise, random.integers(0, 256, values.shape, np.uint8), values)
+    assert_survives(raw, Piece(num_rows, raw.shape[1], element), codec)
+
+
+@pytest.mark.parametrize("codec", Codec)
+@pytest.mark.parametrize("element", [Element.BF16, Element.FP16])
+def test_every_pattern_of_16_bits_survives(element: Element, codec: Codec) -> None:
+    """All NaN payloads, infinities, denormals and both zeros, after enough normal values for the planes to be used."""
+    raw = np.concatenate([normal_values(element, 12, 1 << 16).view("<u2").ravel(), np.arange(1 << 16, dtype="<u2")])
+    stored = assert_survives(raw, Piece(13, 1 << 17, element), codec)
+    assert stored[16] == codec
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_every_sign_and_exponent_of_fp32_survives_with_the_fractions_that_mean_something(codec: Codec) -> None:
+    fractions = np.array([0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFE, 0x7FFFFF, 0x12345, 0x8000], "<u4")
+    special = (np.arange(512, dtype="<u4")[:, None] << 23 | fractions).ravel()
+    raw = np.concatenate([normal_values(Element.FP32, 15, len(special)).view("<u4").ravel(), special])
+    stored = assert_survives(raw, Piece(16, special.nbytes, Element.FP32), codec)
+    assert stored[16] == codec
+
+
+@pytest.mark.parametrize("element", [Element.FP8_E4M3, Element.FP8_E5M2])
+def test_every_pattern_of_fp8_survives(element: Element) -> None:
+    raw = np.concatenate([normal_values(element, 1, 1 << 15).ravel(), np.arange(256, dtype=np.uint8)])
+    assert_survives(raw, Piece(2, len(raw) // 2, element), Codec.PLANES)
+
+
+@pytest.mark.parametrize("element", [Element.BF16, Element.FP16, Element.FP32])
+@pytest.mark.parametrize(("num_rows", "row"), [(3, 300_000), (700, 1_001), (1, 262_144), (2, 1)])
+def test_pieces_larger_than_what_is_joined_at_a_time_survive(element: Element, num_rows: int, row: int) -> None:
+    assert_survives(
+        normal_values(element, num_rows, row), Piece(num_rows, row * FLOATS[element], element), Codec.PLANES
+    )
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+@pytest.mark.parametrize("element", [Element.BF16, Element.FP16, Element.FP32])
+def test_neither_the_stored_piece_nor_the_memory_it_goes_to_must_be_aligned(element: Element, offset: int) -> None:
+    raw = normal_values(element, 3, 2001)
+    piece = form_of(raw, element)
+    stored = memoryview(bytes(offset) + bytes(encoded(raw, piece, Codec.PLANES)))[offset:]
+    memory = np.zeros(offset + raw.size, np.uint8)
+    decode_piece(stored, piece, SEED, memory[offset:].reshape(raw.shape))
+    assert (memory[offset:].reshape(raw.shape) == raw).all()
+
+
+@pytest.mark.parametrize(
+    ("element", "codec", "ratio"),
+    [
+        (Element.BF16, Codec.PLANES, 1.45),
+        (Element.BF16, Codec.ZSTD, 1.2),
+        (Element.FP16, Codec.PLANES, 1.14),
+        (Element.FP32, Codec.PLANES, 1.18),
+        (Element.FP8_E4M3, Codec.PLANES, 1.14),
+        (Element.FP8_E5M2, Codec.PLANES, 1.35),
+    ],
+)
+def test_what_models_compute_shrinks(element: Element, codec: Codec, ratio: float) -> None:
+    raw = normal_values(element, 16, 16_384)
+    stored = assert_survives(raw, form_of(raw, element), codec)
+    assert raw.size / len(stored) > ratio
+    assert stored[16] == (Codec.ZSTD if FLOATS[element] == 1 else codec)
+
+
+def test_rows_of_different_scales_are_coded_apart() -> None:
+    """Together, they would cost about one bit of eleven more."""
+    calm = normal_values(Element.BF16, 1, 1 << 15)
+    raw = np.concatenate([calm, (calm.view("<u2") - (20 << 7)).view(np.uint8)])
+    alone = sum(len(encoded(row, Piece(1, len(row), Element.BF16), Codec.PLANES)) for row in raw)
+    assert len(encoded(raw, form_of(raw, Element.BF16), Codec.PLANES)) < 1.01 * alone
+
+
+@pytest.mark.parametrize("codec", Codec)
+@pytest.mark.parametrize("element", Element)
+def test_noise_is_stored_raw(element: Element, codec: Codec) -> None:
+    raw = np.random.default_rng(0).bytes(1 << 18)
+    stored = assert_survives(raw, Piece(8, 1 << 15, element), codec)
+    assert stored[16] == Codec.RAW
+    assert bytes(stored[HEADER_BYTES:]) == raw
+
+
+def test_what_hardly_shrinks_is_stored_raw() -> None:
+    raw = np.random.default_rng(0).bytes(1 << 18) + bytes(1 << 12)
+    assert_survives(raw, piece := Piece(1, len(raw), Element.BYTES), Codec.ZSTD)
+    assert encoded(raw, piece, Codec.ZSTD)[16] == Codec.RAW
+
+
+@pytest.mark.parametrize("element", [Element.BF16, Element.FP16, Element.FP32])
+def test_a_plane_of_fractions_is_raw_unless_it_shrinks_too(element: Element) -> None:
+    values = FLOATS[element] * 65_536
+    rest = values // FLOATS[element] * (FLOATS[element] - 1)
+    noise = normal_values(element, 4, 16_384)
+    assert split_of(encoded(noise, Piece(4, values // 4, element), Codec.PLANES)) == rest
+    zeros = np.zeros_like(noise)
+    assert split_of(assert_survives(zeros, Piece(4, values // 4, element), Codec.PLANES)) < rest // 100
+
+
+def split_of(stored: memoryview) -> int:
+    return int(struct.unpack_from("<I", stored, 12)[0])
+
+
+def test_rows_that_end_within_a_value_are_not_taken_apart() -> None:
+    stored = assert_survives(bytes(3 * 1001), Piece(3, 1001, Element.BF16), Codec.PLANES)
+    assert stored[16] == Codec.ZSTD
+
+
+def test_a_raw_piece_has_the_documented_bytes() -> None:
+    stored = bytes(encode_piece(memoryview(b"abcdef"), Piece(2, 3, Element.FP16), Codec.RAW, SEED))
+    assert stored[8:48] == struct.pack("<IIBB", 6, 0, 0, 2) + bytes(30)
+    assert stored[48:] == b"abcdef"
+    assert struct.unpack_from("<Q", stored)[0] == checksum(stored[8:], SEED)
+
+
+def test_a_piece_in_planes_has_the_documented_bytes() -> None:
+    values = np.full(4096, 0xBFC1, "<u2")  # -1.5078125: the sign, exponent 127, fraction 65
+    values[::2] = 0x4002
+    stored = bytes(encoded(values, Piece(1, values.nbytes, Element.BF16), Codec.PLANES))
+    raw_bytes, split, codec, element = struct.unpack_from("<IIBB", stored, 8)
+    assert (raw_bytes, codec, element) == (8192, Codec.PLANES, Element.BF16)
+    zstd = zstandard.ZstdDecompressor()
+    assert zstd.decompress(stored[48 : 48 + split]) == bytes([2, 0x80 | 65]) * 2048
+    assert zstd.decompress(stored[48 + split :]) == bytes([128, 127]) * 2048
+
+
+def test_a_compressed_piece_is_one_zstd_frame() -> None:
+    stored = encoded(bytes(5000), Piece(5, 1000, Element.BYTES), Codec.ZSTD)
+    assert zstandard.ZstdDecompressor().decompress(stored[48:]) == bytes(5000)
+
+
+def test_a_piece_in_the_place_of_another_does_not_verify() -> None:
+    piece = Piece(4, 100, Element.BYTES)
+    stored = memoryview(encode_piece(memoryview(bytes(400)), piece, Codec.RAW, piece_seed(NAME, 0)))
+    for seed in (piece_seed(NAME, 1), piece_seed(NAME[::-1], 0)):
+        with pytest.raises(StoreCorrupt, match="checksum"):
+            decoded(stored, piece, seed)
+        with pytest.raises(StoreCorrupt, match="checksum"):
+            check_piece(stored, seed)
+    decoded(stored, piece, piece_seed(NAME, 0))
+
+
+def test_seeds_of_many_nodes_and_pieces_differ() -> None:
+    names = [os.urandom(16) for _ in range(100)] + [b"\xff" * 16]
+    seeds = {piece_seed(name, index) for name in names for index in range(50)}
+    assert len(seeds) == 101 * 50
+    assert max(seeds) < 2**64
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_no_flipped_bit_goes_unnoticed(codec: Codec) -> None:
+    raw = normal_values(Element.BF16, 2, 300)
+    piece = form_of(raw, Element.BF16)
+    stored = encoded(raw, piece, codec)
+    for bit in range(8 * len(stored)):
+        damaged = bytearray(stored)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(StoreCorrupt):
+            decoded(memoryview(damaged), piece)
+        with pytest.raises(StoreCorrupt):
+            check_piece(memoryview(damaged), SEED)
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_no_cut_or_extension_goes_unnoticed(codec: Codec) -> None:
+    raw = normal_values(Element.BF16, 2, 300)
+    piece = form_of(raw, Element.BF16)
+    stored = encoded(raw, piece, codec)
+    for damaged in [*(stored[:end] for end in range(len(stored))), memoryview(bytes(stored) + b"\0")]:
+        with pytest.raises(StoreCorrupt):
+            decoded(damaged, piece)
+        with pytest.raises(StoreCorrupt):
+            check_piece(damaged, SEED)
+
+
+def frame(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(content)
+
+
+def claiming(num_bytes: int) -> bytes:
+    """A frame of one empty block whose header claims that much content."""
+    return b"\x28\xb5\x2f\xfd" + b"\xe0" + struct.pack("<Q", num_bytes) + b"\x01\x00\x00"
+
+
+PIECE = Piece(4, 512, Element.BF16)
+"""1 024 values: planes of 1 024 bytes."""
+
+LIES = {
+    "more raw bytes": sealed(bytes(2048), raw_bytes=2**32 - 1, codec=Codec.RAW),
+    "fewer raw bytes": sealed(bytes(2048), raw_bytes=2, codec=Codec.RAW),
+    "too little raw data": sealed(bytes(2047), raw_bytes=2048, codec=Codec.RAW),
+    "too much raw data": sealed(bytes(2049), raw_bytes=2048, codec=Codec.RAW),
+    "no data": sealed(b"", raw_bytes=2048, codec=Codec.RAW),
+    "an unknown codec": sealed(bytes(2048), raw_bytes=2048, codec=3),
+    "an unknown element": sealed(bytes(2048), raw_bytes=2048, codec=Codec.RAW, element=6),
+    "no frame": sealed(b"no frame", raw_bytes=2048, codec=Codec.ZSTD),
+    "an empty frame": sealed(b"", raw_bytes=2048, codec=Codec.ZSTD),
+    "half a frame": sealed(frame(os.urandom(2048))[:1000], raw_bytes=2048, codec=Codec.ZSTD),
+    "a frame and more": sealed(frame(bytes(2048)) + b"more", raw_bytes=2048, codec=Codec.ZSTD),
+    "two frames": sealed(frame(bytes(2048)) * 2, raw_bytes=2048, codec=Codec.ZSTD),
+    "a frame of less": sealed(frame(bytes(2047)), raw_bytes=2048, codec=Codec.ZSTD),
+    "a bomb": sealed(frame(bytes(1 << 24)), raw_bytes=2048, codec=Codec.ZSTD),
+    "a frame that claims what it lacks": sealed(claiming(2048), raw_bytes=2048, codec=Codec.ZSTD),
+    "a huge frame": sealed(claiming(2**62), raw_bytes=2048, codec=Codec.ZSTD),
+    "a huge frame in a huge piece": sealed(claiming(2**32 - 1), raw_bytes=2**32 - 1, codec=Codec.ZSTD),
+    "a frame of nothing": sealed(frame(b""), raw_bytes=0, codec=Codec.ZSTD),
+    "planes of nothing": sealed(b"", raw_bytes=0, codec=Codec.PLANES),
+    "a split beyond the end": sealed(bytes(2048), raw_bytes=2048, split=2049, codec=Codec.PLANES),
+    "a huge split": sealed(bytes(2048), raw_bytes=2048, split=2**32 - 1, codec=Codec.PLANES),
+    "no second plane": sealed(bytes(1024), raw_bytes=2048, split=1024, codec=Codec.PLANES),
+    "a bomb for a plane": sealed(bytes(1024) + frame(bytes(1 << 24)), raw_bytes=2048, split=1024, codec=Codec.PLANES),
+    "half a value": sealed(bytes(2047), raw_bytes=2047, split=1024, codec=Codec.PLANES),
+    "planes of bytes": sealed(bytes(2048), raw_bytes=2048, split=1024, codec=Codec.PLANES, element=Element.BYTES),
+    "planes of fp8": sealed(bytes(2048), raw_bytes=2048, split=0, codec=Codec.PLANES, element=Element.FP8_E5M2),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_with_a_right_checksum_is_found_and_costs_no_memory(lie: str) -> None:
+    out = np.zeros((PIECE.num_rows, PIECE.row_bytes), np.uint8)
+    elements = [Element(LIES[lie][17])] if LIES[lie][17] in list(Element) else [Element.BF16]
+    tracemalloc.start()
+    try:
+        with pytest.raises(StoreCorrupt):
+            decode_piece(LIES[lie], Piece(PIECE.num_rows, PIECE.row_bytes, elements[0]), SEED, out)
+        # A raw piece may have any size, as far as can be told without its form.
+        if lie != "fewer raw bytes":
+            with pytest.raises(StoreCorrupt):
+                check_piece(LIES[lie], SEED)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_a_piece_of_another_form_is_refused(codec: Codec) -> None:
+    raw = normal_values(Element.BF16, 4, 256)
+    stored = encoded(raw, PIECE, codec)
+    for other in (Piece(4, 510, Element.BF16), Piece(5, 512, Element.BF16), Piece(4, 512, Element.FP16)):
+        with pytest.raises(StoreCorrupt, match="belong"):
+            decoded(stored, other)
+
+
+def test_planes_are_not_written_to_rows_that_end_within_a_value() -> None:
+    stored = encoded(normal_values(Element.BF16, 2, 1001), Piece(2, 2002, Element.BF16), Codec.PLANES)
+    with pytest.raises(StoreCorrupt, match="rows of 1001 bytes"):
+        decoded(stored, Piece(4, 1001, Element.BF16))
+
+
+@given(st.data(), st.sampled_from([Codec.ZSTD, Codec.PLANES]), st.sampled_from(sorted(FLOATS)))
+def test_damage_under_a_right_checksum_never_raises_anything_else(
+    data: st.DataObject, codec: Codec, element: Element
+) -> None:
+    raw = normal_values(element, 4, 1000)
+    piece = form_of(raw, element)
+    stored = bytearray(encoded(raw, piece, codec))
+    for _ in range(data.draw(st.integers(1, 4))):
+        stored[data.draw(st.integers(12, len(stored) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(HEADER_BYTES, len(stored)))
+    stored[:8] = struct.pack("<Q", checksum(bytes(stored[8:cut]), SEED))
+    for read in (lambda view: decoded(view, piece), lambda view: check_piece(view, SEED)):
+        try:
+            read(memoryview(stored)[:cut])
+        except StoreCorrupt:
+            continue
+
+
+def test_pieces_are_decoded_on_several_threads_at_once() -> None:
+    pieces = {element: Piece(8, 16_384 * size, element) for element, size in FLOATS.items()}
+    raws = {element: normal_values(element, 8, 16_384) for element in FLOATS}
+    stored = [(e, c, encoded(raws[e], pieces[e], c)) for e in FLOATS for c in Codec]
+    together = threading.Barrier(4)
+
+    def decode_all(turn: int) -> None:
+        together.wait()
+        for i in range(len(stored)):
+            element, codec, view = stored[(i + turn * 5) % len(stored)]
+            assert decoded(view, pieces[element]) == raws[element].tobytes()
+            again = encoded(raws[element], pieces[element], codec)
+            assert again == view
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(decode_all, range(4)))
+
+
+def test_a_piece_may_have_the_size_that_is_recommended() -> None:
+    raw = normal_values(Element.BF16, 16, PIECE_BYTES // 32)
+    assert raw.size == PIECE_BYTES
+    assert_survives(raw, form_of(raw, Element.BF16), Codec.PLANES)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 100_000])
+def test_populating_leaves_memory_as_it_is(size: int) -> None:
+    view = memoryview(bytes(range(256)) * 400)[:size]
+    populate(view)
+    assert bytes(view) == (bytes(range(256)) * 400)[:size]
+
+
+def can_populate() -> bool:
+    """Linux 5.14."""
+    try:
+        mmap.mmap(-1, mmap.PAGESIZE).madvise(22)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not can_populate(), reason="the kernel cannot populate pages")
+def test_populating_pages_that_the_file_has_lost_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(3 * mmap.PAGESIZE))
+    with path.open("rb") as file:
+        pages = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    os.truncate(path, mmap.PAGESIZE)
+    populate(pages[: mmap.PAGESIZE])
+    with pytest.raises(StoreCorrupt, match="cannot be read"):
+        populate(pages[100:])
+
+
+def test_no_flipped_bit_changes_tokens() -> None:
+    tokens = np.arange(0, 3000, 7, dtype=np.int32)
+    stored = encode_tokens(tokens)
+    for bit in range(8 * len(stored)):
+        damaged = bytearray(stored)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            assert (decode_tokens(bytes(damaged), max_tokens=len(tokens)) == tokens).all()
+        except StoreCorrupt:
+            continue
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=300))
+def test_tokens_survive(ids: list[int]) -> None:
+    tokens = np.array(ids, dtype=np.int32)
+    assert (decode_tokens(encode_tokens(tokens), max_tokens=300) == tokens).all()
+
+
+@pytest.mark.parametrize("stored", [b"", b"not a frame", frame(bytes(7)), frame(bytes(404)), frame(bytes(400))[:-3]])
+def test_tokens_that_are_none_are_refused(stored: bytes) -> None:
+    with pytest.raises(StoreCorrupt):
+        decode_tokens(stored, max_tokens=100)

@@ -1,0 +1,421 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.changes import NewNode, Use
+from diskprefix.store.codec.codec import Codec
+from diskprefix.store.compact import compact_folder
+from diskprefix.store.folder import FolderLock
+from diskprefix.store.maintenance import purge as purging
+from diskprefix.store.maintenance.purge import Plan, Purged, Selection, plan_purge, purge
+from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.maintenance.verify_payloads import verify_payloads
+from diskprefix.store.schema import EntryRecord, RootRecord
+from diskprefix.store.store import Publication, Store
+from diskprefix.tenant import SHARED, Tenant
+from diskprefix.tokens import TokenIds, root_hash
+from tests.faults.damage import damaged
+from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
+
+ALICE, BOB = SHARED.with_salt("alice"), SHARED.with_salt("bob")
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Store:
+    return open_store(tmp_path, clock=clock)
+
+
+def saved(
+    store: Store, token_ids: TokenIds, *, model: str = "tiny", tenant: Tenant | None = None, preview: str = "hello"
+) -> Publication:
+    """A published prompt of a model and a tenant, under a root of their own."""
+    root = root_hash(f"{model} {tenant}")
+    pub = publication(store, token_ids, root=root)
+    record = RootRecord(
+        model=model, block_size=BLOCK, layout=pub.root_record.layout, created_at=0.0, tenant=str(tenant or "")
+    )
+    entry = EntryRecord(root=root, num_tokens=len(token_ids), scope="full", preview=preview, created_at=1.0)
+    pub = replace(pub, root_record=record, entry=entry)
+    store.publish(pub)
+    return pub
+
+
+def tip(pub: Publication) -> bytes:
+    assert pub.tip is not None
+    return pub.tip
+
+
+def fork(token_ids: TokenIds, at: int) -> TokenIds:
+    """The same up to `at`, another prompt from there on."""
+    other = token_ids.copy()
+    other[at:] += 1
+    return other
+
+
+def plan_of(store: Store, selection: Selection, now: float = 0.0) -> Plan:
+    with store.snapshot() as snapshot:
+        return plan_purge(snapshot, selection, now)
+
+
+def purge_now(store: Store, selection: Selection, now: float = 0.0) -> Purged:
+    done: list[int] = []
+    purged = purge(store, selection, now, done.append)
+    assert sum(done) == purged.stored_bytes
+    return purged
+
+
+def is_clean(store: Store) -> bool:
+    index = verify_index(store)
+    return not index.problems and not verify_payloads(store, index.stored_bytes, lambda _: None).problems
+
+
+def test_a_purged_prompt_goes_and_blocks_that_another_shares_stay(store: Store) -> None:
+    one = prompt(1, 4 * BLOCK)
+    first, second = saved(store, one), saved(store, fork(one, 3 * BLOCK))
+    plan = plan_of(store, Selection(entries=frozenset({tip(first)})))
+    assert plan.entries == (tip(first),)
+    assert [len(plan.nodes), plan.shared_blocks, plan.continued_blocks] == [2, 3, 0]
+    purged = purge_now(store, Selection(entries=frozenset({tip(first)})))
+    assert (purged.entries, purged.blocks, purged.prompts, purged.left_blocks) == (1, 2, 1, 0)
+    assert purged.stored_bytes == plan.stored_bytes > 0
+    assert is_whole(store, second)
+    assert [store.counts()[what] for what in ("entries", "blocks", "prompts")] == [1, 5, 1]
+    assert is_clean(store)
+    store.close()
+
+
+def test_a_prompt_within_another_gives_up_its_entry_alone(store: Store) -> None:
+    """A conversation's first turn, once the second was saved: the blocks are those of the second."""
+    long = prompt(1, 4 * BLOCK)
+    first, second = saved(store, long[: 2 * BLOCK]), saved(store, long)
+    plan = plan_of(store, Selection(entries=frozenset({tip(first)})))
+    # Only the tail of the first, which holds its logits.
+    assert (len(plan.nodes), plan.shared_blocks) == (1, 2)
+    purge_now(store, Selection(entries=frozenset({tip(first)})))
+    assert is_whole(store, second)
+    assert is_clean(store)
+    store.close()
+
+
+def test_all_prompts_of_a_path_together_take_all_of_it(store: Store) -> None:
+    long = prompt(1, 4 * BLOCK)
+    pubs = [saved(store, long[: n * BLOCK]) for n in (1, 2, 4)]
+    purged = purge_now(store, Selection(entries=frozenset(map(tip, pubs))))
+    assert (purged.entries, purged.blocks, purged.roots) == (3, 7, 1)
+    assert store.counts()["blocks"] == store.counts()["entries"] == 0
+    assert is_clean(store)
+    store.close()
+
+
+def test_blocks_of_no_saved_prompt_keep_what_they_continue(store: Store) -> None:
+    long = prompt(1, 4 * BLOCK)
+    first = saved(store, long)
+    unsaved = publication(store, fork(long, 2 * BLOCK), root=first.root)
+    store.publish(replace(unsaved, entry=None))
+    plan = plan_of(store, Selection(entries=frozenset({tip(first)})))
+    assert (len(plan.nodes), plan.shared_blocks, plan.continued_blocks) == (3, 0, 2)
+    assert plan.kept_bytes > 0
+    purge_now(store, Selection(entries=frozenset({tip(first)})))
+    assert is_whole(store, unsaved)
+    assert is_clean(store)
+    store.close()
+
+
+def test_recent_prompts_that_begin_with_a_purged_one_are_forgotten(store: Store) -> None:
+    long = prompt(1, 4 * BLOCK)
+    first, other = saved(store, long[: 2 * BLOCK]), saved(store, prompt(2, 2 * BLOCK))
+    unsaved = replace(publication(store, long, root=first.root), nodes=(), tip=None, entry=None)
+    store.publish(replace(unsaved, prompt_group=b"together"))
+    assert purge_now(store, Selection(entries=frozenset({tip(first)}))).prompts == 2
+    with store.snapshot() as snapshot:
+        assert [p.tolist() for _, p in snapshot.recent_prompts(other.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
+    store.close()
+
+
+def test_by_model(store: Store) -> None:
+    kept, gone = saved(store, prompt(1, 2 * BLOCK)), saved(store, prompt(1, 2 * BLOCK), model="other")
+    purged = purge_now(store, Selection(model="other"))
+    assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (1, 3, 1, 1)
+    with store.snapshot() as snapshot:
+        assert [root for root, _ in snapshot.roots()] == [kept.root] != [gone.root]
+    assert is_whole(store, kept)
+    assert is_clean(store)
+    store.close()
+
+
+def test_by_salt_a_tenant_is_forgotten_whole_and_alone(store: Store) -> None:
+    tokens = prompt(1, 3 * BLOCK + 2)
+    shared, bob = saved(store, tokens), saved(store, tokens, tenant=BOB)
+    alices = [saved(store, tokens, tenant=ALICE), saved(store, tokens, tenant=ALICE, model="other")]
+    user = saved(store, tokens, tenant=ALICE.with_salt("browser"))
+    # Blocks without a saved prompt, and a root with nothing but a recent prompt.
+    store.publish(replace(publication(store, prompt(7, 2 * BLOCK), root=alices[0].root), entry=None))
+    bare = saved(store, prompt(8, BLOCK), tenant=ALICE, model="third")
+    for node in reversed(bare.nodes):
+        store.quarantine(node.name, node.parent)
+    purged = purge_now(store, Selection(salt="alice"))
+    assert (purged.entries, purged.roots, purged.left_blocks) == (3, 4, 0)
+    with store.snapshot() as snapshot:
+        assert {root for root, _ in snapshot.roots()} == {shared.root, bob.root}
+        assert {key[:16] for key in snapshot.keys("history")} == {shared.root, bob.root}
+        names = {node.name for pub in (*alices, user) for node in pub.nodes}
+        for database in ("nodes", "usage", "payloads", "entries"):
+            assert not names & {key[:16] for key in snapshot.keys(database)}
+    assert is_whole(store, shared)
+    assert is_whole(store, bob)
+    assert is_clean(store)
+    assert purge_now(store, Selection(salt="alice")) == Purged(
+        entries=0, blocks=0, prompts=0, roots=0, stored_bytes=0, left_blocks=0
+    )
+    store.close()
+
+
+def test_by_age_what_was_used_since_stays_with_all_that_it_continues(store: Store, clock: Clock) -> None:
+    long = prompt(1, 4 * BLOCK)
+    old, used = saved(store, fork(long, 2 * BLOCK)), saved(store, long)
+    clock.now += 100
+    new = saved(store, prompt(3, BLOCK))
+    store.touch({tip(used): Use(clock.now)})
+    purged = purge_now(store, Selection(older_than_s=50.0), clock.now)
+    assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (1, 3, 2, 0)
+    assert is_whole(store, used)
+    assert is_whole(store, new)
+    assert not is_whole(store, old)
+    assert is_clean(store)
+    purged = purge_now(store, Selection(older_than_s=0.0), clock.now + 1)
+    assert (purged.entries, purged.roots, store.counts()["blocks"]) == (2, 1, 0)
+    store.close()
+
+
+def test_conditions_must_all_hold(store: Store, clock: Clock) -> None:
+    tokens = prompt(1, BLOCK)
+    first = saved(store, tokens, tenant=ALICE)
+    second = saved(store, tokens, tenant=ALICE, model="other")
+    clock.now += 100
+    third = saved(store, fork(tokens, 0), tenant=ALICE, model="other")
+    now = clock.now
+    both = frozenset({tip(first), tip(third)})
+    assert plan_of(store, Selection(salt="bob", model="other")).nodes == ()
+    assert set(plan_of(store, Selection(salt="alice", model="other", older_than_s=50), now).entries) == {tip(second)}
+    assert set(plan_of(store, Selection(entries=both, model="other")).entries) == {tip(third)}
+    assert set(plan_of(store, Selection(entries=both, older_than_s=50), now).entries) == {tip(first)}
+    assert not plan_of(store, Selection(entries=both, salt="bob"))
+    store.close()
+
+
+def test_everything(store: Store) -> None:
+    for seed in range(9):
+        saved(store, prompt(seed, 3 * BLOCK + seed), model=f"m{seed % 3}", tenant=(None, ALICE, BOB)[seed % 3])
+    secret = store.secret
+    purged = purge_now(store, Selection())
+    assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (9, 9 * 4, 9, 3)
+    with store.snapshot() as snapshot:
+        for database in ("roots", "nodes", "usage", "payloads", "entries", "history"):
+            assert not list(snapshot.keys(database))
+    # It still is the same store: a daemon that has it open goes on with it.
+    assert store.secret == secret
+    assert is_whole(store, saved(store, prompt(1, BLOCK)))
+    store.close()
+
+
+def test_what_a_daemon_adds_while_it_runs_goes_too_or_keeps_what_it_continues(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(purging, "_NODES_AT_ONCE", 2)
+    long = prompt(1, 6 * BLOCK)
+    saved(store, long, tenant=ALICE)
+    added: list[Publication] = []
+
+    def serve(_num_bytes: int) -> None:
+        """After the first two blocks are gone, the conversation goes on from the third."""
+        if not added:
+            added.append(saved(store, fork(long, 3 * BLOCK), tenant=ALICE))
+
+    purged = purge(store, Selection(salt="alice"), 0.0, serve)
+    assert purged.left_blocks == 0
+    assert purged.entries == 2
+    assert store.counts()["blocks"] == store.counts()["prompts"] == 0
+    store.close()
+
+
+def test_a_prompt_that_is_saved_meanwhile_keeps_its_blocks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purging, "_NODES_AT_ONCE", 2)
+    long = prompt(1, 6 * BLOCK)
+    first = saved(store, long)
+    entry = EntryRecord(root=first.root, num_tokens=2 * BLOCK, scope="auto:30", preview="", created_at=2.0)
+
+    def serve(_num_bytes: int) -> None:
+        with store.changes() as changes:
+            changes.put_entry(first.nodes[1].name, entry)
+
+    purged = purge(store, Selection(entries=frozenset({tip(first)})), 0.0, serve)
+    assert (purged.entries, purged.blocks) == (1, 5)
+    with store.snapshot() as snapshot:
+        assert snapshot.entry(first.nodes[1].name) == entry
+    assert is_clean(store)
+    store.close()
+
+
+def test_a_stop_in_the_middle_leaves_a_store_in_order(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purging, "_NODES_AT_ONCE", 2)
+    pubs = [saved(store, prompt(seed, 4 * BLOCK)) for seed in range(4)]
+
+    def stop(_num_bytes: int) -> None:
+        if store.counts()["blocks"] < 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        purge(store, Selection(), 0.0, stop)
+    assert 0 < store.counts()["blocks"] < 12
+    assert is_clean(store)
+    assert purge_now(store, Selection()).left_blocks == 0
+    assert is_whole(store, saved(store, prompt(1, 4 * BLOCK)))
+    assert pubs
+    store.close()
+
+
+def test_a_plan_changes_nothing(store: Store) -> None:
+    pub = saved(store, prompt(1, 2 * BLOCK))
+    before = store.counts()
+    assert plan_of(store, Selection())
+    assert plan_of(store, Selection(model="nobody")) == Plan(
+        entries=(),
+        nodes=(),
+        prompts=(),
+        roots=frozenset(),
+        stored_bytes=0,
+        shared_blocks=0,
+        continued_blocks=0,
+        kept_bytes=0,
+    )
+    assert store.counts() == before
+    assert is_whole(store, pub)
+    store.close()
+
+
+@pytest.mark.parametrize("database", ["roots", "usage", "nodes"])
+def test_a_damaged_store_is_to_be_mended_first(store: Store, tmp_path: Path, database: str) -> None:
+    store.publish(publication(store, prompt(1, BLOCK)))
+    store.close()
+    with damaged(tmp_path) as records:
+        records.put(database, records.keys(database)[0], b"x")
+    store = open_store(tmp_path)
+    with pytest.raises(StoreCorrupt, match="verify --fix"):
+        purge(store, Selection(), 0.0, lambda _: None)
+    store.close()
+
+
+def test_counts_that_are_too_high_leave_blocks_and_say_so(store: Store, tmp_path: Path) -> None:
+    pub = saved(store, prompt(1, 2 * BLOCK))
+    store.close()
+    with damaged(tmp_path) as records:
+        records.change_usage(pub.nodes[1].name, children=7)
+    store = open_store(tmp_path)
+    purged = purge(store, Selection(), 0.0, lambda _: None)
+    assert (purged.blocks, purged.left_blocks) == (1, 2)
+    store.close()
+
+
+def test_after_purge_and_compact_no_byte_of_a_tenant_is_in_the_file(store: Store, tmp_path: Path) -> None:
+    store.codec = Codec.RAW
+    text = "what alice wrote, word for word"
+    alice = [saved(store, prompt(seed, 6 * BLOCK + 5), tenant=ALICE, preview=f"{text} {seed}") for seed in range(1, 12)]
+    bob = [saved(store, prompt(100 + seed, 5 * BLOCK + 3), tenant=BOB, preview="bob's") for seed in range(12)]
+    # Payloads of the tests are drawn from the sum of the tokens, so that two prompts may have one in common.
+    bobs = {bytes(node.payload) for pub in bob for node in pub.nodes}
+    traces = [text.encode(), str(ALICE).encode()]
+    for node in (node for pub in alice for node in pub.nodes if bytes(node.payload) not in bobs):
+        traces += [node.name, node.token_ids.tobytes(), bytes(node.payload[:64]), bytes(node.payload[-64:])]
+    file = tmp_path / "data.mdb"
+    before = file.read_bytes()
+    assert all(trace in before for trace in traces)
+    purge_now(store, Selection(salt="alice"))
+    # Others go on, in the room that became free.
+    bob += [saved(store, prompt(200 + seed, 2 * BLOCK + 1), tenant=BOB, preview="bob's") for seed in range(4)]
+    store.close()
+    lock = FolderLock(tmp_path, patience_s=0)
+    compact_folder(tmp_path, lock)
+    lock.close()
+    after = file.read_bytes()
+    assert [trace for trace in traces if trace in after] == []
+    store = open_store(tmp_path)
+    assert all(is_whole(store, pub) for pub in bob)
+    assert is_clean(store)
+    store.close()
+
+
+HYBRID = layout_of(20_000, 8_000)
+
+
+def of_hybrid(store: Store, token_ids: TokenIds, *points: int, with_tail: bool = True) -> Publication:
+    """A published prompt of a model with states; without its tail it ends with its last checkpoint."""
+    pub = publication(store, token_ids, layout=HYBRID, checkpoints=points)
+    assert pub.entry is not None
+    if not with_tail:
+        nodes = pub.nodes[:-1]
+        entry = EntryRecord(root=pub.root, num_tokens=nodes[-1].position, scope="full", preview="", created_at=1.0)
+        pub = replace(pub, nodes=nodes, tip=nodes[-1].name, entry=entry)
+    store.publish(pub)
+    return pub
+
+
+def only(pub: Publication, *nodes: NewNode) -> Publication:
+    return replace(pub, nodes=nodes)
+
+
+def purged(store: Store, *pubs: Publication) -> Purged:
+    return purge(store, Selection(entries=frozenset(map(tip, pubs))), 2000.0, lambda _: None)
+
+
+def test_a_prompt_goes_with_the_checkpoints_on_its_path(store: Store) -> None:
+    pub = of_hybrid(store, prompt(1, 4 * BLOCK + 3), BLOCK, 3 * BLOCK)
+    gone = purged(store, pub)
+    assert (gone.blocks, gone.entries, gone.left_blocks) == (len(pub.nodes), 1, 0)
+    assert store.counts()["blocks"] == 0
+    store.close()
+
+
+def test_checkpoints_on_blocks_that_another_prompt_needs_stay(store: Store) -> None:
+    token_ids = prompt(1, 4 * BLOCK + 3)
+    pub, other = (of_hybrid(store, ids, 2 * BLOCK, 4 * BLOCK) for ids in (token_ids, fork(token_ids, 3 * BLOCK)))
+    with store.snapshot() as snapshot:
+        plan = plan_purge(snapshot, Selection(entries=frozenset([tip(pub)])), 2000.0)
+    # Three blocks, and the checkpoint after the second one, are the other's too.
+    assert (plan.shared_blocks, plan.continued_blocks, len(plan.nodes)) == (4, 0, 3)
+    assert purged(store, pub).blocks == 3
+    assert is_whole(store, other)
+    assert verify_index(store).problems == ()
+    store.close()
+
+
+def test_a_prompt_that_ends_with_a_checkpoint_loses_its_entry_while_a_longer_one_goes_on_from_it(store: Store) -> None:
+    token_ids = prompt(1, 4 * BLOCK + 3)
+    short = of_hybrid(store, token_ids[: 2 * BLOCK], 2 * BLOCK, with_tail=False)
+    long = of_hybrid(store, token_ids, 2 * BLOCK)
+    gone = purged(store, short)
+    assert (gone.entries, gone.blocks, gone.left_blocks) == (1, 0, 0)
+    assert is_whole(store, long)
+    assert purged(store, long).blocks == len(long.nodes)
+    assert store.counts()["blocks"] == 0
+    store.close()
+
+
+def test_a_longer_prompt_goes_up_to_the_checkpoint_that_a_saved_prompt_ends_with(store: Store) -> None:
+    token_ids = prompt(1, 4 * BLOCK + 3)
+    short = of_hybrid(store, token_ids[: 2 * BLOCK], 2 * BLOCK, with_tail=False)
+    long = of_hybrid(store, token_ids, BLOCK, 2 * BLOCK, 4 * BLOCK)
+    assert purged(store, long).blocks == 4
+    assert is_whole(store, short)
+    # The first block stays, and what could be restored there.
+    assert is_whole(store, only(long, *long.nodes[:2]))
+    assert verify_index(store).problems == ()
+    store.close()

@@ -1,0 +1,745 @@
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.changes import NewNode
+from diskprefix.store.maintenance import repair
+from diskprefix.store.maintenance.repair import mend, repair_index
+from diskprefix.store.maintenance.verify import Problem, ProblemKind, verify_index
+from diskprefix.store.maintenance.verify_payloads import verify_payloads
+from diskprefix.store.schema import (
+    Kind,
+    NodeRecord,
+    RootRecord,
+    decode_entry,
+    decode_node,
+    decode_root,
+    encode_node,
+    encode_prompt,
+    encode_record,
+    history_group,
+    history_key,
+    history_sequence,
+    node_name,
+    piece_key,
+)
+from diskprefix.store.store import Publication, Store
+from diskprefix.tokens import checksum, root_hash
+from tests.faults.damage import Records, damaged
+from tests.store.building import BLOCK, ROOT, is_whole, layout_of, open_store, prompt, publication, read_payload
+
+IDENTITY = "whose numbers these are"
+OTHER_ROOT = root_hash(IDENTITY)
+HYBRID_ROOT = b"h" * 16
+LAYOUT = layout_of(1_200_000)
+"""Blocks of three pieces."""
+HYBRID = layout_of(60_000, 1_200_000)
+"""Blocks of one piece, checkpoints of three."""
+
+
+@dataclass
+class Stored:
+    """A closed store: two prompts under one root that share three blocks, one under a root with an identity, and one of
+    a layout with states, checkpoints after its second and its last block, and an end that was generated."""
+
+    folder: Path
+    first: Publication
+    second: Publication
+    other: Publication
+    hybrid: Publication
+
+    @property
+    def publications(self) -> tuple[Publication, ...]:
+        return self.first, self.second, self.other, self.hybrid
+
+    def node(self, kind: Kind, end: int) -> bytes:
+        """The name of a node of the prompt with states."""
+        return next(node.name for node in self.hybrid.nodes if (node.kind, node_end(node)) == (kind, end))
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    folder = tmp_path_factory.mktemp("template")
+    store = open_store(folder)
+    one, two = prompt(1, 4 * BLOCK + 5), prompt(1, 4 * BLOCK + 5)
+    two[3 * BLOCK :] += 1
+    first, second = (publication(store, tokens, layout=LAYOUT) for tokens in (one, two))
+    second = replace(second, prompt_group=GROUP, ttl_s=3600.0)
+    other = publication(store, prompt(2, 2 * BLOCK), root=OTHER_ROOT, layout=LAYOUT)
+    other = replace(other, root_record=replace_root(other.root_record, identity=IDENTITY, tenant="a" * 32))
+    token_ids = prompt(3, 4 * BLOCK + 5)
+    points = (2 * BLOCK, 4 * BLOCK)
+    hybrid = publication(
+        store, token_ids, root=HYBRID_ROOT, layout=HYBRID, checkpoints=points, generated_from=3 * BLOCK
+    )
+    stored = Stored(folder, first, second, other, hybrid)
+    for pub in stored.publications:
+        store.publish(pub)
+    store.close()
+    return stored
+
+
+@pytest.fixture
+def stored(template: Stored, tmp_path: Path) -> Stored:
+    shutil.copy(template.folder / "data.mdb", tmp_path / "data.mdb")
+    return replace(template, folder=tmp_path)
+
+
+def replace_root(record: RootRecord, **changes: object) -> RootRecord:
+    return RootRecord(**{name: getattr(record, name) for name in record.__struct_fields__} | changes)
+
+
+def node_end(node: NewNode) -> int:
+    return node.position + len(node.token_ids)
+
+
+def nothing(_num_bytes: int) -> None:
+    pass
+
+
+def problems_of(store: Store) -> list[Problem]:
+    """All that `verify` finds: index and payloads."""
+    index = verify_index(store)
+    return [*index.problems, *verify_payloads(store, index.stored_bytes, nothing).problems]
+
+
+def kinds(problems: list[Problem]) -> set[tuple[str, str]]:
+    return {(str(problem.kind), problem.database) for problem in problems}
+
+
+def test_a_sound_store_is_clean_and_every_piece_is_counted(stored: Stored) -> None:
+    store = Store.open(stored.folder, read_only=True)
+    index = verify_index(store)
+    nodes = {node.name: node for pub in stored.publications for node in pub.nodes}
+    assert index.problems == ()
+    assert (index.num_nodes, index.num_entries, index.num_prompts, index.num_roots) == (len(nodes), 4, 4, 3)
+    done: list[int] = []
+    payloads = verify_payloads(store, index.stored_bytes, done.append)
+    assert payloads.problems == ()
+    assert payloads.num_pieces == sum(len(node.pieces) for node in nodes.values())
+    assert payloads.num_bytes == sum(done) == sum(index.stored_bytes.values())
+    store.close()
+
+
+def test_an_empty_store_is_clean(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert problems_of(store) == []
+    store.close()
+
+
+Damage = Callable[[Records, Stored], None]
+
+
+def swap(database: str, a: bytes, b: bytes) -> Damage:
+    def apply(records: Records, _: Stored) -> None:
+        one, two = records.get(database, a), records.get(database, b)
+        records.put(database, a, two)
+        records.put(database, b, one)
+
+    return apply
+
+
+def rename_node(records: Records, stored: Stored) -> None:
+    name = stored.first.nodes[-1].name
+    node = decode_node(name, records.get("nodes", name))
+    records.delete("nodes", name)
+    records.put("nodes", bytes(16), encode_node(bytes(16), node))
+
+
+def swap_pieces(records: Records, stored: Stored) -> None:
+    name = stored.first.nodes[0].name
+    swap("payloads", piece_key(name, 0), piece_key(name, 1))(records, stored)
+
+
+def swap_payloads(records: Records, stored: Stored) -> None:
+    first, second = stored.first.nodes[0].name, stored.first.nodes[1].name
+    for index in range(len(stored.first.nodes[0].pieces)):
+        swap("payloads", piece_key(first, index), piece_key(second, index))(records, stored)
+
+
+def shorten_piece(records: Records, stored: Stored) -> None:
+    key = piece_key(stored.first.nodes[2].name, 1)
+    records.put("payloads", key, records.get("payloads", key)[:-1])
+
+
+def shorten_piece_and_its_record(records: Records, stored: Stored) -> None:
+    node = stored.first.nodes[2]
+    shorten_piece(records, stored)
+    total = sum(len(records.get("payloads", piece_key(node.name, index))) for index in range(len(node.pieces)))
+    records.change_node(node.name, stored_bytes=total)
+
+
+def change_block_size(records: Records, _: Stored) -> None:
+    record = decode_root(ROOT, records.get("roots", ROOT))
+    records.put("roots", ROOT, encode_record(ROOT, replace_root(record, block_size=2 * BLOCK)))
+
+
+def change_identity(records: Records, _: Stored) -> None:
+    record = decode_root(OTHER_ROOT, records.get("roots", OTHER_ROOT))
+    records.put("roots", OTHER_ROOT, encode_record(OTHER_ROOT, replace_root(record, identity="another's")))
+
+
+def change_tenant(records: Records, _: Stored) -> None:
+    record = decode_root(ROOT, records.get("roots", ROOT))
+    records.put("roots", ROOT, encode_record(ROOT, replace_root(record, tenant="alice")))
+
+
+def change_layout(records: Records, _: Stored) -> None:
+    record = decode_root(ROOT, records.get("roots", ROOT))
+    records.put("roots", ROOT, encode_record(ROOT, replace_root(record, layout="{}")))
+
+
+def change_element(records: Records, _: Stored) -> None:
+    """As many bytes, but of another kind."""
+    record = decode_root(ROOT, records.get("roots", ROOT))
+    layout = record.layout.replace("bfloat16", "float16")
+    records.put("roots", ROOT, encode_record(ROOT, replace_root(record, layout=layout)))
+
+
+def change_entry(records: Records, stored: Stored) -> None:
+    assert stored.first.tip is not None
+    entry = decode_entry(stored.first.tip, records.get("entries", stored.first.tip))
+    changed = type(entry)(
+        root=entry.root, num_tokens=entry.num_tokens + 1, scope="full", preview="", created_at=entry.created_at
+    )
+    records.put("entries", stored.first.tip, encode_record(stored.first.tip, changed))
+
+
+def change_group(records: Records, stored: Stored) -> None:
+    key = next(key for key in records.keys("history") if history_group(key) == GROUP)
+    value = records.get("history", key)
+    records.delete("history", key)
+    records.put("history", history_key(stored.first.root, history_sequence(key), b"another!"), value)
+
+
+def remember_in_half_a_group(records: Records, stored: Stored) -> None:
+    key = history_key(stored.first.root, 1) + b"half"
+    records.put("history", key, encode_prompt(key, prompt(1, 9)))
+
+
+def continue_a_tail(records: Records, stored: Stored) -> None:
+    """A block moved behind the tail of an empty rest, which ends where the block starts."""
+    tail = stored.other.nodes[-1]
+    assert tail.kind == Kind.TAIL
+    assert not len(tail.token_ids)
+    records.change_node(tail.name, kind=Kind.BLOCK)
+
+
+def move_a_checkpoint(records: Records, stored: Stored) -> None:
+    """A checkpoint under the name that one of another block would have, its payload too."""
+    name, to = stored.node(Kind.CHECKPOINT, 2 * BLOCK), bytes(16)
+    record = replace(decode_node(name, records.get("nodes", name)), parent=stored.node(Kind.BLOCK, 3 * BLOCK))
+    records.delete("nodes", name)
+    records.put("nodes", to, encode_node(to, replace(record, position=3 * BLOCK)))
+    for index in range(record.num_pieces):
+        records.put("payloads", piece_key(to, index), records.get("payloads", piece_key(name, index)))
+
+
+def swap_checkpoints(records: Records, stored: Stored) -> None:
+    """The states of two positions change places."""
+    first, second = stored.node(Kind.CHECKPOINT, 2 * BLOCK), stored.node(Kind.CHECKPOINT, 4 * BLOCK)
+    for index in range(decode_node(first, records.get("nodes", first)).num_pieces):
+        swap("payloads", piece_key(first, index), piece_key(second, index))(records, stored)
+
+
+def renamed(kind: Kind, end: int, *, nodes: str = "misnamed", **changes: object) -> tuple[Damage, set[tuple[str, str]]]:
+    """A node of the prompt with states whose record says something else, under the name that goes with it."""
+
+    def apply(records: Records, stored: Stored) -> None:
+        name = stored.node(kind, end)
+        old = decode_node(name, records.get("nodes", name))
+        new = replace(old, **changes)  # type: ignore[arg-type]
+        to = node_name(records.secret, new.parent, new.token_ids, new.kind, generated=new.generated)
+        records.delete("nodes", name)
+        records.put("nodes", to, encode_node(to, new))
+        for index in range(old.num_pieces):
+            records.put("payloads", piece_key(to, index), records.get("payloads", piece_key(name, index)))
+
+    return apply, {(nodes, "nodes"), ("orphaned", "usage"), ("orphaned", "payloads")}
+
+
+def checkpoint_without_states(records: Records, stored: Stored) -> None:
+    """A checkpoint of no bytes under a root whose layout has no states."""
+    block = stored.other.nodes[1]
+    name = node_name(records.secret, block.name, b"", Kind.CHECKPOINT)
+    none = np.empty(0, np.int32)
+    record = NodeRecord(block.name, OTHER_ROOT, 2 * BLOCK, none, Kind.CHECKPOINT, 0, 0, 0)
+    records.put("nodes", name, encode_node(name, record))
+
+
+def checkpoint_at_the_start(records: Records, stored: Stored) -> None:
+    name = node_name(records.secret, HYBRID_ROOT, b"", Kind.CHECKPOINT)
+    there = stored.node(Kind.CHECKPOINT, 2 * BLOCK)
+    record = replace(decode_node(there, records.get("nodes", there)), parent=HYBRID_ROOT, position=0)
+    records.put("nodes", name, encode_node(name, record))
+
+
+def add_a_child_to_a_checkpoint(records: Records, stored: Stored) -> None:
+    """A tail of no tokens that continues a checkpoint, which ends where the tail starts."""
+    parent = stored.node(Kind.CHECKPOINT, 2 * BLOCK)
+    renamed(Kind.TAIL, 4 * BLOCK + 5, parent=parent, position=2 * BLOCK)[0](records, stored)
+
+
+def with_flag(records: Records, name: bytes) -> bytes:
+    """A node's record with a flag that no version has, under a good checksum."""
+    value = bytearray(records.get("nodes", name))
+    value[41] = 4
+    value[64:72] = checksum(name + value[:64] + value[72:]).to_bytes(8, "little")
+    return bytes(value)
+
+
+STRANGE_KEY = b"short"
+GROUP = b"together"
+GONE = bytes(range(16))
+
+DAMAGE: dict[str, tuple[Damage, set[tuple[str, str]]]] = {
+    "a flipped bit in a header": (lambda r, s: r.flip("nodes", s.first.nodes[1].name, 40), {("damaged", "nodes")}),
+    "a flipped bit in token ids": (lambda r, s: r.flip("nodes", s.first.nodes[1].name, 80), {("damaged", "nodes")}),
+    "a cut node record": (lambda r, s: r.put("nodes", s.first.nodes[1].name, b"x"), {("damaged", "nodes")}),
+    "an empty node record": (lambda r, s: r.put("nodes", s.first.nodes[1].name, b""), {("damaged", "nodes")}),
+    "a node under another name": (
+        rename_node,
+        {("misnamed", "nodes"), ("orphaned", "payloads"), ("orphaned", "usage")},
+    ),
+    "a first block that is gone": (
+        lambda r, s: r.delete("nodes", s.first.nodes[0].name),
+        {("detached", "nodes"), ("orphaned", "payloads"), ("orphaned", "usage")},
+    ),
+    "a tail that is gone": (
+        lambda r, s: r.delete("nodes", s.first.nodes[-1].name),
+        {("orphaned", "entries"), ("orphaned", "payloads"), ("orphaned", "usage"), ("miscounted", "usage")},
+    ),
+    "a wrong position": (
+        lambda r, s: r.change_node(s.first.nodes[3].name, position=2 * BLOCK),
+        {("detached", "nodes")},
+    ),
+    "a first block elsewhere": (
+        lambda r, s: r.change_node(s.first.nodes[0].name, position=BLOCK),
+        {("detached", "nodes")},
+    ),
+    "another root in a node": (
+        lambda r, s: r.change_node(s.first.nodes[3].name, root=OTHER_ROOT),
+        {("detached", "nodes")},
+    ),
+    "a block said to be a tail": (
+        lambda r, s: r.change_node(s.first.nodes[0].name, kind=Kind.TAIL),
+        {("misshapen", "nodes"), ("detached", "nodes")},
+    ),
+    "a tail said to be a block": (continue_a_tail, {("misshapen", "nodes")}),
+    "wrong raw bytes": (
+        lambda r, s: r.change_node(s.first.nodes[1].name, raw_bytes=7),
+        {("misshapen", "nodes")},
+    ),
+    "wrong stored bytes": (
+        lambda r, s: r.change_node(s.first.nodes[1].name, stored_bytes=7),
+        {("misshapen", "payloads")},
+    ),
+    "one piece fewer in the record": (
+        lambda r, s: r.change_node(s.first.nodes[1].name, num_pieces=2),
+        {("misshapen", "nodes"), ("incomplete", "payloads")},
+    ),
+    "a root that is gone": (lambda r, _: r.delete("roots", ROOT), {("rootless", "nodes"), ("rootless", "history")}),
+    "a flipped bit in a root": (
+        lambda r, _: r.flip("roots", ROOT, 12),
+        {("damaged", "roots"), ("rootless", "nodes"), ("rootless", "history")},
+    ),
+    "a root with another block size": (change_block_size, {("misshapen", "nodes")}),
+    "a root of another identity": (
+        change_identity,
+        {("damaged", "roots"), ("rootless", "nodes"), ("rootless", "history")},
+    ),
+    "a root of no tenant": (change_tenant, {("damaged", "roots"), ("rootless", "nodes"), ("rootless", "history")}),
+    "a root with no layout": (change_layout, {("damaged", "roots"), ("rootless", "nodes"), ("rootless", "history")}),
+    "a root with another kind of numbers": (change_element, {("misshapen", "payloads")}),
+    "a piece that is gone": (
+        lambda r, s: r.delete("payloads", piece_key(s.first.nodes[0].name, 1)),
+        {("incomplete", "payloads")},
+    ),
+    "the last piece that is gone": (
+        lambda r, s: r.delete("payloads", piece_key(s.first.nodes[0].name, len(s.first.nodes[0].pieces) - 1)),
+        {("incomplete", "payloads")},
+    ),
+    "a piece too many": (
+        lambda r, s: r.put("payloads", piece_key(s.first.nodes[0].name, 700), b"x"),
+        {("incomplete", "payloads")},
+    ),
+    "a piece key that is too long": (
+        lambda r, s: r.put("payloads", s.first.nodes[0].name + b"long key", b"x"),
+        {("orphaned", "payloads")},
+    ),
+    "a flipped bit in a piece": (
+        lambda r, s: r.flip("payloads", piece_key(s.first.nodes[1].name, 1), 5000),
+        {("damaged", "payloads")},
+    ),
+    "a flipped bit in a piece's header": (
+        lambda r, s: r.flip("payloads", piece_key(s.first.nodes[1].name, 1), 9),
+        {("damaged", "payloads")},
+    ),
+    "two pieces swapped": (swap_pieces, {("damaged", "payloads")}),
+    "two payloads swapped": (swap_payloads, {("damaged", "payloads")}),
+    "a shortened piece": (shorten_piece, {("misshapen", "payloads")}),
+    "a shortened piece and its record": (shorten_piece_and_its_record, {("damaged", "payloads")}),
+    "pieces of no block": (lambda r, _: r.put("payloads", piece_key(GONE, 0), b"x"), {("orphaned", "payloads")}),
+    "a payload under a strange key": (lambda r, _: r.put("payloads", STRANGE_KEY, b"x"), {("orphaned", "payloads")}),
+    "a usage record that is gone": (lambda r, s: r.delete("usage", s.first.nodes[1].name), {("miscounted", "usage")}),
+    "a cut usage record": (lambda r, s: r.put("usage", s.first.nodes[1].name, b"x"), {("miscounted", "usage")}),
+    "too many children": (
+        lambda r, s: r.change_usage(s.first.nodes[2].name, children=3),
+        {("miscounted", "usage")},
+    ),
+    "too few children": (lambda r, s: r.change_usage(s.first.nodes[2].name, children=1), {("miscounted", "usage")}),
+    "a time that is no number": (
+        lambda r, s: r.change_usage(s.first.nodes[2].name, last_used=float("nan")),
+        {("miscounted", "usage")},
+    ),
+    "negative hits": (lambda r, s: r.change_usage(s.first.nodes[2].name, hits=-1.0), {("miscounted", "usage")}),
+    "a block said to take nothing": (
+        lambda r, s: r.change_usage(s.first.nodes[2].name, stored_bytes=0),
+        {("miscounted", "usage")},
+    ),
+    "usage of no block": (lambda r, _: r.put("usage", GONE, bytes(48)), {("orphaned", "usage")}),
+    "a flipped bit in an entry": (lambda r, s: r.flip("entries", s.first.nodes[-1].name, 20), {("damaged", "entries")}),
+    "an entry of another length": (change_entry, {("misshapen", "entries")}),
+    "an entry of no block": (
+        lambda r, s: r.put("entries", GONE, encode_record(GONE, s.first.entry)),  # type: ignore[arg-type]
+        {("orphaned", "entries")},
+    ),
+    "a flipped bit in a recent prompt": (
+        lambda r, _: r.flip("history", r.keys("history")[0], 12),
+        {("damaged", "history")},
+    ),
+    "a recent prompt under a strange key": (lambda r, _: r.put("history", STRANGE_KEY, b"x"), {("damaged", "history")}),
+    "a recent prompt of no root": (
+        lambda r, _: r.put("history", history_key(GONE, 1), encode_prompt(history_key(GONE, 1), prompt(1, 9))),
+        {("rootless", "history")},
+    ),
+    "a recent prompt in another group": (change_group, {("damaged", "history")}),
+    "a recent prompt in half a group": (remember_in_half_a_group, {("damaged", "history")}),
+    "a checkpoint's record damaged": (
+        lambda r, s: r.flip("nodes", s.node(Kind.CHECKPOINT, 2 * BLOCK), 50),
+        {("damaged", "nodes")},
+    ),
+    "a checkpoint's payload damaged": (
+        lambda r, s: r.flip("payloads", piece_key(s.node(Kind.CHECKPOINT, 2 * BLOCK), 2), 1000),
+        {("damaged", "payloads")},
+    ),
+    "a checkpoint that lost a piece": (
+        lambda r, s: r.delete("payloads", piece_key(s.node(Kind.CHECKPOINT, 2 * BLOCK), 0)),
+        {("incomplete", "payloads")},
+    ),
+    "a checkpoint under another name": (
+        move_a_checkpoint,
+        {("misnamed", "nodes"), ("orphaned", "payloads"), ("orphaned", "usage")},
+    ),
+    "two checkpoints swapped": (swap_checkpoints, {("damaged", "payloads")}),
+    "a checkpoint whose block is gone": (
+        lambda r, s: r.delete("nodes", s.node(Kind.BLOCK, 2 * BLOCK)),
+        {("detached", "nodes"), ("orphaned", "payloads"), ("orphaned", "usage")},
+    ),
+    "a checkpoint said to be elsewhere": (
+        lambda r, s: r.change_node(s.node(Kind.CHECKPOINT, 2 * BLOCK), position=3 * BLOCK),
+        {("detached", "nodes")},
+    ),
+    "a checkpoint off the grid": (
+        lambda r, s: r.change_node(s.node(Kind.CHECKPOINT, 2 * BLOCK), position=2 * BLOCK - 1),
+        {("misshapen", "nodes")},
+    ),
+    "a checkpoint at the start": (checkpoint_at_the_start, {("misshapen", "nodes")}),
+    "a checkpoint of a layout without states": (checkpoint_without_states, {("misshapen", "nodes")}),
+    "a checkpoint with tokens": (
+        lambda r, s: r.change_node(s.node(Kind.BLOCK, BLOCK), kind=Kind.CHECKPOINT),
+        {("misnamed", "nodes")},
+    ),
+    "a checkpoint that is continued": (add_a_child_to_a_checkpoint, {("detached", "nodes")}),
+    "a checkpoint said to be a tail": (
+        lambda r, s: r.change_node(s.node(Kind.CHECKPOINT, 2 * BLOCK), kind=Kind.TAIL),
+        {("misnamed", "nodes")},
+    ),
+    "a generated block said to be exact": renamed(Kind.BLOCK, 4 * BLOCK, nodes="detached", generated=False),
+    "an exact end of a generated prompt": renamed(Kind.TAIL, 4 * BLOCK + 5, nodes="detached", generated=False),
+    "a generated checkpoint of an exact block": renamed(Kind.CHECKPOINT, 2 * BLOCK, nodes="detached", generated=True),
+    "a generated mark without its name": (
+        lambda r, s: r.change_node(s.node(Kind.BLOCK, BLOCK), generated=True),
+        {("misnamed", "nodes")},
+    ),
+    "an unknown flag": (
+        lambda r, s: r.put("nodes", s.first.nodes[1].name, with_flag(r, s.first.nodes[1].name)),
+        {("damaged", "nodes")},
+    ),
+    "a flipped bit in the choice of codec": (
+        lambda r, _: r.put("meta", b"codec", b"x"),
+        {("damaged", "meta")},
+    ),
+}
+
+
+OF_THE_OTHER_ROOT = {"a root of another identity", "a tail said to be a block"}
+LIES = {"a root with another block size", "a root with another kind of numbers"}
+"""Records that say something else under a good checksum: nothing tells that it is not the blocks that are wrong."""
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_verify_finds_and_fix_mends(stored: Stored, what: str) -> None:
+    damage, expected = DAMAGE[what]
+    with damaged(stored.folder) as records:
+        damage(records, stored)
+    store = open_store(stored.folder)
+    found = problems_of(store)
+    assert expected <= kinds(found), found
+    assert mend(store, found).left == ()
+    assert problems_of(store) == []
+    # Nothing was taken of the root that was not touched.
+    assert is_whole(store, stored.first if what in OF_THE_OTHER_ROOT else stored.other)
+    # What went can be stored again.
+    for pub in () if what in LIES else stored.publications:
+        store.publish(pub)
+        assert is_whole(store, pub)
+    assert problems_of(store) == []
+    store.close()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_happens_to_records_what_is_left_after_fix_is_right(stored: Stored, seed: int) -> None:
+    rng = random.Random(seed)
+    with damaged(stored.folder) as records:
+        for _ in range(rng.choice((1, 1, 3, 20))):
+            _damage_at_random(records, rng)
+    store = open_store(stored.folder)
+    assert mend(store, problems_of(store)).left == ()
+    assert problems_of(store) == []
+    originals = {node.name: node for pub in stored.publications for node in pub.nodes}
+    with store.snapshot() as snapshot:
+        names = list(snapshot.keys("nodes"))
+        assert set(names) <= set(originals)
+        for name in names:
+            assert read_payload(snapshot, originals[name]) == bytes(originals[name].payload)
+    for pub in stored.publications:
+        store.publish(pub)
+        assert is_whole(store, pub)
+    assert problems_of(store) == []
+    store.close()
+
+
+def _damage_at_random(records: Records, rng: random.Random) -> None:
+    database = rng.choice(("roots", "nodes", "usage", "payloads", "entries", "history"))
+    keys = records.keys(database)
+    if not keys:
+        return
+    key, other = rng.choice(keys), rng.choice(keys)
+    value = records.get(database, key)
+    match rng.choice(("delete", "flip", "flip", "cut", "copy", "move", "zero")):
+        case "delete":
+            records.delete(database, key)
+        case "flip":
+            records.put(database, key, _flipped(value, rng))
+        case "cut":
+            records.put(database, key, value[: rng.randrange(len(value) + 1)])
+        case "copy":
+            records.put(database, other, value)
+        case "move":
+            records.put(database, rng.randbytes(rng.choice((1, len(key)))), value)
+        case "zero":
+            records.put(database, key, bytes(len(value)))
+
+
+def test_a_damaged_checkpoint_goes_alone(stored: Stored) -> None:
+    """Nothing continues a checkpoint: what is behind it is restorable as before."""
+    name = stored.node(Kind.CHECKPOINT, 2 * BLOCK)
+    with damaged(stored.folder) as records:
+        records.flip("payloads", piece_key(name, 1), 1000)
+    store = open_store(stored.folder)
+    before = store.counts()
+    mended = mend(store, problems_of(store))
+    assert (mended.blocks, mended.entries, mended.left) == (1, (), ())
+    assert store.counts()["blocks"] == before["blocks"] - 1
+    others = tuple(node for node in stored.hybrid.nodes if node.name != name)
+    assert is_whole(store, replace(stored.hybrid, nodes=others))
+    store.close()
+
+
+def test_a_long_subtree_goes_in_several_transactions_and_a_stop_between_them_leaves_a_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    pub, other = publication(store, prompt(1, 20 * BLOCK)), publication(store, prompt(2, 3 * BLOCK))
+    store.publish(pub)
+    store.publish(other)
+    store.close()
+    with damaged(tmp_path) as records:
+        records.flip("payloads", piece_key(pub.nodes[1].name, 0), 100)
+    monkeypatch.setattr(repair, "_NODES_AT_ONCE", 4)
+    store = open_store(tmp_path)
+    found = problems_of(store)
+    transactions = 0
+    changes = store.changes
+
+    def stopping() -> object:
+        nonlocal transactions
+        transactions += 1
+        if transactions == 3:
+            raise KeyboardInterrupt
+        return changes()
+
+    monkeypatch.setattr(store, "changes", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        mend(store, found)
+    monkeypatch.setattr(store, "changes", changes)
+    assert store.counts()["blocks"] == len(pub.nodes) - 8 + len(other.nodes)
+    assert problems_of(store) == found
+    assert mend(store, found).left == ()
+    assert store.counts()["blocks"] == 1 + len(other.nodes)
+    assert is_whole(store, other)
+    store.close()
+
+
+def test_fix_looks_again_before_it_removes(stored: Stored) -> None:
+    """What was mended by somebody else meanwhile, a daemon that stored the block anew, stays."""
+    store = open_store(stored.folder)
+    node, entry = stored.first.nodes[1].name, stored.first.tip
+    assert entry is not None
+    stale = [
+        Problem(ProblemKind.DAMAGED, "nodes", node.hex(), ""),
+        Problem(ProblemKind.DAMAGED, "payloads", piece_key(node, 0).hex(), ""),
+        Problem(ProblemKind.ORPHANED, "payloads", piece_key(node, 0).hex(), ""),
+        Problem(ProblemKind.ORPHANED, "usage", node.hex(), ""),
+        Problem(ProblemKind.MISCOUNTED, "usage", node.hex(), ""),
+        Problem(ProblemKind.DAMAGED, "entries", entry.hex(), ""),
+        Problem(ProblemKind.DAMAGED, "roots", ROOT.hex(), ""),
+        Problem(ProblemKind.DETACHED, "nodes", GONE.hex(), ""),
+        Problem(ProblemKind.DAMAGED, "history", GONE.hex(), ""),
+    ]
+    before = store.counts()
+    with store.snapshot() as snapshot:
+        usage = snapshot.usage(node)
+    assert mend(store, stale).left == ()
+    with store.snapshot() as snapshot:
+        assert snapshot.usage(node) == usage
+    assert store.counts() == before
+    assert all(is_whole(store, pub) for pub in stored.publications)
+    store.close()
+
+
+def test_a_mended_usage_record_keeps_what_is_known(stored: Stored) -> None:
+    name = stored.first.nodes[2].name
+    with damaged(stored.folder) as records:
+        records.change_usage(name, children=9, last_used=77.0, hits=2.5, prefill_s=0.25)
+    store = open_store(stored.folder)
+    mend(store, problems_of(store))
+    with store.snapshot() as snapshot:
+        usage = snapshot.usage(name)
+    assert usage is not None
+    assert (usage.children, usage.last_used, usage.hits, usage.prefill_s) == (2, 77.0, 2.5, 0.25)
+    store.close()
+
+
+def test_a_node_that_goes_while_payloads_are_checked_is_passed_over(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diskprefix.store.maintenance.verify_payloads._SLICE_BYTES", 1)
+    store = open_store(stored.folder)
+    index = verify_index(store)
+
+    def evict(_num_bytes: int) -> None:
+        """After every slice one more prompt's last block goes; nobody holds a snapshot meanwhile."""
+        for pub in stored.publications:
+            for node in reversed(pub.nodes):
+                if node.name in index.stored_bytes:
+                    store.quarantine(node.name, node.parent)
+
+    payloads = verify_payloads(store, index.stored_bytes, evict)
+    assert payloads.problems == ()
+    # Which node comes first is a matter of its name, and so of the store's secret.
+    largest = max(len(node.pieces) for pub in stored.publications for node in pub.nodes)
+    assert 0 < payloads.num_pieces <= largest
+    assert store.counts()["blocks"] == 0
+    store.close()
+
+
+def test_the_daemon_mends_the_index_without_losing_what_lies_under_a_damaged_root(stored: Stored) -> None:
+    with damaged(stored.folder) as records:
+        records.flip("roots", OTHER_ROOT, 10)
+        records.flip("roots", ROOT, 10)
+        records.put("usage", stored.other.nodes[0].name, b"x")
+    store = open_store(stored.folder)
+    with pytest.raises(StoreCorrupt):
+        store.publish(publication(store, prompt(2, 3 * BLOCK), root=OTHER_ROOT, layout=LAYOUT))
+    assert repair_index(store, {OTHER_ROOT: stored.other.root_record}) > 0
+    assert problems_of(store) == []
+    assert is_whole(store, stored.other)
+    with store.snapshot() as snapshot:
+        assert snapshot.root(OTHER_ROOT) == stored.other.root_record
+        # Nobody knows any more what lay under the other one.
+        assert snapshot.root(ROOT) is None
+        assert snapshot.node(stored.first.nodes[0].name) is None
+    more = publication(store, prompt(2, 3 * BLOCK), root=OTHER_ROOT, layout=LAYOUT)
+    store.publish(more)
+    assert is_whole(store, more)
+    assert repair_index(store) == 0
+    store.close()
+
+
+def test_a_damaged_root_that_the_daemon_knows_is_mended_alone(stored: Stored) -> None:
+    with damaged(stored.folder) as records:
+        records.flip("roots", OTHER_ROOT, 10)
+    store = open_store(stored.folder)
+    before = store.counts()["blocks"]
+    assert repair_index(store, {OTHER_ROOT: stored.other.root_record, GONE: stored.other.root_record}) > 0
+    assert store.counts()["blocks"] == before
+    assert problems_of(store) == []
+    with store.snapshot() as snapshot:
+        assert set(snapshot.keys("roots")) == {ROOT, OTHER_ROOT, HYBRID_ROOT}
+    store.close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.store.building import BLOCK, Clock, open_store, prompt, publication
+
+clock = Clock()
+store = open_store(Path(sys.argv[1]), budget_bytes=16 << 20, clock=clock)
+for seed in range(1_000_000):
+    clock.now += 20
+    store.publish(publication(store, prompt(seed % 50, (2 + seed % 7) * BLOCK + seed % 5), payload_bytes=400_000))
+    if seed == 60:
+        print("full", flush=True)
+"""
+
+
+def test_a_store_that_another_process_fills_and_evicts_from_has_no_problems(tmp_path: Path) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    try:
+        assert writer.stdout.readline() == "full\n"
+        store = Store.open(tmp_path)
+        seen = 0
+        for _ in range(15):
+            index = verify_index(store)
+            payloads = verify_payloads(store, index.stored_bytes, nothing)
+            assert (*index.problems, *payloads.problems) == ()
+            seen += payloads.num_pieces
+            assert mend(store, index.problems).left == ()
+        assert seen
+        assert writer.poll() is None
+        store.close()
+    finally:
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+
+
+def _flipped(value: bytes, rng: random.Random) -> bytes:
+    """With one other bit; a bit where there was none."""
+    changed = bytearray(value or b"\0")
+    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)

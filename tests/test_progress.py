@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from diskprefix.progress import progress_bar
+
+
+def test_without_a_terminal_every_quarter_is_a_line() -> None:
+    lines: list[str] = []
+    with progress_bar("working", 8, lines.append) as advance:
+        for done in (1, 2, 3, 7, 5, 8):
+            advance(done)
+    assert lines == ["working", "working: 25 %", "working: 75 %"]
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_on_a_terminal_a_bar_is_drawn_and_no_line_reported(
+    in_bytes: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    lines: list[str] = []
+    with progress_bar("working", 2048, lines.append, in_bytes=in_bytes) as advance:
+        advance(1024)
+        advance(512)
+    out, err = capsys.readouterr()
+    assert (out, lines) == ("", [])
+    assert "working" in err
+    assert ("1.0/2.0 KiB" if in_bytes else "50%") in err
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    lines: list[str] = []
+    with progress_bar("working", 1, lines.append):
+        pass
+    assert lines == ["working"]
