@@ -315,7 +315,7 @@ def test_packages_whose_kernels_transformers_takes_count_unless_machines_share_a
 
 def test_a_kernel_package_is_found_where_it_can_be_imported(tmp_path: Path) -> None:
     (tmp_path / "mamba_ssm").mkdir()
-    code = "from diskprefix.kv import fingerprint; print(fingerprint._kernels())"
+    code = "from diskprefix.model import fingerprint; print(fingerprint._kernels())"
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert json.loads(found.stdout)["mamba_ssm"] == "unknown"
