@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Restored: TypeAlias = Literal["anywhere", "at checkpoints", "at the end only", "not", "unknown"]
 
 TABLE = Path(__file__).with_name("verified_models.json")
-"""Written by `tools/exactness --write-table`."""
+"""Written by `tools/bench exactness --write-table`."""
 
 _RESTORED: dict[str, Restored] = {
     "cut": "anywhere",
@@ -65,7 +65,7 @@ def models(names: tuple[str, ...], as_json: bool) -> None:
                shared, stateless: the layer keeps nothing of its own
     restored   anywhere: at every block; at checkpoints: where one was saved; at the end only: an exact repeat
                not: requests run on transformers' own cache
-    verified   dtypes in which the answer after a restart was that of a cold run, bit for bit (tools/exactness)
+    verified   dtypes in which the answer after a restart was that of a cold run, bit for bit (tools/bench exactness)
 
     When a model is loaded, a restore is rehearsed on it: what fails is not cached, verified or not.
 
@@ -201,7 +201,7 @@ def _show(rows: Sequence[ModelRow], verified_with: dict[str, str]) -> None:
     click.echo(f"{counted(len(rows), 'architecture')}, {number} verified with {_versions(verified_with)}")
     installed = installed_versions()
     if installed != verified_with:
-        click.echo(f"installed are {_versions(installed)}: run tools/exactness to verify them")
+        click.echo(f"installed are {_versions(installed)}: run tools/bench exactness to verify them")
 
 
 def _versions(versions: dict[str, str]) -> str:

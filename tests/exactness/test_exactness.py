@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import exactness
 import pytest
 import torch
 from click.testing import CliRunner
-from weight_files import RWKV, STORIES, converted
 
 from diskprefix.cli.models import TABLE
 from diskprefix.engine.prefill import prefill
@@ -29,6 +27,8 @@ from tests.exactness.architectures import ARCHITECTURES, tiny_model
 from tests.exactness.jobs import Job, Kind, Lengths, cases_of, expected
 from tests.exactness.rows import DTYPES, UNSUPPORTED, Row, judged, run_jobs
 from tests.tiny import random_prompt
+from tools.matrices import exactness
+from tools.models.weight_files import RWKV, STORIES, converted
 
 EACH_KIND = (
     "llama",

@@ -1,4 +1,4 @@
-"""`tools/corruption-matrix`, scaled down: a daemon's store on damaged files, each in a process of its own."""
+"""`tools/bench corruption`, scaled down: a daemon's store on damaged files, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from tests.faults.file_damage import FILE_DAMAGE, RECORD_DAMAGE
 ROOT = Path(__file__).parent.parent.parent
 KINDS = ("no damage", *FILE_DAMAGE, *RECORD_DAMAGE)
 WITHOUT_THE_CHECK = """
-import sys
 from diskprefix.store import opening
 opening._require_sound = lambda path: None
-sys.path.insert(0, "tools")
-import corruption_matrix
-corruption_matrix.main()
+from tools.matrices.corruption import main
+main()
 """
 
 
@@ -31,7 +29,7 @@ def matrix(cases: int, folder: Path, *program: str) -> tuple[int, list[dict[str,
     arguments = ["--cases", str(cases), "--seed", "7000", "--json", "--folder", str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *(program or ("tools/corruption_matrix.py",)), *arguments],
+        [sys.executable, *(program or ("-m", "tools", "corruption")), *arguments],
         stdout=subprocess.PIPE,
         text=True,
         check=False,

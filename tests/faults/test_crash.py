@@ -1,4 +1,4 @@
-"""SIGKILL in the middle of what is done to a store: a little of what `tools/crash-matrix` does at full length."""
+"""SIGKILL in the middle of what is done to a store: a little of what `tools/bench crash` does at full length."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from policy_bench import GEOMETRIES, open_workload, preset_policy
 
 from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import parse_scope
@@ -14,6 +13,7 @@ from diskprefix.settings import Settings, find_policy, parse_duration, parse_siz
 from diskprefix.simulate.comparison import REGIMES, Regime
 from diskprefix.simulate.simulator import Policy, Totals, simulate
 from diskprefix.simulate.trace import Trace
+from tools.research.policy import GEOMETRIES, open_workload, preset_policy
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"
 PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml"))

@@ -6,13 +6,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from policy_bench import DISTURBED, GEOMETRIES, SHAPES, budget_of, open_workload, simulate_disturbed
 
 from diskprefix.policy.scope import Scope
 from diskprefix.simulate.comparison import REGIMES, Regime
 from diskprefix.simulate.simulator import Policy, Totals, simulate
 from diskprefix.simulate.synthetic import CATALOG
 from diskprefix.simulate.trace import Trace
+from tools.research.policy import DISTURBED, GEOMETRIES, SHAPES, budget_of, open_workload, simulate_disturbed
 
 AUTO, FULL = Scope("auto", 30), Scope("full")
 NUM_REQUESTS = 120

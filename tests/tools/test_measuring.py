@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-TOOLS = Path(__file__).parents[2] / "tools"
+ROOT = Path(__file__).parents[2]
 
 
-def run(tool: str, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, str(TOOLS / tool), *arguments, "--json"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tools", *arguments, "--json"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert answer.stdout, answer.stderr
     report: dict[str, Any] = json.loads(answer.stdout)
     return report
@@ -24,7 +24,7 @@ def run(tool: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_churn_keeps_the_file_within_its_budget_and_every_restore_right(tmp_path: Path) -> None:
-    report = run("soak.py", "--budget", "64MiB", "--churn", "3", "--folder", str(tmp_path))
+    report = run("soak", "--budget", "64MiB", "--churn", "3", "--folder", str(tmp_path))
     assert report["written_bytes"] >= 3 * report["budget_bytes"]
     assert report["file_bytes"] <= 1.15 * report["budget_bytes"]
     assert report["evicted"] > 0
@@ -41,7 +41,7 @@ def test_the_store_benchmark_measures_all_that_it_has_goals_for(tmp_path: Path) 
     workload = tmp_path / "workload.json"
     workload.write_text(json.dumps([{"traj": conversation}]))
     small = ("--tokens", "1024", "--blocks", "500", "--runs", "1", "--workload", str(workload))
-    report = run("bench.py", "store", *small, "--folder", str(tmp_path))
+    report = run("store", *small, "--folder", str(tmp_path))
     assert report["codecs"].keys() == report["restore"]["codecs"].keys() == {"raw", "zstd", "planes"}
     ratios = {name: codec["ratio"] for name, codec in report["codecs"].items()}
     assert 0.999 < ratios["raw"] <= 1.0 < ratios["zstd"] < ratios["planes"]
@@ -64,7 +64,7 @@ def long_model(chat_model: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_turns_of_a_conversation_are_restored_and_say_the_same(long_model: Path) -> None:
-    report = run("bench.py", "conversation", "--model", str(long_model), "--rounds", "1")
+    report = run("conversation", "--model", str(long_model), "--rounds", "1")
     assert report["texts_equal"]
     first, second, third = report["turns"]
     assert first["restored"] == 0
@@ -76,7 +76,7 @@ def test_the_turns_of_a_conversation_are_restored_and_say_the_same(long_model: P
 
 @pytest.mark.slow
 def test_a_prompt_is_restored_exactly_and_up_to_where_its_end_differs(long_model: Path) -> None:
-    report = run("bench.py", "prefix", "--model", str(long_model), "--tokens", "1500", "--runs", "1")
+    report = run("prefix", "--model", str(long_model), "--tokens", "1500", "--runs", "1")
     assert report["texts_equal"]
     (prompt,) = report["prompts"]
     restored = {case: figures["restored"] for case, figures in prompt["cases"].items()}

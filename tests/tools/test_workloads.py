@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import workloads
 from click.testing import CliRunner
 
 from diskprefix.simulate.formats import read_trace
 from diskprefix.simulate.trace import Trace
 from diskprefix.tokens import common_prefix_length
 from tests.server.chat_model import write_tokenizer
+from tools.research import workloads
 
 TOOL = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}}
 

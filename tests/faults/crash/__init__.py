@@ -1,4 +1,4 @@
 """Processes that are killed in the middle of what they do to a store, and what must hold afterwards.
 
-`tools/crash-matrix` runs all of it at full length, `tests/test_crash.py` a little of it.
+`tools/bench crash` runs all of it at full length, `tests/test_crash.py` a little of it.
 """

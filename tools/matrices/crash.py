@@ -6,7 +6,6 @@ restored byte for byte, whatever else is there must be whole, and no answer of a
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tempfile
@@ -18,13 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import click
-from live_server import step
-from restart_bench import TABLE_STYLE, machine
 from rich.console import Console
-from rich.table import Table
 
 from tests.faults.crash.phases import CompactPhase, EvictPhase, ImportPhase, MigratePhase, Round, SavePhase
 from tests.faults.crash.servers import ServerPhase
+from tools.measuring.live_server import step
+from tools.measuring.options import FOLDER, JSON
+from tools.measuring.report import machine, new_table, print_report
 
 
 class Phase(Protocol):
@@ -89,10 +88,8 @@ def _summary(rounds: list[Round]) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"SIGKILL at random moments, seed {report['seed']}", **TABLE_STYLE)
-    table.add_column("phase", no_wrap=True)
-    for name in ("kills", "in the\nmiddle", "restored,\nall equal", "failed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = f"SIGKILL at random moments, seed {report['seed']}"
+    table = new_table(title, left=("phase",), right=("kills", "in the\nmiddle", "restored,\nall equal", "failed"))
     table.add_column("of what")
     for name, found in (*report["phases"].items(), ("all", report["total"])):
         table.add_row(
@@ -127,27 +124,17 @@ def _doing(found: dict[str, Any]) -> str:
     show_default="all",
     help="What is killed; may be given several times.",
 )
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where the stores are made, to use another disk. About 1 GB.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON with every kill to stdout instead of a table.")
+@FOLDER
+@JSON
 def main(kills: int, seed: int, phases: tuple[str, ...], folder: Path | None, as_json: bool) -> None:
     """Kill processes in the middle of what they do to a store, and check what they leave.
 
-    Exits with 1 if anything was lost, damaged or answered otherwise. Takes about ten minutes on two cores.
+    Exits with 1 if anything was lost, damaged or answered otherwise. Takes about five minutes on two cores, and about
+    1 GB of disk.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="diskprefix-crash-", dir=folder) as workspace:
         rounds = run(Path(workspace), share(kills, phases), seed, Console(stderr=True))
     report = report_of(rounds, seed, time.monotonic() - started)
-    if as_json:
-        click.echo(json.dumps(report, indent=2))
-    else:
-        show(report, Console())
+    print_report(report, as_json, show)
     sys.exit(1 if report["total"]["failed"] else 0)
-
-
-if __name__ == "__main__":
-    main()

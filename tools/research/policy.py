@@ -1,4 +1,4 @@
-"""How well the policies choose, by simulation: `tools/policy-bench COMMAND --data DIR`.
+"""How well the policies choose, by simulation: `tools/bench policy COMMAND --data DIR`.
 
 Workloads are those of `workloads.py`, whose data lie in folders below DIR, and those of the project's own generators,
 which need none. Tables are Markdown; shares are of all prompt tokens, in percent.
@@ -17,14 +17,12 @@ from typing import Any, TypeAlias
 
 import click
 import numpy as np
-import workloads
 from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from diskprefix.cli.simulate_plot import PLOT_FORMATS, require_matplotlib
-from diskprefix.errors import DiskPrefixError
 from diskprefix.policy.admission import AdmissionFilter
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import MAX_VALUE, Scope, parse_scope
@@ -39,6 +37,8 @@ from diskprefix.simulate.trace import Trace, TraceRequest
 from diskprefix.store.eviction import UsageTable, scores
 from diskprefix.store.schema import HISTORY_TOKENS
 from diskprefix.tokens import TokenIds
+from tools.measuring.options import DATA, JSON
+from tools.research import workloads
 
 Row: TypeAlias = dict[str, Any]
 
@@ -433,7 +433,7 @@ class Report:
 def _options(names: Sequence[str], requests: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def add(command: Callable[..., None]) -> Callable[..., None]:
         for option in (
-            click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
+            JSON,
             click.option("--requests", type=click.IntRange(min=1), default=requests, show_default=True, help=_REQUESTS),
             click.option(
                 "--workload",
@@ -443,13 +443,7 @@ def _options(names: Sequence[str], requests: int) -> Callable[[Callable[..., Non
                 default=names,
                 help="May be given several times. Without it: all of them.",
             ),
-            click.option(
-                "--data",
-                type=click.Path(file_okay=False, path_type=Path),
-                default=Path("../shared/data"),
-                show_default=True,
-                help="The folder with the folders of the published data.",
-            ),
+            DATA,
         ):
             command = option(command)
         return command
@@ -550,15 +544,3 @@ def speed_command(data: Path, names: Sequence[str], requests: int, as_json: bool
         for row in speed(repeated(trace, 3)):
             report.add(row)
     report.show()
-
-
-def run() -> None:
-    try:
-        main()
-    except (OSError, DiskPrefixError) as error:
-        print(f"policy-bench: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    run()

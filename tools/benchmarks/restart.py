@@ -6,8 +6,6 @@ between them, of as many bytes.
 
 from __future__ import annotations
 
-import os
-import platform
 import random
 import statistics
 import time
@@ -16,11 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
-from live_server import Answer, LiveServer, LiveServerError, step
-from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step
+from tools.measuring.options import FOLDER, JSON, codec_option, runs_option
+from tools.measuring.report import machine, median, new_table, print_report, short, show_machine
+from tools.measuring.workspace import measuring
 
 PROMPT_TOKENS = (2048, 4096, 7900)
 NEW_TOKENS = 23
@@ -30,9 +32,8 @@ TIMES = ("lookup_ms", "restore_ms", "prefill_ms", "server_ttft_ms", "ttft_ms")
 COPY_REPEATS = 7
 COPY_THREADS = 2
 CASES = {"cold": "cold", "cold_off": "cold, off", "exact": "exact repeat", "nearest": f"+{NEW_TOKENS} tokens"}
-TABLE_STYLE: dict[str, Any] = {"box": box.SIMPLE, "padding": (0, 1, 0, 0), "title_justify": "left", "show_edge": False}
 
-WORDS = (Path(__file__).parent / "prompts" / "words.txt").read_text(encoding="utf-8").split()
+WORDS = (Path(__file__).parents[1] / "prompts" / "words.txt").read_text(encoding="utf-8").split()
 """Each of them, with the blank before it, is one token of the embedded model."""
 
 
@@ -165,18 +166,8 @@ def measure(
         "machine": machine(),
         "prompts": [_prompt_report(bench, tokens) for tokens in sizes],
         "save_cost_percent": _save_cost_percent(bench.samples),
-        "startup_s": {name: _median(start[name] for start in bench.startups) for name in bench.startups[0]},
+        "startup_s": {name: median(start[name] for start in bench.startups) for name in bench.startups[0]},
         "samples": [asdict(sample) for sample in bench.samples],
-    }
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_average_1min": round(os.getloadavg()[0], 2),
     }
 
 
@@ -199,7 +190,7 @@ def _prompt_report(bench: RestartBench, tokens: int) -> dict[str, Any]:
 
 
 def _case_report(samples: Sequence[Sample]) -> dict[str, float]:
-    medians = {name: _median(getattr(sample, name) for sample in samples) for name in TIMES}
+    medians = {name: median(getattr(sample, name) for sample in samples) for name in TIMES}
     return medians | {"prompt_tokens": samples[0].prompt_tokens, "restored": samples[0].restored}
 
 
@@ -222,10 +213,6 @@ def saves_first(run: int) -> bool:
     return run % 2 == 1
 
 
-def _median(values: Iterator[float]) -> float:
-    return round(statistics.median(values), 3)
-
-
 def show(report: dict[str, Any], console: Console) -> None:
     for table in (_cases_table(report), _bandwidth_table(report), _startup_table(report)):
         console.print(table)
@@ -233,22 +220,10 @@ def show(report: dict[str, Any], console: Console) -> None:
     show_machine(report["machine"], console)
 
 
-def show_machine(facts: dict[str, Any], console: Console) -> None:
-    console.print(
-        f"{facts['cpus']} cpus, torch {facts['torch']}, Python {facts['python']}, {facts['platform']}; "
-        f"load {facts['load_average_1min']}",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
 def _cases_table(report: dict[str, Any]) -> Table:
     title = f"Time to first token in ms, median of {report['runs']}; restored: first request after kill -9"
-    table = Table(title=title, **TABLE_STYLE)
-    table.add_column("prompt", justify="right", no_wrap=True)
-    table.add_column("case", no_wrap=True)
-    for name in ("restored", "lookup", "restore", "prefill", "TTFT\nserver", "TTFT\nclient", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures_of = ("restored", "lookup", "restore", "prefill", "TTFT\nserver", "TTFT\nclient", "ratio")
+    table = new_table(title, left=("prompt", "case"), right=figures_of)
     for prompt in report["prompts"]:
         for case, title in CASES.items():
             figures = prompt["cases"][case]
@@ -263,24 +238,10 @@ def _cases_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def short(number: float) -> str:
-    """For a table: whole numbers from 100 on, else one decimal."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
-
-
 def _bandwidth_table(report: dict[str, Any]) -> Table:
-    table = Table(
-        title="Exact repeat: restore against a memory copy of as many bytes; cold: the cost of saving", **TABLE_STYLE
-    )
-    for name in (
-        "prompt",
-        "MB",
-        "restore\nGB/s",
-        "memory copy\nGB/s",
-        "restore /\ncopy",
-        "saving costs\n% of cold TTFT",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = "Exact repeat: restore against a memory copy of as many bytes; cold: the cost of saving"
+    speeds = ("restore\nGB/s", "memory copy\nGB/s", "restore /\ncopy")
+    table = new_table(title, right=("prompt", "MB", *speeds, "saving costs\n% of cold TTFT"))
     for prompt in report["prompts"]:
         table.add_row(
             f"{prompt['tokens']}",
@@ -295,8 +256,34 @@ def _bandwidth_table(report: dict[str, Any]) -> Table:
 
 
 def _startup_table(report: dict[str, Any]) -> Table:
-    table = Table(title="From process start to ready, seconds", **TABLE_STYLE)
-    for name in report["startup_s"]:
-        table.add_column(name.replace("_", " "), justify="right")
+    names = [name.replace("_", " ") for name in report["startup_s"]]
+    table = new_table("From process start to ready, seconds", right=names)
     table.add_row(*(f"{seconds:.2f}" for seconds in report["startup_s"].values()))
     return table
+
+
+@click.command()
+@runs_option(4)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=512, max=8100),
+    multiple=True,
+    default=PROMPT_TOKENS,
+    show_default=True,
+    help="Length of a prompt; may be given several times.",
+)
+@codec_option("raw")
+@FOLDER
+@JSON
+def main(runs: int, tokens: tuple[int, ...], codec: str, folder: Path | None, as_json: bool) -> None:
+    """Measure what a restart costs: cold, exact repeat, nearest prefix.
+
+    Every restored figure is the first request of a server that was killed with SIGKILL and started again. The operating
+    system's page cache survives that, so this is a restarted process and not a rebooted machine. The cache folder grows
+    by about 0.4 GB with each run. Best an even number of runs: saving is measured first in one and second in the next.
+    """
+    progress = Console(stderr=True)
+    with measuring(folder, progress) as workspace:
+        log_path = workspace / "server.log"
+        report = measure(workspace / "kv", log_path, sorted(set(tokens)), runs, codec, progress)
+    print_report(report, as_json, show)

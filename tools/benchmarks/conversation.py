@@ -11,17 +11,23 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from live_server import Answer, LiveServer, LiveServerError, step
-from restart_bench import TABLE_STYLE, machine, short, show_machine
+import click
 from rich.console import Console
 from rich.table import Table
 
-PROMPTS = Path(__file__).parent / "prompts"
+from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step
+from tools.measuring.options import FOLDER, JSON, codec_option
+from tools.measuring.report import machine, median, new_table, print_report, short, show_machine
+from tools.measuring.workspace import measuring, model_folder
+from tools.models import real
+
+PROMPTS = Path(__file__).parents[1] / "prompts"
 SECTIONS = ("You are", "# 1.", "# 2.", "# 3.", "# 5.", "# 7.", "# 9.", "# 11.")
 """The parts of the system prompt that make a third turn of about 5 000 tokens."""
 NUM_TURNS = 3
@@ -174,7 +180,7 @@ def _turn_report(turns: Sequence[Turn]) -> dict[str, Any]:
 
 def _medians(times: Iterable[dict[str, float]]) -> dict[str, float]:
     collected = list(times)
-    return {name: round(statistics.median(sample[name] for sample in collected), 3) for name in TIMES}
+    return {name: median(sample[name] for sample in collected) for name in TIMES}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -196,12 +202,8 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def _table(report: dict[str, Any]) -> Table:
     title = f"{report['model']}: a conversation of {NUM_TURNS} turns, medians of {report['rounds']}, times in ms"
-    table = Table(title=title, **TABLE_STYLE)
-    for name in (
-        *("turn", "tokens", "restored", "new", "prefill\ncold", "prefill\nwarm", "prefill\nratio"),
-        *("TTFT\ncold", "TTFT\nwarm", "TTFT\nratio"),
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    times = ("prefill\ncold", "prefill\nwarm", "prefill\nratio", "TTFT\ncold", "TTFT\nwarm", "TTFT\nratio")
+    table = new_table(title, right=("turn", "tokens", "restored", "new", *times))
     for turn in report["turns"]:
         warm, cold = turn["warm"], turn["cold"]
         table.add_row(
@@ -210,3 +212,34 @@ def _table(report: dict[str, Any]) -> Table:
             *(short(cold["ttft_ms"]), short(warm["ttft_ms"]), f"{short(turn['ratios']['ttft'])}×"),
         )
     return table
+
+
+@click.command()
+@click.option(
+    "--model",
+    default=real.DEFAULT,
+    show_default=True,
+    help=f"One that has a chat template: {real.DEFAULT}, {real.QWEN2_CODER.name} or a model's folder.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Conversations; figures are their medians. Three differ, with prompts that end elsewhere on the grid.",
+)
+@click.option("--restart/--no-restart", default=True, show_default=True, help="Kill the server between the turns.")
+@codec_option("auto")
+@FOLDER
+@JSON
+def main(model: str, rounds: int, restart: bool, codec: str, folder: Path | None, as_json: bool) -> None:
+    """Measure what the three turns of an agent cost: cold, and with the earlier turns on disk.
+
+    The third turn has about 5 000 tokens. Exits with 1 if a reply differs from that of a run without the cache.
+    """
+    progress = Console(stderr=True)
+    source = model_folder(model, progress)
+    with measuring(folder, progress) as workspace:
+        report = measure(workspace, model, source, rounds, restart, codec, progress)
+    print_report(report, as_json, show)
+    sys.exit(0 if report["texts_equal"] else 1)

@@ -27,9 +27,6 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from kv_sample import SMOLLM2, synthetic_sample
-from live_server import step
-from restart_bench import TABLE_STYLE, machine
 from rich.console import Console
 from rich.table import Table
 
@@ -37,11 +34,15 @@ from diskprefix.errors import CacheError, StoreFull
 from diskprefix.kv.layout import Layout
 from diskprefix.prefix_cache.nodes import Node
 from diskprefix.prefix_cache.restore import Restored
-from diskprefix.settings import CODECS, format_size, parse_size
+from diskprefix.settings import format_size, parse_size
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds
 from tests.model_place import ModelPlace, Restorer, dense_layout
+from tools.measuring.kv_sample import SMOLLM2, synthetic_sample
+from tools.measuring.live_server import step
+from tools.measuring.options import FOLDER, JSON, codec_option
+from tools.measuring.report import machine, new_table, print_report
 
 BUDGET_S = 360.0
 """Simulated seconds in which as much as the budget is written: ten times the budget in an hour."""
@@ -420,18 +421,13 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print()
     console.print(_parts_table(report))
     console.print()
-    table = Table(title="Verdicts", **TABLE_STYLE)
-    table.add_column("", no_wrap=True)
-    for name in ("measured", "goal"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    table = new_table("Verdicts", left=("",), right=("measured", "goal", ""))
     for row in report["verdicts"]:
         table.add_row(row["what"], row["figure"], row["goal"], "✓" if row["holds"] else "✗")
     console.print(table)
 
 
 def _parts_table(report: dict[str, Any]) -> Table:
-    table = Table(title="By tenths of what was written", **TABLE_STYLE)
     titles = {
         "publications": "writes",
         "ms_per_mb": "ms per\nMB",
@@ -443,8 +439,7 @@ def _parts_table(report: dict[str, Any]) -> Table:
         "memory_mb": "memory\nMB",
         "failed": "failed",
     }
-    for title in titles.values():
-        table.add_column(title, justify="right", no_wrap=True)
+    table = new_table("By tenths of what was written", right=titles.values())
     for part in report["parts"]:
         table.add_row(*(f"{part[name]:g}" for name in titles))
     return table
@@ -456,13 +451,9 @@ def _parts_table(report: dict[str, Any]) -> Table:
 )
 @click.option("--budget", default="1GiB", show_default=True, metavar="SIZE", help="Budget of the store.")
 @click.option("--churn", type=float, default=10.0, show_default=True, help="How many times the budget to write.")
-@click.option("--codec", type=click.Choice(CODECS), default="planes", show_default=True, help="How state is stored.")
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where the store is made, to use another disk.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout instead of tables.")
+@codec_option("planes")
+@FOLDER
+@JSON
 def main(minutes: float, budget: str, churn: float, codec: str, folder: Path | None, as_json: bool) -> None:
     """Write ten times its budget through one store, and say whether it stayed in bounds.
 
@@ -479,12 +470,5 @@ def main(minutes: float, budget: str, churn: float, codec: str, folder: Path | N
             report = measure(folder, budget_bytes=budget_bytes, churn=churn, codec=codec, min_seconds=minutes * 60)
         except CacheError as error:
             raise click.ClickException(str(error)) from error
-    if as_json:
-        click.echo(json.dumps(report, indent=2))
-    else:
-        show(report, Console())
+    print_report(report, as_json, show)
     sys.exit(0 if all(row["holds"] for row in report["verdicts"]) else 1)
-
-
-if __name__ == "__main__":
-    main()

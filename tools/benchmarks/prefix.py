@@ -6,18 +6,23 @@ of a server that was killed and started again. Each text is compared with that o
 
 from __future__ import annotations
 
-import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from live_server import Answer, LiveServer, LiveServerError, step
-from restart_bench import TABLE_STYLE, machine, short, show_machine
+import click
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parent.parent
+from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step
+from tools.measuring.options import FOLDER, JSON, codec_option, runs_option
+from tools.measuring.report import machine, median, new_table, print_report, short, show_machine
+from tools.measuring.workspace import measuring, model_folder
+from tools.models import real
+
+ROOT = Path(__file__).parents[2]
 SIZES = {"gemma3-270m": (2_000, 20_000), "smollm2": (2_000, 7_900)}
 TAIL_TOKENS = 64
 """By so many tokens the nearest prompt ends otherwise."""
@@ -196,7 +201,7 @@ def _prompt_report(samples: Sequence[Sample], model: str, tokens: int) -> dict[s
 
 
 def _medians(samples: Sequence[Sample]) -> dict[str, float]:
-    medians = {name: round(statistics.median(getattr(sample, name) for sample in samples), 3) for name in TIMES}
+    medians = {name: median(getattr(sample, name) for sample in samples) for name in TIMES}
     return medians | {"restored": samples[0].restored}
 
 
@@ -241,14 +246,9 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def _table(model: str, report: dict[str, Any]) -> Table:
-    table = Table(title=f"{model}: time to first token and in all, ms, median of {report['runs']}", **TABLE_STYLE)
-    table.add_column("tokens", justify="right", no_wrap=True)
-    table.add_column("case", no_wrap=True)
-    for name in ("restored", "TTFT", "total", "TTFT\nratio"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("same\ntext", no_wrap=True)
-    for name in ("mlx-lm\nms", "mlx-lm\nratio"):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = f"{model}: time to first token and in all, ms, median of {report['runs']}"
+    figures = ("restored", "TTFT", "total", "TTFT\nratio", "same\ntext", "mlx-lm\nms", "mlx-lm\nratio")
+    table = new_table(title, left=("tokens", "case"), right=figures)
     for prompt in report["prompts"]:
         if prompt["model"] == model:
             for case, title in CASES.items():
@@ -265,3 +265,39 @@ def _figures(prompt: dict[str, Any], case: str) -> list[str]:
     row.append(short(published[case] * 1e3) if case in published else "")
     row.append(f"{short(published['cold'] / published[case])}×" if ratios and case in published else "")
     return row
+
+
+@click.command()
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=tuple(SIZES),
+    show_default=True,
+    help=f"{', '.join(real.NAMES)} or a model's folder; may be given several times.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=512),
+    multiple=True,
+    help="Length of a prompt; may be given several times. [default: 2000 and 20000; 7900 for smollm2]",
+)
+@runs_option(3)
+@codec_option("auto")
+@FOLDER
+@JSON
+def main(
+    models: tuple[str, ...], tokens: tuple[int, ...], runs: int, codec: str, folder: Path | None, as_json: bool
+) -> None:
+    """Measure what a long prompt costs: cold, exact repeat, another end; beside the published figures of mlx-lm.
+
+    Every restored figure is the first request of a server that was killed and started again. Exits with 1 if a text
+    differs from that of a run that restored nothing.
+    """
+    progress = Console(stderr=True)
+    folders = {model: model_folder(model, progress) for model in models}
+    sizes = {model: sorted(set(tokens)) or SIZES.get(model, (2_000, 20_000)) for model in models}
+    with measuring(folder, progress) as workspace:
+        report = measure(workspace, folders, sizes, runs, codec, progress)
+    print_report(report, as_json, show)
+    sys.exit(0 if report["texts_equal"] else 1)

@@ -18,20 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import click
-from live_server import step
-from real_models import real_model
-from restart_bench import TABLE_STYLE
 from rich.console import Console
-from rich.table import Table
-from weight_files import RWKV, STORIES, converted
 
 from diskprefix.cli.models import installed_versions
 from diskprefix.errors import ModelError
 from tests.exactness.architectures import ARCHITECTURES
 from tests.exactness.jobs import Job, Lengths
 from tests.exactness.rows import DTYPES, Row, run_jobs
+from tools.measuring.live_server import step
+from tools.measuring.report import new_table
+from tools.models.real import real_model
+from tools.models.weight_files import RWKV, STORIES, converted
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WEIGHTS = ROOT.parent / "shared/data"
 SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -107,14 +106,14 @@ def _verified(rows: list[Row]) -> dict[str, Any]:
 
 
 def show(rows: list[Row], seconds: float, console: Console) -> None:
-    table = Table(title="Restored in another process, against a cold run", **TABLE_STYLE)
-    for name in ("architecture", "layers", "restored", "dtype", "bitwise"):
-        table.add_column(name, no_wrap=name != "layers")
-    table.add_column("reason")
+    columns = ("architecture", "restored", "dtype", "bitwise")
+    table = new_table("Restored in another process, against a cold run", left=columns)
+    for name in ("layers", "reason"):
+        table.add_column(name)
     for row in rows:
         mark = "yes" if row.bitwise else "no" if row.is_as_it_should_be else "[bold red]no[/]"
         where = {"cut": "anywhere", "checkpoint": "checkpoints", "one pass": "at the end", "unsupported": "never"}
-        table.add_row(row.architecture, row.layers, where[row.kind], row.dtype, mark, row.reason or "")
+        table.add_row(row.architecture, where[row.kind], row.dtype, mark, row.layers, row.reason or "")
     console.print(table)
     for line in summary(rows):
         console.print(line, highlight=False)
@@ -209,7 +208,3 @@ def main(
 
 def _quiet(_line: str) -> None:
     """A log has no use for a line per job."""
-
-
-if __name__ == "__main__":
-    main()

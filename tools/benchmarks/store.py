@@ -6,6 +6,8 @@ What is compared is measured in turns in one run, so that a drift of the machine
 from __future__ import annotations
 
 import statistics
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,17 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import agent_workload
+import click
 import numpy as np
-import page_cache
 import torch
-from agent_workload import Sharing, Tokenizer
-from kv_sample import BLOCK_SIZE, KVSample
-from live_server import step
-from restart_bench import TABLE_STYLE, machine
 from rich.console import Console
 from rich.table import Table
 
+from diskprefix.errors import DiskPrefixError
 from diskprefix.kv.arena import Bytes
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.nodes import Node
@@ -35,6 +33,13 @@ from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
 from tests.model_place import ModelPlace, dense_layout, open_restorer
+from tools.benchmarks import sharing
+from tools.benchmarks.sharing import Sharing, Tokenizer
+from tools.measuring import kv_sample, page_cache
+from tools.measuring.kv_sample import BLOCK_SIZE, KVSample
+from tools.measuring.live_server import step
+from tools.measuring.options import FOLDER, JSON, runs_option
+from tools.measuring.report import machine, new_table, print_report
 
 THREADS = 2
 """As many as a restore uses."""
@@ -83,14 +88,14 @@ def measure(plan: Plan, console: Console) -> dict[str, Any]:
     restore = _measure_restore(plan, console)
     with step(console, f"a store of {plan.blocks} blocks, and lookups of {MATCH_TOKENS} tokens in it"):
         match = _measure_match(plan.folder, plan.blocks)
-    sharing = []
+    shared: list[Sharing] = []
     for path in plan.workloads:
         name = path.parent.name if path.is_file() else path.name
         with step(console, f"workload {name}"):
-            requests = agent_workload.prompts(path, plan.tokenizer)
+            requests = sharing.prompts(path, plan.tokenizer)
             for scope in SCOPES:
                 parsed = parse_scope(scope, param="scope")
-                sharing.append(agent_workload.measure(name, requests, parsed, sample.layout))
+                shared.append(sharing.measure(name, requests, parsed, sample.layout))
     report = {
         "benchmark": "store",
         "machine": machine(),
@@ -100,9 +105,9 @@ def measure(plan: Plan, console: Console) -> dict[str, Any]:
         "codecs": codecs,
         "restore": restore,
         "match": match,
-        "sharing": [asdict(found) | {"ratio": round(found.ratio, 2)} for found in sharing],
+        "sharing": [asdict(found) | {"ratio": round(found.ratio, 2)} for found in shared],
     }
-    return report | {"goals": [asdict(goal) for goal in _goals(report, sharing)]}
+    return report | {"goals": [asdict(goal) for goal in _goals(report, shared)]}
 
 
 # Codecs
@@ -360,10 +365,8 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def _codec_table(report: dict[str, Any]) -> Table:
-    table = Table(title="Codecs, GB/s of raw KV", **TABLE_STYLE)
-    table.add_column("codec", no_wrap=True)
-    for name in ("ratio", "encode\n1 thread", f"decode\n{THREADS} threads"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = ("ratio", "encode\n1 thread", f"decode\n{THREADS} threads")
+    table = new_table("Codecs, GB/s of raw KV", left=("codec",), right=figures)
     for name, codec in report["codecs"].items():
         table.add_row(name, f"{codec['ratio']:.2f}", f"{codec['encode_gb_s']:.1f}", f"{codec['decode_gb_s']:.1f}")
     return table
@@ -371,12 +374,8 @@ def _codec_table(report: dict[str, Any]) -> Table:
 
 def _restore_table(report: dict[str, Any]) -> Table:
     title = f"Restoring {report['restore']['bytes'] / 1e6:.0f} MB of KV, GB/s, median of {report['runs']}"
-    table = Table(title=title, **TABLE_STYLE)
-    table.add_column("codec", no_wrap=True)
-    for name in ("page cache\nwarm", "of a\ncopy", "first after\nopening", "of a\ncopy"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("pages\ndropped", "of a direct\nread"):
-        table.add_column(name, justify="right", no_wrap=True)
+    warm = ("page cache\nwarm", "of a\ncopy", "first after\nopening", "of a\ncopy")
+    table = new_table(title, left=("codec",), right=(*warm, "pages\ndropped", "of a direct\nread"))
     for name, codec in report["restore"]["codecs"].items():
         direct = codec["cold_to_direct_read"]
         table.add_row(
@@ -392,11 +391,9 @@ def _restore_table(report: dict[str, Any]) -> Table:
 
 
 def _sharing_table(report: dict[str, Any]) -> Table:
-    table = Table(title=f"Stored without compression; tokens: {report['tokenizer']}", **TABLE_STYLE)
-    table.add_column("workload", no_wrap=True)
-    table.add_column("scope", no_wrap=True)
-    for name in ("requests", "prompt\ntokens", "snapshots\nGB", "stored\nGB", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = f"Stored without compression; tokens: {report['tokenizer']}"
+    figures = ("requests", "prompt\ntokens", "snapshots\nGB", "stored\nGB", "ratio")
+    table = new_table(title, left=("workload", "scope"), right=figures)
     for found in report["sharing"]:
         table.add_row(
             found["name"],
@@ -411,12 +408,83 @@ def _sharing_table(report: dict[str, Any]) -> Table:
 
 
 def _goal_table(report: dict[str, Any]) -> Table:
-    table = Table(title="Goals", **TABLE_STYLE)
-    table.add_column("", no_wrap=True)
-    table.add_column("measured", justify="right", no_wrap=True)
-    table.add_column("goal", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = new_table("Goals", left=("",), right=("measured", "goal", ""))
     marks = {True: "✓", False: "✗", None: "–"}
     for goal in report["goals"]:
         table.add_row(goal["what"], goal["figure"], goal["goal"], marks[goal["holds"]])
     return table
+
+
+@click.command()
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1024),
+    default=8192,
+    show_default=True,
+    help="How much is saved and restored; of the embedded model's shape, 1 GiB is about 46 000 tokens.",
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(min=1),
+    default=100_000,
+    show_default=True,
+    help="How many the store holds in which prompts of 100 000 tokens are looked up.",
+)
+@runs_option(7)
+@click.option(
+    "--kv",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Real KV to measure with, a .npy: uint16 (bf16), float16 or float32 [blocks, tensors, heads, 256, head_dim].",
+)
+@click.option("--model", is_flag=True, help="Compute real KV, and count tokens, with the embedded model.")
+@click.option(
+    "--workload",
+    "workloads",
+    type=click.Path(exists=True, path_type=Path),
+    multiple=True,
+    metavar="PATH",
+    help="Recorded conversations, to see what sharing saves: a file or folder of *.json with traj, *.traj or "
+    "prompt_*.log. May be given several times.",
+)
+@FOLDER
+@JSON
+def main(
+    tokens: int,
+    blocks: int,
+    runs: int,
+    kv: Path | None,
+    model: bool,
+    workloads: tuple[Path, ...],
+    folder: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure what the store can do: restores against a memory copy and a direct read, lookups, codecs, sharing.
+
+    Without --kv and --model the KV is made up, so that it compresses as that of the embedded model does.
+    """
+    progress = Console(stderr=True)
+    with tempfile.TemporaryDirectory(prefix="diskprefix-bench-", dir=folder) as workspace:
+        try:
+            with step(progress, "KV to measure with") as note:
+                if kv is not None:
+                    sample = kv_sample.sample_from_file(kv)
+                elif model:
+                    sample = kv_sample.sample_from_model(note)
+                else:
+                    sample = kv_sample.synthetic_sample(8)
+                tokenizer = sharing.embedded_tokenizer(note) if model else sharing.word_tokenizer()
+            plan = Plan(
+                sample=sample,
+                tokens=tokens,
+                blocks=blocks,
+                runs=runs,
+                workloads=workloads,
+                tokenizer=tokenizer,
+                folder=Path(workspace),
+            )
+            report = measure(plan, progress)
+        except (DiskPrefixError, ValueError) as error:
+            progress.print(f"[red]error:[/red] {error}", highlight=False)
+            sys.exit(1)
+    print_report(report, as_json, show)

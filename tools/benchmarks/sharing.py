@@ -10,8 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kv_sample import BLOCK_SIZE
-
 from diskprefix.kv.layout import Layout
 from diskprefix.model.embedded import embedded_folder
 from diskprefix.policy.history import History
@@ -24,6 +22,7 @@ from diskprefix.store.changes import node_bytes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds, as_token_ids
+from tools.measuring.kv_sample import BLOCK_SIZE
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>")
 _WORDS = re.compile(r"<\|im_(?:start|end)\|>|\s?\w{1,6}|[^\w\s]|\s+")

@@ -1,10 +1,10 @@
-"""Published workloads as traces for the simulator: `python tools/workloads.py write NAME --data DIR`.
+"""Published workloads as traces for the simulator: `tools/bench workloads write NAME --data DIR`.
 
 The data are those of their authors, each in a folder of its own name below DIR. Traces of block ids become Mooncake's
 format, conversations become request bodies, one JSON object a line. `open_workload` gives the same as a `Trace`.
 
 Chats are rendered with the embedded model's tokenizer and the ChatML template below, as the model's own leaves tools
-and tool calls out. `python tools/workloads.py template` prints it, for a daemon that is to render the same prompts.
+and tool calls out. `tools/bench workloads template` prints it, for a daemon that is to render the same prompts.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from diskprefix.prompt import Prompt
 from diskprefix.simulate.blocks import BlockRequest, block_trace
 from diskprefix.simulate.formats import ReadBody, read_trace
 from diskprefix.simulate.trace import Trace, TraceRequest
+from tools.measuring.options import DATA
 
 Json: TypeAlias = dict[str, Any]
 
@@ -333,13 +334,7 @@ def print_template() -> None:
 
 @main.command()
 @click.argument("name", type=click.Choice(NAMES))
-@click.option(
-    "--data",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=Path("../shared/data"),
-    show_default=True,
-    help="The folder with the folders of the data.",
-)
+@DATA
 def write(name: str, data: Path) -> None:
     """Print the workload NAME as JSON lines: request bodies, or block ids in Mooncake's format."""
     try:
@@ -365,7 +360,3 @@ def mooncake_lines(data: Path, name: str) -> Iterator[Json]:
 def body_lines(data: Path, name: str) -> Iterator[Json]:
     for index, turn in enumerate(CONVERSATIONS[name](data)):
         yield {"timestamp": round(index * PAUSE_S * 1000), **turn.body}
-
-
-if __name__ == "__main__":
-    main()

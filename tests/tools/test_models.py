@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import real_models
-from real_models import SplitModel
 
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf import is_finished
 from diskprefix.model.loader import load_model
 from diskprefix.settings import Settings
 from tests.model import tiny
+from tools.models import real as real_models
+from tools.models.real import SplitModel
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_PARTS = 3
@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_fetched_is_none_with_the_reason(
 
 def test_the_command_lists_all_and_exits_with_1_where_one_cannot_be_fetched(models: Path, index: Path) -> None:
     def command(*names: str) -> subprocess.CompletedProcess[str]:
-        whole = [sys.executable, "-m", "tools.real_models", *names]
+        whole = [sys.executable, "-m", "tools", "models", *names]
         return subprocess.run(whole, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
     assert not index.exists()

@@ -20,7 +20,7 @@ from diskprefix.tokens import as_token_ids
 from tests.model_place import dense_layout
 
 BLOCK_SIZE = 256
-REAL_TEXT = Path(__file__).parent / "prompts" / "agent_system.md"
+REAL_TEXT = Path(__file__).parents[1] / "prompts" / "agent_system.md"
 MODEL_TOKENS = 4096
 _CHANNEL_SPREAD = 0.5
 """Channels of keys and values differ in size. With so much spread (standard deviation, in powers of two) normal numbers

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from live_server import Answer, LiveServer, LiveServerError, log_tail, step
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-SYSTEM_PROMPT = Path(__file__).parent / "prompts" / "agent_system.md"
+from tools.measuring.live_server import Answer, LiveServer, LiveServerError, log_tail, step
+
+SYSTEM_PROMPT = Path(__file__).parents[1] / "prompts" / "agent_system.md"
 QUESTION = "An invoice is wrong. What do I do first?"
 NEXT_QUESTION = "And what do I do after that?"
 OTHER_QUESTION = "What do I do when the disk of a server is nearly full?"
@@ -197,4 +198,4 @@ def main(keep: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="tools/demo")

@@ -1,4 +1,4 @@
-"""`tools/corruption-matrix`: what becomes of a daemon whose `data.mdb` was damaged, thousands of times.
+"""What becomes of a daemon whose `data.mdb` was damaged, thousands of times.
 
 Each case copies a store, damages the copy, and lets a daemon's store and writer live on it twice, each time in a
 process of its own with a time limit: open, restore every prompt, read the history and the list of entries, save what is
@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 
 import click
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -39,6 +38,8 @@ from diskprefix.tokens import TokenIds
 from tests.faults.file_damage import FILE_DAMAGE, RECORD_DAMAGE, damaged
 from tests.faults.isolated import run_isolated
 from tests.store.building import BLOCK, ROOT, Clock, layout_of, prompt, publication, read_payload
+from tools.measuring.options import FOLDER, JSON
+from tools.measuring.report import new_table
 
 UNDAMAGED = "no damage"
 KINDS = (UNDAMAGED, *FILE_DAMAGE, *RECORD_DAMAGE)
@@ -330,10 +331,7 @@ def run_matrix(folder: Path, cases: int, seed: int, console: Console) -> list[Ca
 
 
 def summary(results: list[Case]) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("damage")
-    for column in ("cases", *VERDICTS, "failed"):
-        table.add_column(column, justify="right")
+    table = new_table("Damaged stores, each started twice", left=("damage",), right=("cases", *VERDICTS, "failed"))
     for kind in (*KINDS, None):
         some = [case for case in results if kind in (None, case.kind)]
         counts = Counter("failed" if case.failed else case.verdict for case in some)
@@ -345,16 +343,13 @@ def summary(results: list[Case]) -> Table:
 @click.command()
 @click.option("--cases", type=click.IntRange(min=1), default=3000, show_default=True, help="Damaged stores to try.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the first case; each has the next one.")
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where the stores are made; best one in memory.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON with every case to stdout instead of a table.")
+@FOLDER
+@JSON
 def main(cases: int, seed: int, folder: Path | None, as_json: bool) -> None:
     """Damage a store in many ways, and start a daemon's store twice on each.
 
-    Exit code 1 if a byte was wrong, a process died, hung or erred, or a second start found damage again.
+    Exits with 1 if a byte was wrong, a process died, hung or erred, or a second start found damage again. A case takes
+    about a fifth of a second; --folder is best one in memory.
     """
     with tempfile.TemporaryDirectory(prefix="diskprefix-damage-", dir=folder) as workspace:
         results = run_matrix(Path(workspace), cases, seed, Console(stderr=True))
@@ -365,7 +360,3 @@ def main(cases: int, seed: int, folder: Path | None, as_json: bool) -> None:
     else:
         Console().print(summary(results))
     sys.exit(1 if failures else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,6 @@ as the history holds all prompts (4 million tokens). What waits to be written is
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
@@ -21,10 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from live_server import POLL_S, LiveServer, LiveServerError, log_tail, step
-from restart_bench import TABLE_STYLE, machine, show_machine
 from rich.console import Console
-from rich.table import Table
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.policy.scope import Scope
@@ -34,6 +30,9 @@ from diskprefix.simulate.geometry import SLICEABLE
 from diskprefix.simulate.simulator import Policy, Simulator
 from diskprefix.simulate.synthetic import interleaved, one_off, retrieval
 from diskprefix.simulate.trace import TraceRequest
+from tools.measuring.live_server import POLL_S, LiveServer, LiveServerError, log_tail, step
+from tools.measuring.options import JSON
+from tools.measuring.report import machine, new_table, print_report, show_machine
 
 SCOPE = Scope("auto", 30)
 BUDGET = "16GiB"
@@ -145,10 +144,8 @@ def compare(requests: Sequence[TraceRequest], actual: list[Fate], predicted: dic
 
 def show(report: dict[str, Any], console: Console) -> None:
     title = f"{report['requests']} requests of {report['prompt_tokens']} tokens, killed once, {report['seconds']:.0f} s"
-    table = Table(title=title, **TABLE_STYLE)
-    table.add_column("restored by", no_wrap=True)
-    for name in ("tokens", "share of\nprompts", "requests\nthat differ"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = ("tokens", "share of\nprompts", "requests\nthat differ")
+    table = new_table(title, left=("restored by",), right=figures)
     share = report["restored_tokens"] / report["prompt_tokens"]
     table.add_row("the daemon", f"{report['restored_tokens']}", f"{share:.2%}", "")
     for source, tokens in report["predicted_tokens"].items():
@@ -167,7 +164,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 @click.command()
 @click.option("--requests", "num_requests", type=click.IntRange(min=8), default=200, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the workload.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout instead of a table.")
+@JSON
 def main(num_requests: int, seed: int, as_json: bool) -> None:
     """Run a workload through a real daemon and through the simulator, and compare what each request restores.
 
@@ -188,12 +185,5 @@ def main(num_requests: int, seed: int, as_json: bool) -> None:
         except (LiveServerError, DiskPrefixError) as error:
             raise click.ClickException(f"{error}\n{log_tail(folder / 'server.log')}") from error
     report = compare(requests, actual, predicted) | {"seconds": round(seconds, 1), "machine": machine()}
-    if as_json:
-        click.echo(json.dumps(report, indent=2))
-    else:
-        show(report, Console())
+    print_report(report, as_json, show)
     sys.exit(1 if report["mismatches"] else 0)
-
-
-if __name__ == "__main__":
-    main()

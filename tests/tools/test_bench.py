@@ -1,0 +1,67 @@
+"""`tools/bench` lists all tools, quickly, and each of them explains itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tools.__main__ import SECTIONS, TOOLS, main
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"numpy", "torch", "transformers", "rich"}
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_the_help_lists_every_tool_under_its_section() -> None:
+    shown = CliRunner().invoke(main, ["--help"]).stdout
+    for title, tools in SECTIONS.items():
+        section = shown.partition(f"{title}:\n")[2].partition("\n\n")[0]
+        assert [line.split()[0] for line in section.splitlines()] == list(tools)
+
+
+def test_the_list_appears_without_the_libraries_that_the_tools_need() -> None:
+    code = "import sys, tools.__main__ as bench; bench.main(['--help'], standalone_mode=False); print(*sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not HEAVY & set(shown.stdout.splitlines()[-1].split())
+
+
+def test_every_program_of_the_folders_is_listed() -> None:
+    programs = {
+        f"{file.parent.name}.{file.stem}"
+        for file in (ROOT / "tools").glob("*/*.py")
+        if "\ndef main(" in file.read_text(encoding="utf-8")
+    }
+    # The demo is a command of its own.
+    assert programs - {"benchmarks.demo"} == {tool.module for tool in TOOLS.values()}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_tool_says_what_it_does(name: str) -> None:
+    shown = CliRunner().invoke(main, [name, "--help"])
+    assert shown.exit_code == 0
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    assert command.help
+    assert command.help.splitlines()[0] in shown.stdout.replace("\n  ", " ")
+
+
+def test_an_unknown_tool_is_one_clear_line() -> None:
+    refused = bench("no-such-tool")
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1] == "Error: No such command 'no-such-tool'."
+
+
+def test_missing_data_are_one_clear_line_and_no_traceback(tmp_path: Path) -> None:
+    refused = bench("policy", "goals", "--workload", "mooncake", "--data", str(tmp_path))
+    assert refused.returncode == 1
+    assert "synthetic_trace.jsonl" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1

@@ -1,0 +1,97 @@
+"""`tools/bench`: one entry point for the benchmarks, the matrices and the research.
+
+A subcommand's module is imported when the subcommand is run, so that the list of them appears at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import click
+
+from diskprefix.errors import DiskPrefixError
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One subcommand: the module below `tools` that has it as `main`, and what `tools/bench --help` says of it."""
+
+    module: str
+    help: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that must be set before the module's libraries are imported."""
+
+
+NO_THREADS = {"OMP_NUM_THREADS": "1"}
+"""For a tool that forks: a forked process has none of the threads of a numeric library, but waits for their locks."""
+
+SECTIONS: dict[str, dict[str, Tool]] = {
+    "Benchmarks": {
+        "restart": Tool("benchmarks.restart", "What a restart costs: cold, exact repeat, nearest prefix."),
+        "prefix": Tool("benchmarks.prefix", "Prompts of 2 000 to 20 000 tokens on real models."),
+        "conversation": Tool("benchmarks.conversation", "The three turns of an agent, killed in between."),
+        "store": Tool("benchmarks.store", "The store alone: restores, lookups, codecs, sharing."),
+        "soak": Tool("benchmarks.soak", "Ten times its budget through one store."),
+    },
+    "Matrices": {
+        "exactness": Tool("matrices.exactness", "Restored against cold, bit for bit, for every architecture."),
+        "crash": Tool("matrices.crash", "SIGKILL at random moments, and what is left of the store."),
+        "corruption": Tool("matrices.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
+    },
+    "Research": {
+        "policy": Tool("research.policy", "How well the scopes choose, by simulation."),
+        "agreement": Tool("research.agreement", "Does a daemon restore what the simulator predicts?"),
+        "workloads": Tool("research.workloads", "Published workloads as files for the simulator."),
+        "models": Tool("models.real", "List and fetch the real models that tools and tests use."),
+    },
+}
+TOOLS = {name: tool for section in SECTIONS.values() for name, tool in section.items()}
+
+
+class Tools(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(TOOLS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        if cmd_name not in TOOLS:
+            return None
+        tool = TOOLS[cmd_name]
+        os.environ.update(tool.environment)
+        command: click.Command = import_module(f"tools.{tool.module}").main
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        for title, tools in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, tool.help) for name, tool in tools.items()], col_max=16)
+
+
+@click.command(cls=Tools, context_settings={"max_content_width": 100})
+def main() -> None:
+    """Benchmarks, fault and exactness matrices, and research on the policies.
+
+    `tools/bench NAME --help` says what each does, how long it takes and what its exit code means.
+    """
+    # Without this, the server of a benchmark would outlive a benchmark that is told to stop.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def run() -> None:
+    """Runs what the command line asks for; an error that is not a defect of the tool is one line and exit code 1."""
+    try:
+        main(prog_name="tools/bench")
+    except (OSError, DiskPrefixError) as error:
+        print(f"tools/bench: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,1 @@
+"""What is measured: time, bytes, throughput."""

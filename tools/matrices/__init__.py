@@ -1,0 +1,1 @@
+"""What must hold in every cell: architectures, damaged files, killed processes."""

@@ -1,0 +1,1 @@
+"""What several tools measure with: a real server, made-up KV, the page cache, tables."""

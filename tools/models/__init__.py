@@ -1,0 +1,1 @@
+"""Real models for checks and benchmarks."""

@@ -1,0 +1,1 @@
+"""How well the policies choose, by simulation."""
