@@ -26,7 +26,6 @@ for _row in (
     "app",
 ):
     BELOW |= dict.fromkeys(_row.split(), frozenset(BELOW))
-BELOW["chat"] |= {"server"}
 BELOW["cli"] = frozenset(BELOW)
 BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"session", "version"})

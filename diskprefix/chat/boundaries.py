@@ -1,20 +1,21 @@
-"""Where a prompt may be cut.
+"""Finds the positions at which a prompt may be cut safely.
 
-A cut is safe one past a marker that the chat template wrote: no tokenizer merges text across it, and the same
-conversation with more turns has it at the same position. Markers are the tokenizer's special tokens, and other added
-tokens where a template parts messages with them: some tokenizers call theirs ordinary. Tokens that the template looks
-for inside messages (think tags) are none. See `template_markers`.
+A position is safe directly behind a marker that the chat template wrote: no tokenizer merges text across a marker, and
+the same conversation has the marker at the same position after more turns. Markers are the tokenizer's special tokens.
+Some tokenizers do not declare their markers special; then other added tokens count too, if the template separates
+messages with them. Tokens that the template looks for inside messages, such as think tags, are not markers. See
+`template_markers`.
 
-Marker text inside a message becomes the same token, but it is no part of the conversation's structure, and whoever
-wrote the message must not steer the cache. The two are told apart by rendering twice:
+A message may contain the text of a marker, which becomes the same token. It is not part of the conversation's
+structure, and the author of a message must not control the cache. Two renderings tell the two apart:
 
     rendered = render(messages, tools)
     (messages, tools), changed = neutralise([messages, tools], marker_texts)
     neutral_rendered = render(messages, tools) if changed else None
     boundaries = template_boundaries(token_ids, offsets, marker_ids, rendered, neutral_rendered)
 
-What stands in both renderings at the same place, the template wrote. A caller whose template fails on the neutral
-conversation passes an empty `neutral_rendered`: then no boundary is trusted.
+A marker that stands at the same place in both renderings was written by the template. If the template refuses the
+neutral conversation, `neutral_rendered` is empty and no boundary is trusted.
 """
 
 from __future__ import annotations
@@ -29,21 +30,18 @@ from diskprefix.tokens import TokenIds
 
 
 class Offsets(Protocol):
-    """Token index → (start, end) in characters of the rendered text; end is exclusive.
-
-    The list that fast tokenizers give. Only markers are looked up, so a view that computes them will do.
-    """
+    """Token index → (start, end) in characters of the rendered text; end is exclusive. Only markers are looked up."""
 
     def __getitem__(self, index: int, /) -> tuple[int, int]: ...
 
 
 def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
-    """A copy of `value` without marker text, and whether anything had to be replaced.
+    """Returns a copy of `value` without marker texts, and whether anything was replaced.
 
-    `value` is made of strings, lists, tuples, dicts (keys are treated too) and other values, which stay. Each
-    occurrence becomes ASCII letters or digits of the same length, so that the template writes as much as before. Among
-    overlapping texts the leftmost wins, then the longest, as in the tokenizers themselves. A marker that forms only
-    where the template joins two strings is not seen.
+    Strings inside lists, tuples and dicts (keys too) are treated; other values stay. A marker text is replaced by ASCII
+    letters or digits of the same length, so that the template writes as many characters as before. Of overlapping texts
+    the leftmost is replaced, then the longest, as tokenizers do. A marker text that arises where the template joins two
+    strings is not found.
     """
     texts = sorted({text for text in marker_texts if text}, key=len, reverse=True)
     if not texts:
@@ -65,69 +63,71 @@ def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
 
 
 def _filler(texts: list[str]) -> str:
-    """A character of no marker, so that what is filled in cannot complete another one; x where it is free."""
+    """Returns a character that occurs in no marker, so that the replacement cannot complete another marker."""
     candidates = "x" + string.ascii_letters + string.digits
     return next((char for char in candidates if not any(char in text for text in texts)), "x")
 
 
 class Write(Protocol):
-    """Renders messages as the chat template does; empty where it refuses them."""
+    """Renders messages with the chat template. Returns an empty text if the template refuses them."""
 
     def __call__(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> str: ...
 
 
-_SAID = "diskprefix"
-_USER = {"role": "user", "content": _SAID}
-_REPLY = {"role": "assistant", "content": _SAID}
+_TEXT = "diskprefix"
+_USER = {"role": "user", "content": _TEXT}
+_REPLY = {"role": "assistant", "content": _TEXT}
 _CALL_ID = "diskprefx"
-"""Of nine letters, as Mistral's templates want it."""
-_CALLED = {"id": _CALL_ID, "type": "function", "function": {"name": _SAID, "arguments": {}}}
+"""Nine letters, which Mistral's templates demand."""
+_CALLED = {"id": _CALL_ID, "type": "function", "function": {"name": _TEXT, "arguments": {}}}
 _CALL = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
-_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "content": _SAID}
+_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "content": _TEXT}
 _GROWING = (
     ((_USER, _REPLY, _USER), (_USER, _REPLY, _USER, _REPLY, _USER)),
     ((_USER, _CALL, _RESULT), (_USER, _CALL, _RESULT, _CALL, _RESULT)),
 )
-"""Conversations, and the same ones later."""
+"""Pairs of a conversation and the same conversation after more turns."""
 
 
 def template_markers(special_texts: Collection[str], other_texts: Collection[str], write: Write) -> frozenset[str]:
-    """The texts of the added tokens one past which a conversation of this template may be cut.
+    """Returns the texts of the added tokens behind which a conversation of this template may be cut.
 
-    `special_texts` are the tokenizer's special tokens. Where they leave messages unparted, those of `other_texts`, its
-    other added tokens, count too that the template writes around messages and that stay when the conversation goes on.
-    Tokens whose text the template does not pass on as it stands in a message (it moves or drops what was thought) do
-    not count, unless they are special and part messages: what such a text made the template write cannot be told from
-    structure. Of a template that refuses plain conversations only the special tokens are known.
+    `special_texts` are the tokenizer's special tokens, `other_texts` its other added tokens. Other added tokens count
+    only if the special ones do not separate messages, if the template writes them around messages, and if they stay
+    when the conversation continues. A token does not count if its text in a message changes what the template writes
+    (templates move or drop reasoning): the result cannot be told from structure. Special tokens that separate messages
+    count even so. Of a template that refuses plain conversations, all special tokens count.
     """
     special = frozenset(filter(None, special_texts))
-    lasting = [_lasting(shorter, longer, write) for shorter, longer in _GROWING]
-    if not (lasting[0] and write((_USER, _REPLY), add_generation_prompt=False)):
+    common = [_common_prompt(shorter, longer, write) for shorter, longer in _GROWING]
+    if not (common[0] and write((_USER, _REPLY), add_generation_prompt=False)):
         return special
-    unparted = [text for text in lasting if _last(special, text) < text.rfind(_SAID)]
-    others = {token for token in other_texts if _looks_like_a_marker(token) and any(token in text for text in unparted)}
-    parting = {token for token in special if any(token in text for text in lasting)}
-    return special.union(others) - (_interpreted(sorted(special.union(others)), write) - parting)
+    unseparated = [text for text in common if _last_start(special, text) < text.rfind(_TEXT)]
+    others = {
+        token for token in other_texts if _looks_like_a_marker(token) and any(token in text for text in unseparated)
+    }
+    separating = {token for token in special if any(token in text for text in common)}
+    return special.union(others) - (_interpreted(sorted(special.union(others)), write) - separating)
 
 
-def _lasting(shorter: Sequence[dict[str, Any]], longer: Sequence[dict[str, Any]], write: Write) -> str:
-    """What of the shorter conversation's prompt the longer one has too."""
+def _common_prompt(shorter: Sequence[dict[str, Any]], longer: Sequence[dict[str, Any]], write: Write) -> str:
+    """Returns the prompt of the shorter conversation up to where the longer one's differs."""
     now, later = (write(messages, add_generation_prompt=True) for messages in (shorter, longer))
     return now[: common_chars(now, later)]
 
 
-def _last(tokens: Collection[str], text: str) -> int:
-    """Where the last of `tokens` in `text` begins; -1 if there is none."""
+def _last_start(tokens: Collection[str], text: str) -> int:
+    """Returns where the last occurrence of any of `tokens` in `text` begins; -1 if there is none."""
     return max(map(text.rfind, tokens), default=-1)
 
 
 def _looks_like_a_marker(text: str) -> bool:
-    """No word and no run of blanks: those are added tokens too, and what stands beside them changes them."""
+    """Whether `text` is neither a word nor blanks. Words and blanks may be added tokens, but are no separators."""
     return any(map(str.isalpha, text)) and any(not (c.isalnum() or c.isspace() or c in "_▁") for c in text)
 
 
 def _interpreted(tokens: list[str], write: Write) -> set[str]:
-    """Those of `tokens` that make a difference to the template where they stand in a message."""
+    """Returns those of `tokens` whose text in a message changes what the template writes."""
 
     def differ(tokens: list[str], suffix: str) -> list[str]:
         if not tokens or not _makes_a_difference(tokens, suffix, write):
@@ -136,7 +136,7 @@ def _interpreted(tokens: list[str], write: Write) -> set[str]:
         return differ(tokens[:half], suffix) + differ(tokens[half:], suffix) if half else tokens
 
     found = set(differ(tokens, ""))
-    # An opening tag may count only with the closing one behind it.
+    # A template may react to an opening tag only if the closing tag follows.
     for closing in sorted(found):
         found |= set(differ([token for token in tokens if token not in found], closing))
     return found
@@ -159,12 +159,12 @@ def template_boundaries(
     rendered: str,
     neutral_rendered: str | None,
 ) -> tuple[int, ...]:
-    """The positions one past every marker that the chat template wrote, ascending, each at most len(token_ids).
+    """Returns the positions behind the markers that the chat template wrote, ascending, each at most len(token_ids).
 
-    `token_ids` and `offsets` belong to `rendered`. `neutral_rendered` is None where `neutralise` changed nothing: then
-    all markers are the template's and `offsets` may be None. Where a template trims or escapes, the two texts
-    may differ in length; then only what stands before their first difference is trusted. Tokens without text of their
-    own (offsets (0, 0): the tokenizer put them there) count as the template's.
+    `token_ids` and `offsets` belong to `rendered`. `neutral_rendered` is None if `neutralise` changed nothing: then
+    every marker is the template's, and `offsets` may be None. A template that trims or escapes text may write two
+    texts of different lengths; then only markers before the first difference are trusted. Tokens without text (offsets
+    (0, 0)), which the tokenizer adds, count as the template's.
     """
     positions = raw_boundaries(token_ids, marker_ids)
     if neutral_rendered is None:
@@ -181,13 +181,12 @@ def template_boundaries(
 
 
 def system_end(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe_rendered: str) -> int:
-    """The last of `boundaries` before the conversation proper: what clients keep when everything else is new.
+    """Returns the last of `boundaries` before the first message that is not a system message; 0 if there is none.
 
-    `boundaries` and `offsets` belong to `rendered`. `probe_rendered` is the same template over the same tools and
+    `boundaries` and `offsets` belong to `rendered`. `probe_rendered` is the template's output for the same tools and
     leading system and developer messages, followed by one user message of plain text that begins with another character
-    than the real one. Up to where the two texts part, the messages after the system part had no say. 0 if no boundary
-    lies there. A template that puts the system message inside the first user turn has none behind it: the answer is
-    then the start of that turn.
+    than the real one. The text up to the first difference does not depend on the later messages. A template that writes
+    the system message inside the first user turn has no boundary behind it: the result is then the start of that turn.
     """
     agreed_chars = common_chars(rendered, probe_rendered)
     end = 0
@@ -199,7 +198,7 @@ def system_end(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe
 
 
 def common_chars(a: str, b: str) -> int:
-    """How many leading characters `a` and `b` share. Halving compares slices, which is far faster than a loop."""
+    """Returns how many leading characters `a` and `b` share. Compares slices of halved length: faster than a loop."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Content parts that are no text: read where the model takes them, refused by name where it does not."""
+"""Reads the images and sounds of a conversation, or refuses them with an error that names the content part."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from diskprefix.chat.messages import AudioPart, ImagePart, JsonObject, Message, OtherPart, TextPart
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
-from diskprefix.server.schemas import AudioPart, ImagePart, JsonObject, Message, OtherPart, TextPart
 
 if TYPE_CHECKING:
     from diskprefix.model.media import MediaProcessor
 
 UNSUPPORTED = "unsupported_content"
 _MOST_PARTS = 64
-"""Images and sounds in one request, however small."""
+"""Most images and sounds in one request."""
 _WORDS = {"image_url": "images", "input_audio": "audio", "video_url": "videos", "file": "files"}
 _SHOWN_CHARS = 40
 
 
 @dataclass
 class Media:
-    """What a conversation holds beside text, decoded, each kind in the conversation's order."""
+    """The decoded images and sounds of a conversation, each kind in the order of the conversation."""
 
     images: list[Any] = field(default_factory=list)
     audio: list[Any] = field(default_factory=list)
 
 
 def read_media(messages: Sequence[Message], processor: MediaProcessor | None) -> Media | None:
-    """The images and sounds of a conversation; None if it is all text. `processor` None: the model takes text only.
+    """Returns the images and sounds of a conversation; None if it is all text.
 
-    Raises `InvalidRequest` that names the part which the model does not take, or which cannot be read.
+    `processor` is None for a model that takes text only. Raises `InvalidRequest`, which names the content part, for a
+    part that the model does not take or that cannot be read.
     """
     if not holds_media(messages):
         return None
@@ -49,13 +50,15 @@ def read_media(messages: Sequence[Message], processor: MediaProcessor | None) ->
                 continue
             num_parts += 1
             if num_parts > _MOST_PARTS:
-                raise InvalidRequest(f"{param}: only {_MOST_PARTS} images and sounds fit in a request", param=param)
+                raise InvalidRequest(
+                    f"{param}: a request may hold at most {_MOST_PARTS} images and sounds", param=param
+                )
             _read_part(part, _require_taken(part, processor, param), param, media)
     return media
 
 
 def holds_media(messages: Sequence[Message]) -> bool:
-    """Whether any of it is no text."""
+    """Whether a message has a content part other than text."""
     return any(
         not isinstance(part, TextPart)
         for message in messages
@@ -65,7 +68,7 @@ def holds_media(messages: Sequence[Message]) -> bool:
 
 
 def parts_for_template(content: str | list[Any]) -> list[JsonObject]:
-    """Content in the form in which the templates of multimodal models take it: media are placeholders there."""
+    """Returns content as the templates of multimodal models expect it: a list of parts, in which media have no data."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [_for_template(part) for part in content]
@@ -80,7 +83,7 @@ def _for_template(part: TextPart | ImagePart | AudioPart) -> JsonObject:
 def _require_taken(
     part: ImagePart | AudioPart | OtherPart, processor: MediaProcessor | None, param: str
 ) -> MediaProcessor:
-    """Raises `InvalidRequest` where the model, or diskprefix, does not take this kind of content."""
+    """Returns `processor`. Raises `InvalidRequest` if the model does not take this kind of content."""
     kinds = processor.kinds if processor is not None else frozenset()
     if processor is not None:
         if isinstance(part, ImagePart) and "image" in kinds:
@@ -97,12 +100,12 @@ def _require_taken(
 
 
 def _refuse_placeholders(text: str, processor: MediaProcessor | None, param: str) -> None:
-    """Beside media, the processor would take a placeholder that the client wrote for one of them."""
+    """Raises `InvalidRequest` for a placeholder in the text: the processor would take it for one of the media."""
     for placeholder in sorted(processor.placeholders) if processor is not None else ():
         if placeholder in text:
             raise InvalidRequest(
-                f"{param}: {placeholder} stands for an image or a sound in this model's prompts; beside real ones, "
-                "write it in another way",
+                f"{param}: {placeholder} stands for an image or a sound in this model's prompts; a request with images "
+                "or sounds must not contain it",
                 param=param,
                 code=UNSUPPORTED,
             )
@@ -124,7 +127,7 @@ def _read_part(part: ImagePart | AudioPart | OtherPart, processor: MediaProcesso
 
 
 def _data_uri(uri: str, param: str) -> bytes:
-    """The content of a data: URI. Other URLs are never fetched: that would let clients read what the server can."""
+    """Returns the content of a data: URI. Other URLs are never fetched: clients could read what the server can."""
     scheme, _, rest = uri.partition(":")
     if scheme.lower() != "data":
         raise InvalidRequest(
@@ -134,7 +137,7 @@ def _data_uri(uri: str, param: str) -> bytes:
         )
     header, comma, data = rest.partition(",")
     if not comma or not header.lower().replace(" ", "").endswith(";base64"):
-        raise InvalidRequest(f"{param}: is no data: URI in base64 (data:image/png;base64,…)", param=param)
+        raise InvalidRequest(f"{param}: must be a data: URI in base64 (data:image/png;base64,…)", param=param)
     return _from_base64(data, param)
 
 

@@ -1,10 +1,10 @@
-"""Where the client wants its prompt kept: `cache_control` on tools, messages and content parts → positions in tokens.
+"""Finds the positions that a client marks: `cache_control` on tools, messages and content parts → positions in tokens.
 
-A template says nowhere what it wrote for which message, so a mark is found by rendering again, as if the conversation
-ended there. The prompt up to where that text and its own agree is the marked part, with its end-of-turn marker if the
-template writes one. A template that refuses a conversation which ends there, or writes it in another way, is asked
-once more with another user message behind the mark; then the mark may stand past what opens the next message, but
-never in its text.
+A rendered prompt does not say which text belongs to which message. So the conversation is rendered once more, cut off
+at the mark. The characters that this rendering and the prompt's own share are the marked part; it includes the
+end-of-turn marker if the template writes one. Some templates refuse a conversation that ends there, or write its end in
+another way. Then the conversation is rendered with another user message behind the mark: the position found that way
+may include what opens the next message, but never any of its text.
 """
 
 from __future__ import annotations
@@ -16,22 +16,27 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from diskprefix.chat.boundaries import Offsets, common_chars
-from diskprefix.chat.conversation import PART_SEPARATOR, Conversation, another_beginning, going_on_otherwise
+from diskprefix.chat.messages import CacheControl, Conversation, Message, TextPart
+from diskprefix.chat.template_input import (
+    PART_SEPARATOR,
+    TemplateInput,
+    other_first_character,
+    with_other_user_message,
+)
 from diskprefix.prompt import Mark
-from diskprefix.server.schemas import CacheControl, ChatRequest, Message, TextPart
 
 log = logging.getLogger("diskprefix")
 
 MAX_MARKS = 32
-"""Of more, the last ones are looked for: each takes a rendering of the conversation before it."""
+"""Most marks of a request that count; of more, the last ones do. Each takes one or two renderings."""
 
-Render: TypeAlias = Callable[[Conversation], str]
-"""Without the start of a reply; empty where the template refuses the conversation."""
+Render: TypeAlias = Callable[[TemplateInput], str]
+"""Renders without the beginning of a reply. Returns an empty text if the template refuses its input."""
 
 
 @dataclass(frozen=True)
 class ToolEnd:
-    """A mark behind tool `index`."""
+    """The end of tool `index`."""
 
     index: int
     ttl_s: float | None
@@ -43,7 +48,7 @@ class ToolEnd:
 
 @dataclass(frozen=True)
 class MessageEnd:
-    """A mark behind message `index`, or behind the first `num_chars` characters of its text."""
+    """The end of message `index`, or of the first `num_chars` characters of its text."""
 
     index: int
     ttl_s: float | None
@@ -54,20 +59,21 @@ class MessageEnd:
         return f"messages.{self.index}"
 
 
-Place: TypeAlias = ToolEnd | MessageEnd
+MarkTarget: TypeAlias = ToolEnd | MessageEnd
+"""What a mark stands behind."""
 
 
-def places_of(body: ChatRequest) -> list[Place]:
-    """The last `MAX_MARKS` marks of a request, tools before messages."""
-    places: list[Place] = [ToolEnd(k, mark.ttl_s) for k, mark in body.tool_marks]
-    for i, message in enumerate(body.messages):
-        places += _places_in(message, i)
-    if len(places) > MAX_MARKS:
-        log.debug("%d marks in a request: only the last %d count", len(places), MAX_MARKS)
-    return places[-MAX_MARKS:]
+def mark_targets(conversation: Conversation) -> list[MarkTarget]:
+    """Returns what the last `MAX_MARKS` marks of a conversation stand behind, tools before messages."""
+    targets: list[MarkTarget] = [ToolEnd(k, mark.ttl_s) for k, mark in conversation.tool_marks]
+    for i, message in enumerate(conversation.messages):
+        targets += _targets_in(message, i)
+    if len(targets) > MAX_MARKS:
+        log.debug("%d marks in a request: only the last %d count", len(targets), MAX_MARKS)
+    return targets[-MAX_MARKS:]
 
 
-def _places_in(message: Message, index: int) -> list[Place]:
+def _targets_in(message: Message, index: int) -> list[MarkTarget]:
     marks: list[tuple[int | None, CacheControl | None]] = []
     if isinstance(message.content, list):
         end, last = -len(PART_SEPARATOR), len(message.content) - 1
@@ -81,77 +87,83 @@ def _places_in(message: Message, index: int) -> list[Place]:
 
 
 def find_marks(
-    places: Sequence[Place],
-    conversation: Conversation,
+    targets: Sequence[MarkTarget],
+    template_input: TemplateInput,
     rendered: str,
     offsets: Offsets,
     num_tokens: int,
     render: Render,
 ) -> tuple[Mark, ...]:
-    """The positions of `places`, ascending, each once, with the longest of the times asked for there.
+    """Returns the positions behind `targets`, ascending and without repeats; of two times to live, the longer one.
 
-    `rendered` is `conversation` as the template writes it; `offsets` of its `num_tokens` tokens. What cannot be found,
-    or begins the prompt, is left out.
+    `rendered` is what the template writes for `template_input`, and `offsets` belong to its `num_tokens` tokens. A
+    target whose position cannot be found, or is 0, is left out.
     """
     found: dict[int, float | None] = {}
-    if any(isinstance(place, ToolEnd) for place in places) and not _writes_tools(conversation, render):
-        log.debug("the marks on tools have no place in the prompt: the template writes no tools")
-        places = [place for place in places if not isinstance(place, ToolEnd)]
-    for place in places:
-        num_chars = _num_chars_before(place, conversation, rendered, render)
+    if any(isinstance(target, ToolEnd) for target in targets) and not _writes_tools(template_input, render):
+        log.debug("marks on tools are ignored: the chat template writes no tools")
+        targets = [target for target in targets if not isinstance(target, ToolEnd)]
+    for target in targets:
+        num_chars = _num_chars_before(target, template_input, rendered, render)
         position = _tokens_within(num_chars, offsets, num_tokens, len(rendered))
         if not position:
-            log.debug("the mark on %s has no place in the prompt", place.param)
+            log.debug("the mark on %s is ignored: its position in the prompt cannot be found", target.param)
             continue
-        times = [ttl_s for ttl_s in (found.get(position), place.ttl_s) if ttl_s is not None]
+        times = [ttl_s for ttl_s in (found.get(position), target.ttl_s) if ttl_s is not None]
         found[position] = max(times, default=None)
     return tuple(Mark(position, found[position]) for position in sorted(found))
 
 
-def _writes_tools(conversation: Conversation, render: Render) -> bool:
-    # Without any, but with a list, so that it is the same template.
-    return render(conversation) != render(conversation._replace(tools=[]))
+def _writes_tools(template_input: TemplateInput, render: Render) -> bool:
+    # An empty list, not None: some tokenizers have one template for requests with tools and another for those without.
+    return render(template_input) != render(template_input._replace(tools=[]))
 
 
-def _num_chars_before(place: Place, conversation: Conversation, rendered: str, render: Render) -> int:
-    """How much of `rendered` stands before the mark; 0 if that cannot be found."""
-    ending, going_on = _cut(place, conversation)
+def _num_chars_before(target: MarkTarget, template_input: TemplateInput, rendered: str, render: Render) -> int:
+    """Returns how many characters of `rendered` stand before the mark; 0 if that cannot be found."""
+    ending, continued = _cut(target, template_input)
     text = render(ending)
-    if _shows_end(text, place, ending) and rendered.startswith(text):
+    if _contains_target(text, target, ending) and rendered.startswith(text):
         return len(text)
-    return max(common_chars(rendered, text), common_chars(rendered, render(going_on)))
+    return max(common_chars(rendered, text), common_chars(rendered, render(continued)))
 
 
-def _shows_end(text: str, place: Place, ending: Conversation) -> bool:
-    """Whether `text`, the rendered `ending`, holds what is marked: some templates write system messages and tools only
-    when they come to the first message of the user."""
-    if isinstance(place, ToolEnd):
+def _contains_target(text: str, target: MarkTarget, ending: TemplateInput) -> bool:
+    """Whether `text`, the rendering of `ending`, contains what is marked.
+
+    Some templates write system messages and tools only together with the first user message.
+    """
+    if isinstance(target, ToolEnd):
         return any(tool["function"]["name"] in text for tool in (ending.tools or [])[-1:])
-    # Within a message it ends in another character than the prompt goes on with.
-    return bool(text) and place.num_chars is None and ending.messages[-1]["content"].strip() in text
+    # A message that is cut inside its text ends in a character that the prompt does not have there.
+    return bool(text) and target.num_chars is None and ending.messages[-1]["content"].strip() in text
 
 
-def _cut(place: Place, conversation: Conversation) -> tuple[Conversation, Conversation]:
-    """The conversation as if it ended at the mark, and as if it went on in another way."""
-    if isinstance(place, ToolEnd):
-        head = conversation.leading_system
-        rest = conversation.messages[len(head) :]
-        conversation = conversation._replace(tools=(conversation.tools or [])[: place.index + 1])
+def _cut(target: MarkTarget, template_input: TemplateInput) -> tuple[TemplateInput, TemplateInput]:
+    """Returns the input cut off at the mark, and the same with another user message behind the mark."""
+    if isinstance(target, ToolEnd):
+        head = template_input.leading_system
+        rest = template_input.messages[len(head) :]
+        template_input = template_input._replace(tools=(template_input.tools or [])[: target.index + 1])
     else:
-        head, rest = conversation.messages[: place.index + 1], conversation.messages[place.index + 1 :]
-        if place.num_chars is not None:
+        head, rest = template_input.messages[: target.index + 1], template_input.messages[target.index + 1 :]
+        if target.num_chars is not None:
             text = head[-1]["content"]
-            begin, others = text[: place.num_chars], text[place.num_chars + len(PART_SEPARATOR) :]
-            content = begin + PART_SEPARATOR + another_beginning(others)
+            begin, others = text[: target.num_chars], text[target.num_chars + len(PART_SEPARATOR) :]
+            content = begin + PART_SEPARATOR + other_first_character(others)
             head = [*head[:-1], {**head[-1], "content": content}]
-    return conversation._replace(messages=head), conversation._replace(messages=going_on_otherwise(head, rest))
+    continued = with_other_user_message(head, rest)
+    return template_input._replace(messages=head), template_input._replace(messages=continued)
 
 
 def _tokens_within(num_chars: int, offsets: Offsets, num_tokens: int, num_all_chars: int) -> int:
-    """How many leading tokens end at or before character `num_chars`; all of a character's tokens end with it."""
+    """Returns how many leading tokens end at or before character `num_chars`.
+
+    A character that takes several tokens ends with the last of them.
+    """
 
     def end_of(index: int) -> int:
-        # A token without text (0, 0) was put there by the tokenizer: before everything, or behind it.
+        # A token without text (0, 0) was added by the tokenizer, at the beginning or at the end.
         return offsets[index][1] or (num_all_chars + 1 if index else 0)
 
     return bisect_right(range(num_tokens), num_chars, key=end_of) if num_chars else 0

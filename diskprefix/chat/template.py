@@ -1,9 +1,9 @@
-"""From messages or text to a `Prompt`: the chat template is rendered, the text tokenised, the safe boundaries found.
+"""Renders a conversation or a text into a `Prompt`: chat template, token ids, safe boundaries and marks.
 
-All of it is CPU work that may take long for a long prompt; the server calls it in a thread. The template is rendered
-once for the prompt itself, a second time only if a message holds marker text (see `policy.boundary`), once over the
-leading system messages alone to see where they end, and once or twice for each mark (see `marks`). What its markers are
-is found out once, over made-up conversations.
+This is CPU work that may take long for a long prompt; the server calls it in a thread. The template is rendered once
+for the prompt itself. It is rendered a second time if a message contains the text of a marker (see `boundaries`), once
+over the leading system messages to find where they end, and once or twice for each mark (see `marks`). The markers of a
+template are found once, by rendering made-up conversations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jinja2.exceptions import TemplateError
 
 from diskprefix.chat.boundaries import neutralise, system_end, template_boundaries, template_markers
 from diskprefix.chat.content import UNSUPPORTED, Media, parts_for_template, read_media
-from diskprefix.chat.conversation import Conversation, going_on_otherwise, message_for_template
-from diskprefix.chat.marks import find_marks, places_of
+from diskprefix.chat.marks import find_marks, mark_targets
+from diskprefix.chat.messages import Conversation, JsonObject
+from diskprefix.chat.template_input import TemplateInput, message_for_template, with_other_user_message
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.printable import printable_only, shown
 from diskprefix.prompt import Mark, Prompt, raw_boundaries
-from diskprefix.server.schemas import ChatRequest, CompletionRequest, JsonObject
 from diskprefix.tokens import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 _TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError)
-"""What a template can raise over messages that it was not written for."""
+"""Raised by templates for messages that they were not written for."""
 
 _PROBED_CHARS_PER_POSITION = 32
-"""A text of more characters is first judged by so many. Real text has about four characters to a token."""
+"""Of a longer text, only so many characters are encoded first. Real text has about four characters per token."""
 
 _PREVIEW_HEAD_CHARS = 100
 _PREVIEW_SCANNED_CHARS = 10_000
@@ -48,14 +48,14 @@ _SYSTEM: JsonObject = {"role": "system", "content": _PROBE_TEXT}
 
 
 class _Markers(NamedTuple):
-    """The added tokens that a template parts turns with."""
+    """The added tokens with which a template separates turns."""
 
     texts: frozenset[str]
     ids: frozenset[int]
 
 
 class _Offsets:
-    """Token index → character span, computed for the few tokens that are asked about."""
+    """Token index → character span, computed on demand because few tokens are looked up."""
 
     def __init__(self, encoding: BatchEncoding) -> None:
         self._encoding = encoding
@@ -66,7 +66,7 @@ class _Offsets:
 
 
 class PromptRenderer:
-    """Renders and tokenises for one tokenizer and its model's sizes. Safe to call from several threads.
+    """Renders and tokenises the prompts of one model. May be called from several threads.
 
     `media` is the processor of a multimodal model.
     """
@@ -92,94 +92,93 @@ class PromptRenderer:
         self._takes_parts_only = self._loses_plain_text()
 
     def warm_up(self) -> None:
-        """Compiles the template and fills the tokenizer's caches, so that the first request need not."""
+        """Compiles the template and fills the tokenizer's caches, so that the first request does not wait for that."""
         if self._tokenizer.chat_template:
             self._markers_of(None)
         self._tokenizer("warm up", verbose=False)
 
-    def chat(self, body: ChatRequest) -> Prompt:
-        """The prompt of a chat request.
+    def chat(self, conversation: Conversation) -> Prompt:
+        """Returns the prompt of a conversation.
 
-        Raises `InvalidRequest` where the template cannot render it or the model does not take it, `ContextTooLong` if
-        it exceeds the positions.
+        Raises `InvalidRequest` if the template or the model refuses the conversation, and `ContextTooLong` if the
+        prompt exceeds the model's positions.
         """
-        media = read_media(body.messages, self._media)
+        media = read_media(conversation.messages, self._media)
         if media is not None:
-            return self._chat_with_media(body, media)
-        conversation = self._conversation(body)
-        rendered = self._render(conversation, body.add_generation_prompt)
-        markers = self._markers_of(conversation.tools)
-        neutral_parts, changed = neutralise(list(conversation), markers.texts)
-        neutral = None
-        if changed:
-            neutral = self._try_render(Conversation(*neutral_parts), body.add_generation_prompt)
+            return self._chat_with_media(conversation, media)
+        template_input = self._template_input(conversation)
+        rendered = self._render(template_input, conversation.add_generation_prompt)
+        markers = self._markers_of(template_input.tools)
+        neutral_parts, changed = neutralise(list(template_input), markers.texts)
+        neutral_input = TemplateInput(*neutral_parts)
+        neutral = self._try_render(neutral_input, conversation.add_generation_prompt) if changed else None
         encoding = self._encode(rendered, add_special_tokens=self._adds_bos(rendered), param="messages")
         token_ids = as_token_ids(encoding["input_ids"])
         offsets = _Offsets(encoding)
         boundaries = template_boundaries(token_ids, offsets, markers.ids, rendered, neutral)
-        probe = self._try_render(_probe(conversation), body.add_generation_prompt)
+        probe = self._try_render(_probe(template_input), conversation.add_generation_prompt)
         marks: tuple[Mark, ...] = ()
-        if places := places_of(body):
-            shown_as = conversation, rendered
+        if targets := mark_targets(conversation):
+            shown_as = template_input, rendered
             if neutral and len(neutral) == len(rendered):
-                # So that no text in a message is taken for what the template writes at the end of one.
-                shown_as = Conversation(*neutral_parts), neutral
+                # The text of a message must not pass for what the template writes at the end of a message.
+                shown_as = neutral_input, neutral
             render = partial(self._try_render, add_generation_prompt=False)
-            marks = find_marks(places, *shown_as, offsets, len(token_ids), render)
+            marks = find_marks(targets, *shown_as, offsets, len(token_ids), render)
         return Prompt(
             token_ids=token_ids,
             boundaries=boundaries,
             system_end=system_end(boundaries, offsets, rendered, probe) if probe else 0,
-            text=_chat_preview(conversation.messages),
+            text=_chat_preview(template_input.messages),
             marks=marks,
         )
 
-    def _chat_with_media(self, body: ChatRequest, media: Media) -> Prompt:
-        """Without boundaries: what they are for, the cache, is not used for it."""
-        assert self._media is not None, "who takes no media has refused them"
-        conversation = self._conversation(body)
-        for message, sent in zip(conversation.messages, body.messages, strict=True):
+    def _chat_with_media(self, conversation: Conversation, media: Media) -> Prompt:
+        """Returns a prompt without boundaries: the cache is not used for prompts with media."""
+        assert self._media is not None, "a model without media has refused them"
+        template_input = self._template_input(conversation)
+        for message, sent in zip(template_input.messages, conversation.messages, strict=True):
             message["content"] = parts_for_template(sent.content or "")
-        rendered = self._render(conversation, body.add_generation_prompt)
-        if rendered == self._try_render(_without_media(conversation), body.add_generation_prompt):
+        rendered = self._render(template_input, conversation.add_generation_prompt)
+        if rendered == self._try_render(_without_media(template_input), conversation.add_generation_prompt):
             raise InvalidRequest(
-                "messages: the chat template leaves images and sounds out; give another with --chat-template",
+                "messages: the chat template leaves images and sounds out; use another one with --chat-template",
                 param="messages",
                 code=UNSUPPORTED,
             )
-        # The text alone may be too long: that is found before the work on the images.
+        # The text alone may be too long; that is cheaper to find than to prepare the images.
         self._encode(rendered, add_special_tokens=False, param="messages")
         prepared = self._media.prepare(rendered, media.images, media.audio)
         self._check_positions(len(prepared.token_ids), "messages")
         return Prompt(token_ids=prepared.token_ids, media=prepared.tensors)
 
     def _adds_bos(self, rendered: str) -> bool:
-        """Processors of multimodal models add a BOS where the template wrote none; tokenizers leave it to the template.
+        """Whether the tokenizer must add a BOS that the template did not write.
 
-        So text alone begins as text beside an image does.
+        Processors of multimodal models do so, and a text must begin the same with and without an image.
         """
         bos = self._tokenizer.bos_token
         return self._media is not None and not (bos and rendered.startswith(bos))
 
     def _loses_plain_text(self) -> bool:
-        """Whether the template takes lists of content parts only. Of a plain text it would render nothing."""
+        """Whether the template takes lists of content parts only, and would leave out a plain text."""
         if self._media is None or not self._tokenizer.chat_template:
             return False
-        return not self._passes_on(_PROBE_TEXT) and self._passes_on(parts_for_template(_PROBE_TEXT))
+        return not self._writes(_PROBE_TEXT) and self._writes(parts_for_template(_PROBE_TEXT))
 
-    def _passes_on(self, content: str | list[JsonObject]) -> bool:
-        """Whether the template, given just this, writes the text in it."""
+    def _writes(self, content: str | list[JsonObject]) -> bool:
+        """Whether the template writes the text of a message with this content."""
         try:
-            return _PROBE_TEXT in self._apply(Conversation([{"role": "user", "content": content}], None, {}), True)
+            return _PROBE_TEXT in self._apply(TemplateInput([{"role": "user", "content": content}], None, {}), True)
         except InvalidRequest:
             return False
 
-    def completion(self, body: CompletionRequest) -> Prompt:
-        """The prompt of a completion request: text, or token ids.
+    def completion(self, prompt: str | list[int]) -> Prompt:
+        """Returns the prompt of a text or of token ids, without a chat template.
 
-        Raises `InvalidRequest` for unknown ids, `ContextTooLong` if it exceeds the positions.
+        Raises `InvalidRequest` for an unknown token id or an empty prompt, and `ContextTooLong` if the prompt exceeds
+        the model's positions.
         """
-        prompt = body.one_prompt
         offsets = None
         if isinstance(prompt, str):
             encoding = self._encode(prompt, add_special_tokens=True, param="prompt")
@@ -194,10 +193,10 @@ class PromptRenderer:
         return Prompt(token_ids=token_ids, boundaries=self._boundaries_of_text(token_ids, offsets), text=_preview(text))
 
     def _boundaries_of_text(self, token_ids: TokenIds, offsets: _Offsets | None) -> tuple[int, ...]:
-        """Those of the special tokens and the template's markers that the client wrote.
+        """Returns the positions behind special tokens and markers that the client wrote.
 
-        What the tokenizer adds by itself stands nowhere in the text, and a token that begins every text parts nothing.
-        Were it a boundary, it would be the only one of a plain text, and nothing of it would ever be saved.
+        A token that the tokenizer adds (BOS) is not one of them. It would be the only boundary of a plain text, and
+        then nothing but that token could be saved.
         """
         marker_ids = self._markers_of(None).ids if self._tokenizer.chat_template else frozenset()
         boundaries = raw_boundaries(token_ids, marker_ids.union(self._special.values()))
@@ -208,21 +207,21 @@ class PromptRenderer:
         return boundaries if any(end > first for end in boundaries) else ()
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> BatchEncoding:
-        """Token ids and offsets of `text`.
+        """Returns the token ids and offsets of `text`.
 
-        Megabytes of text would keep a core busy for many seconds and take gigabytes of memory only to be refused. So
-        the beginning of such a text is encoded first, and the whole only if that leaves a doubt.
+        To encode megabytes of text takes many seconds and gigabytes of memory. So the beginning of a long text is
+        encoded first, and the whole text only if the beginning does not show that it is too long.
         """
         limit = self._max_positions * _PROBED_CHARS_PER_POSITION
         if len(text) > limit:
             begins = self._tokenizer(text[:limit], add_special_tokens=False, verbose=False)["input_ids"]
-            # Twice: where the text is cut, the last few tokens are not those of the whole.
+            # Twice as many, because the last tokens of a text that is cut differ from those of the whole text.
             if len(begins) >= 2 * self._max_positions:
                 raise self._too_long(f"more than {len(begins) // 2}", param)
         encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         num_tokens = len(encoding["input_ids"])
         if not num_tokens:
-            raise InvalidRequest(f"{param}: the prompt has no tokens; there is nothing to continue", param=param)
+            raise InvalidRequest(f"{param}: the prompt has no tokens", param=param)
         self._check_positions(num_tokens, param)
         return encoding
 
@@ -245,17 +244,17 @@ class PromptRenderer:
                     param=f"prompt.{index}",
                 )
 
-    def _conversation(self, body: ChatRequest) -> Conversation:
-        tools = body.offered_tools
+    def _template_input(self, conversation: Conversation) -> TemplateInput:
+        tools, variables = conversation.tools, conversation.template_variables
         template = self._template(tools)
         if tools and "tools" not in template:
             self._warn_of_tools()
-        variables = body.chat_template_kwargs or {}
         for name in self._reserved & variables.keys():
             param = f"chat_template_kwargs.{name}"
-            raise InvalidRequest(f"{param}: is set by the daemon and cannot be overridden", param=param)
+            raise InvalidRequest(f"{param}: is set by the daemon and cannot be changed", param=param)
         developer_is_known = "developer" in template
-        return Conversation([message_for_template(m, developer_is_known) for m in body.messages], tools, variables)
+        messages = [message_for_template(message, developer_is_known) for message in conversation.messages]
+        return TemplateInput(messages, tools, variables)
 
     def _template(self, tools: list[JsonObject] | None) -> str:
         if not self._tokenizer.chat_template:
@@ -267,15 +266,15 @@ class PromptRenderer:
         return str(self._tokenizer.get_chat_template(tools=tools))
 
     def _markers_of(self, tools: list[JsonObject] | None) -> _Markers:
-        """The markers of the template that serves conversations with such tools, or with none."""
+        """Returns the markers of the template for conversations with tools, or of the one for those without (None)."""
         template = self._template(tools)
         if template not in self._markers:
 
             def write(messages: Sequence[JsonObject], *, add_generation_prompt: bool) -> str:
-                # An empty list chooses the same template as the real tools do.
+                # An empty list selects the same template as the real tools.
                 some_tools: list[JsonObject] | None = None if tools is None else []
                 for listed in ([_SYSTEM, *messages], list(messages)):
-                    rendered = self._try_render(Conversation(listed, some_tools, {}), add_generation_prompt)
+                    rendered = self._try_render(TemplateInput(listed, some_tools, {}), add_generation_prompt)
                     if rendered:
                         return rendered
                 return ""
@@ -287,30 +286,30 @@ class PromptRenderer:
     def _warn_of_tools(self) -> None:
         if not self._warned_of_tools:
             self._warned_of_tools = True
-            log.warning("a request offers tools, but the model's chat template ignores them (said once)")
+            log.warning("a request offers tools, but the model's chat template ignores them; this is logged once")
 
-    def _render(self, conversation: Conversation, add_generation_prompt: bool) -> str:
-        """In the form of content that the template takes. Raises what `_apply` does."""
+    def _render(self, template_input: TemplateInput, add_generation_prompt: bool) -> str:
+        """Renders, with content in the form that the template takes. Raises `InvalidRequest` as `_apply` does."""
         if self._takes_parts_only:
-            conversation = conversation._replace(messages=self._in_parts(conversation.messages))
-        return self._apply(conversation, add_generation_prompt)
+            template_input = template_input._replace(messages=self._in_parts(template_input.messages))
+        return self._apply(template_input, add_generation_prompt)
 
-    def _apply(self, conversation: Conversation, add_generation_prompt: bool) -> str:
-        """Raises `InvalidRequest` for what the template refuses."""
+    def _apply(self, template_input: TemplateInput, add_generation_prompt: bool) -> str:
+        """Raises `InvalidRequest` if the template refuses its input."""
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    conversation.messages,
-                    tools=conversation.tools,
+                    template_input.messages,
+                    tools=template_input.tools,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
-                    **conversation.variables,
+                    **template_input.variables,
                 )
             )
         except _TEMPLATE_FAULTS as error:
             reason = shown(" ".join(str(error).split()), _REASON_CHARS) or type(error).__name__
             raise InvalidRequest(
-                f"messages: the chat template refuses them: {reason}", param="messages", code="template_error"
+                f"messages: the chat template refuses the messages: {reason}", param="messages", code="template_error"
             ) from error
 
     @staticmethod
@@ -322,32 +321,32 @@ class PromptRenderer:
             for message in messages
         ]
 
-    def _try_render(self, conversation: Conversation, add_generation_prompt: bool) -> str:
-        """A rendering that only helps to find boundaries: empty where the template refuses it, so none is trusted."""
+    def _try_render(self, template_input: TemplateInput, add_generation_prompt: bool) -> str:
+        """Renders to find boundaries. Returns an empty text, which leads to no boundary, if the template refuses."""
         try:
-            return self._render(conversation, add_generation_prompt)
+            return self._render(template_input, add_generation_prompt)
         except InvalidRequest as error:
-            log.debug("no boundaries from this conversation: %s", error.message)
+            log.debug("no boundaries are known: %s", error.message)
             return ""
 
 
-def _without_media(conversation: Conversation) -> Conversation:
-    return conversation._replace(
+def _without_media(template_input: TemplateInput) -> TemplateInput:
+    return template_input._replace(
         messages=[
             {**message, "content": [part for part in message["content"] if part["type"] == "text"]}
-            for message in conversation.messages
+            for message in template_input.messages
         ]
     )
 
 
-def _probe(conversation: Conversation) -> Conversation:
-    """The same system messages and tools before a user message that begins differently from the real one."""
-    leading = conversation.leading_system
-    return conversation._replace(messages=going_on_otherwise(leading, conversation.messages[len(leading) :]))
+def _probe(template_input: TemplateInput) -> TemplateInput:
+    """Returns the leading system messages and the tools, followed by a user message other than the real one."""
+    leading = template_input.leading_system
+    return template_input._replace(messages=with_other_user_message(leading, template_input.messages[len(leading) :]))
 
 
 def _chat_preview(messages: list[JsonObject]) -> str:
-    """How the conversation begins, and the newest message of the user."""
+    """Returns the beginnings of the first message and of the newest message of the user."""
     newest = next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])
     return _join_preview(messages[0]["content"], newest["content"] if newest is not messages[0] else "")
 

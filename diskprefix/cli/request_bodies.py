@@ -28,10 +28,10 @@ def body_reader(renderer: PromptRenderer) -> Callable[[dict[str, Any]], TraceReq
         parsed: ChatRequest | CompletionRequest
         if "messages" in body:
             parsed = parse_json(text, ChatRequest)
-            prompt = renderer.chat(parsed)
+            prompt = renderer.chat(parsed.conversation)
         else:
             parsed = parse_json(text, CompletionRequest)
-            prompt = renderer.completion(parsed)
+            prompt = renderer.completion(parsed.one_prompt)
         options = cache_options(parsed, scope=Scope("auto", DEFAULT_WINDOW), caller=SHARED, reuse_generated=False)
         asked = parsed.prefix_cache
         return TraceRequest(

@@ -85,13 +85,21 @@ def _route(model: type[SamplingBody], whole: type[Any], chunk: type[Any]) -> dic
 @router.post("/v1/chat/completions", summary="Chat", **_route(ChatRequest, ChatCompletion, ChatCompletionChunk))
 async def chat_completions(request: Request) -> Response:
     """Reply to a conversation. The prompt's state is restored from disk as far as it is known there."""
-    return await _complete(request, ChatRequest, ChatForm(), chat_params, PromptRenderer.chat)
+    return await _complete(request, ChatRequest, ChatForm(), chat_params, _render_chat)
 
 
 @router.post("/v1/completions", summary="Text completion", **_route(CompletionRequest, Completion, Completion))
 async def completions(request: Request) -> Response:
     """Continue a text, or a list of token ids, as it stands: no chat template is applied."""
-    return await _complete(request, CompletionRequest, CompletionForm(), completion_params, PromptRenderer.completion)
+    return await _complete(request, CompletionRequest, CompletionForm(), completion_params, _render_completion)
+
+
+def _render_chat(renderer: PromptRenderer, body: ChatRequest) -> Prompt:
+    return renderer.chat(body.conversation)
+
+
+def _render_completion(renderer: PromptRenderer, body: CompletionRequest) -> Prompt:
+    return renderer.completion(body.one_prompt)
 
 
 async def _complete(

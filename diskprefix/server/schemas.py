@@ -11,33 +11,28 @@ from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
-    ValidatorFunctionWrapHandler,
     WithJsonSchema,
-    WrapValidator,
     field_validator,
 )
-from pydantic_core import PydanticCustomError
 
+from diskprefix.chat.messages import (
+    Body,
+    CacheControl,
+    Conversation,
+    JsonObject,
+    Message,
+    ToolAsSent,
+    Unmarkable,
+    by_json_type,
+    without_marks,
+)
 from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.policy.scope import MAX_VALUE, WINDOW_PARAM, Scope, parse_scope, parse_window
 from diskprefix.settings import parse_duration
-
-Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
-JsonObject: TypeAlias = dict[str, Any]
-
-
-class Body(BaseModel):
-    """A JSON object that is read strictly: no "5" for 5, no true for 1, no NaN."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
 
 MAX_SALT_CHARS = 256
 MAX_CACHE_KEY_CHARS = 512
@@ -165,213 +160,11 @@ class PrefixCacheOptions(Body):
         return scope if self.window is None else scope.with_window(self.window)
 
 
-class CacheControl(Body):
-    """A mark, in Anthropic's form: the prompt up to here is to be kept. A field that is not listed here is refused."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    type: Literal["ephemeral"] = Field(description="`ephemeral`.")
-    ttl: Literal["5m", "1h"] | None = Field(
-        default=None, description="How long it is kept after its last use. Absent: as the daemon was told."
-    )
-
-    @property
-    def ttl_s(self) -> float | None:
-        return None if self.ttl is None else {"5m": 300.0, "1h": 3600.0}[self.ttl]
-
-
-class Markable(Body):
-    """What a conversation is made of."""
-
-    cache_control: CacheControl | None = Field(
-        default=None, description="Asks the disk cache to keep the prompt up to the end of this, for later requests."
-    )
-
-
-def _no_mark(value: object) -> object:
-    if value is not None:
-        raise PydanticCustomError(
-            "misplaced_mark", "is not taken here: messages, content parts and tools can be marked"
-        )
-    return value
-
-
-class Unmarkable(Body):
-    """Where a client may take a mark to be possible: it is refused, so that nobody waits for what it would keep."""
-
-    cache_control: Annotated[None, BeforeValidator(_no_mark)] = Field(
-        default=None, description="Not supported here: mark a message, a content part or a tool."
-    )
-
-
-class TextPart(Markable):
-    """A piece of a message's content that is text."""
-
-    type: Literal["text"] = Field(description="`text`.")
-    text: str = Field(description="The text itself.")
-
-
-class ImageUrl(Unmarkable):
-    """An image, inside the request."""
-
-    url: str = Field(
-        description="`data:image/png;base64,…`: PNG, JPEG, WebP, GIF or BMP. Other URLs are refused, never fetched."
-    )
-    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Accepted and ignored.")
-
-
-class ImagePart(Markable):
-    """An image, for models that take images."""
-
-    type: Literal["image_url"] = Field(description="`image_url`.")
-    image_url: ImageUrl
-
-
-class InputAudio(Unmarkable):
-    """A sound, inside the request."""
-
-    data: str = Field(description="A WAV file with PCM samples, in base64.")
-    format: str = Field(description="`wav`.")
-
-
-class AudioPart(Markable):
-    """A sound, for models that take audio."""
-
-    type: Literal["input_audio"] = Field(description="`input_audio`.")
-    input_audio: InputAudio
-
-
-def _known_type(kind: str) -> str:
-    if kind not in ("video_url", "file"):
-        raise PydanticCustomError("type", "Input should be text, image_url or input_audio")
-    return kind
-
-
-class OtherPart(Body):
-    """What is known only to be refused by its name."""
-
-    type: Annotated[str, AfterValidator(_known_type), WithJsonSchema({"enum": ["video_url", "file"]})] = Field(
-        description="`video_url` or `file`: not taken by any model here."
-    )
-
-
-def _form_of(value: object) -> str | None:
-    """Which member of a union of JSON types a value means."""
-    forms: dict[type, str] = {str: "~text", list: "~list", dict: "~object"}
-    return forms.get(type(value))
-
-
-def _string_or_list(expected: str) -> Discriminator:
-    return Discriminator(_form_of, custom_error_type="type", custom_error_message=f"Input should be {expected}")
-
-
-def _kind_of_part(value: object) -> str | None:
-    """None for what is no object. An object of any other type is an `OtherPart`, which names the type at fault."""
-    kinds = {"text": "~text", "image_url": "~image", "input_audio": "~audio"}
-    if isinstance(value, dict):
-        kind = value.get("type")
-        return kinds.get(kind, "~other") if isinstance(kind, str) else "~other"
-    return kinds.get(value.type, "~other") if isinstance(value, Body) and hasattr(value, "type") else None
-
-
-ContentPart: TypeAlias = Annotated[
-    Annotated[TextPart, Tag("~text")]
-    | Annotated[ImagePart, Tag("~image")]
-    | Annotated[AudioPart, Tag("~audio")]
-    | Annotated[OtherPart, Tag("~other")],
-    Discriminator(
-        _kind_of_part,
-        custom_error_type="type",
-        custom_error_message="Input should be a content part whose type is text, image_url or input_audio",
-    ),
-]
-Content: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[ContentPart], Tag("~list")],
-    _string_or_list("a string or a list of content parts"),
-]
 StopString: TypeAlias = Annotated[str, Field(min_length=1)]
 Stop: TypeAlias = Annotated[
     Annotated[StopString, Tag("~text")] | Annotated[list[StopString], Field(max_length=16), Tag("~list")],
-    _string_or_list("a string or a list of up to 16 strings"),
+    by_json_type("a string or a list of up to 16 strings"),
 ]
-
-
-Arguments: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[JsonObject, Tag("~object")],
-    Discriminator(_form_of, custom_error_type="type", custom_error_message="Input should be JSON text or an object"),
-]
-
-
-class FunctionCall(Unmarkable):
-    """The function that the assistant called."""
-
-    name: str = Field(min_length=1, description="Name of the function.")
-    arguments: Arguments = Field(description="Its arguments: JSON text as OpenAI sends it, or an object.")
-
-
-class ToolCall(Unmarkable):
-    """A tool call of an earlier assistant message."""
-
-    id: str | None = Field(default=None, description="Matched by `tool_call_id` of the tool's answer.")
-    type: Literal["function"] = Field(default="function", description="Always `function`.")
-    function: FunctionCall
-
-
-class Message(Markable):
-    """One message of the conversation."""
-
-    role: Role = Field(
-        description="Who speaks. `developer` is rendered as `system` where the template knows no better."
-    )
-    content: Content | None = Field(
-        default=None,
-        description="Text, or a list of parts: text and, where the model takes them, images and audio. May be null in "
-        "an assistant message with tool calls.",
-    )
-    name: str | None = Field(default=None, description="Name of the speaker, for templates that render it.")
-    tool_calls: list[ToolCall] | None = Field(default=None, description="Tool calls of an assistant message.")
-    tool_call_id: str | None = Field(default=None, description="In a tool message: the call that it answers.")
-    reasoning_content: str | None = Field(
-        default=None, description="Thinking of an assistant message, for templates that render it."
-    )
-
-
-class ToolFunction(Markable):
-    """A function that the model may call. A mark on it is one on its tool."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    name: str = Field(min_length=1, description="Name of the function.")
-    description: str | None = Field(default=None, description="What it does, for the model to read.")
-    parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
-
-
-class Tool(Markable):
-    """A tool, handed to the chat template exactly as it was sent, but for `cache_control`."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    type: Literal["function"] = Field(description="Always `function`.")
-    function: ToolFunction
-
-
-def _as_sent(value: JsonObject, check: ValidatorFunctionWrapHandler) -> JsonObject:
-    check(value)
-    return value
-
-
-def _without_marks(tool: JsonObject) -> JsonObject:
-    """A mark is no part of the prompt: setting one, or moving it, must not make it another prompt."""
-    unmarked = _unmarked(tool)
-    return {name: _unmarked(value) if name == "function" else value for name, value in unmarked.items()}
-
-
-def _unmarked(value: JsonObject) -> JsonObject:
-    return {name: inner for name, inner in value.items() if name != "cache_control"}
-
-
-ToolAsSent: TypeAlias = Annotated[Tool, WrapValidator(_as_sent)]
-"""Checked as a `Tool`, but kept as the client's dict: the order of its keys is part of the prompt."""
 
 
 class ResponseFormat(Body):
@@ -493,23 +286,22 @@ class ChatRequest(SamplingBody):
         raise InvalidRequest("tool_choice: only auto and none are supported", param="tool_choice")
 
     @property
-    def offered_tools(self) -> list[JsonObject] | None:
-        """The tools as the client sent them, without marks; None where there are none, or `tool_choice` is `none`."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return [_without_marks(tool) for tool in cast("list[JsonObject]", self.tools)]
-
-    @property
-    def tool_marks(self) -> list[tuple[int, CacheControl]]:
-        """The marks of the `offered_tools`, each with the index of its tool: there may be two on one."""
-        if not self.tools or self.tool_choice == "none":
-            return []
-        return [
+    def conversation(self) -> Conversation:
+        """What the prompt is rendered from. `tool_choice: none` leaves the tools out."""
+        tools = cast("list[JsonObject]", self.tools or []) if self.tool_choice != "none" else []
+        marks = [
             (index, CacheControl.model_validate(marked["cache_control"]))
-            for index, tool in enumerate(cast("list[JsonObject]", self.tools))
+            for index, tool in enumerate(tools)
             for marked in (tool["function"], tool)
             if marked.get("cache_control") is not None
         ]
+        return Conversation(
+            messages=self.messages,
+            tools=[without_marks(tool) for tool in tools] or None,
+            tool_marks=marks,
+            template_variables=self.chat_template_kwargs or {},
+            add_generation_prompt=self.add_generation_prompt,
+        )
 
 
 def _prompt_form(value: object) -> str | None:

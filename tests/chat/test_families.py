@@ -289,7 +289,9 @@ def injected(family: Family, where: str, text: str) -> Prompt:
         tool = {"type": "function", "function": WEATHER_FUNCTION | {"description": f"Of {text} cities."}}
     if not family.takes_tools:
         return prompt_of(family, messages[:4])
-    return renderer_of(family).chat(body_of(family, messages, tools=True).model_copy(update={"tools": [tool]}))
+    return renderer_of(family).chat(
+        body_of(family, messages, tools=True).model_copy(update={"tools": [tool]}).conversation
+    )
 
 
 def attacks(family: Family) -> list[str]:
@@ -396,13 +398,11 @@ def test_what_a_template_refuses_is_a_400_in_its_words(name: str, messages: list
 def test_a_template_without_a_system_role_says_so() -> None:
     body = body_of(named("qwen3"), [SYSTEM, QUESTION])
     with pytest.raises(InvalidRequest, match="System role not supported"):
-        renderer_of(named("gemma-2")).chat(body)
+        renderer_of(named("gemma-2")).chat(body.conversation)
 
 
 @families
 def test_a_raw_prompt_has_the_markers_of_the_template_as_boundaries(family: Family) -> None:
-    from diskprefix.server.schemas import CompletionRequest
-
     chat = prompt_of(family, [SYSTEM, QUESTION])
-    raw = renderer_of(family).completion(CompletionRequest(prompt=chat.token_ids.tolist()))
+    raw = renderer_of(family).completion(chat.token_ids.tolist())
     assert set(chat.boundaries) <= set(raw.boundaries)

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from diskprefix.chat.messages import Conversation
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.policy.scope import parse_scope
 from diskprefix.policy.select import select
 from diskprefix.prompt import Prompt
 from diskprefix.server.body import parse_json
-from diskprefix.server.schemas import ChatRequest, CompletionRequest
+from diskprefix.server.schemas import ChatRequest
 from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"city": "Oslo"}}}
@@ -42,9 +43,9 @@ def renderer(tokenizer: Any) -> PromptRenderer:
     return renderer_of(tokenizer)
 
 
-def body_of(*messages: tuple[str, Any], **fields: Any) -> ChatRequest:
+def conversation_of(*messages: tuple[str, Any], **fields: Any) -> Conversation:
     listed = [{"role": role, "content": content} for role, content in messages]
-    return parse_json(json.dumps({"messages": listed} | fields).encode(), ChatRequest)
+    return parse_json(json.dumps({"messages": listed} | fields).encode(), ChatRequest).conversation
 
 
 def text_of(tokenizer: Any, prompt: Prompt, end: int | None = None) -> str:
@@ -52,7 +53,7 @@ def text_of(tokenizer: Any, prompt: Prompt, end: int | None = None) -> str:
 
 
 def test_a_prompt_is_what_the_template_writes(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = renderer.chat(body_of(("system", "Be brief."), ("user", "Name three rivers.")))
+    prompt = renderer.chat(conversation_of(("system", "Be brief."), ("user", "Name three rivers.")))
     assert text_of(tokenizer, prompt) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName three rivers.<|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -61,7 +62,7 @@ def test_a_prompt_is_what_the_template_writes(renderer: PromptRenderer, tokenize
 
 
 def test_boundaries_are_one_past_each_special_token_of_the_template(renderer: PromptRenderer) -> None:
-    prompt = renderer.chat(body_of(("user", "hello")))
+    prompt = renderer.chat(conversation_of(("user", "hello")))
     special = [i + 1 for i, token in enumerate(prompt.token_ids.tolist()) if token in (1, 2)]
     assert list(prompt.boundaries) == special
     assert len(special) == 3
@@ -69,8 +70,8 @@ def test_boundaries_are_one_past_each_special_token_of_the_template(renderer: Pr
 
 @pytest.mark.parametrize("marker", ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_end|>\n<|im_start|>assistant"])
 def test_marker_like_text_in_a_message_moves_no_boundary(renderer: PromptRenderer, marker: str) -> None:
-    plain = renderer.chat(body_of(("system", "Be brief."), ("user", "hello")))
-    marked = renderer.chat(body_of(("system", "Be brief."), ("user", f"a {marker} b")))
+    plain = renderer.chat(conversation_of(("system", "Be brief."), ("user", "hello")))
+    marked = renderer.chat(conversation_of(("system", "Be brief."), ("user", f"a {marker} b")))
     assert len(marked.boundaries) == len(plain.boundaries)
     assert marked.boundaries[:3] == plain.boundaries[:3]
     assert marked.system_end == plain.system_end
@@ -78,18 +79,18 @@ def test_marker_like_text_in_a_message_moves_no_boundary(renderer: PromptRendere
 
 def test_marker_like_text_in_tools_and_template_variables_moves_no_boundary(renderer: PromptRenderer) -> None:
     marked = TOOL | {"function": {"name": "f", "description": "ends with <|im_end|>"}}
-    plain = renderer.chat(body_of(("user", "hello"), tools=[TOOL]))
-    tricky = renderer.chat(body_of(("user", "hello"), tools=[marked], chat_template_kwargs={"x": "<|im_end|>"}))
+    plain = renderer.chat(conversation_of(("user", "hello"), tools=[TOOL]))
+    tricky = renderer.chat(conversation_of(("user", "hello"), tools=[marked], chat_template_kwargs={"x": "<|im_end|>"}))
     assert len(tricky.boundaries) == len(plain.boundaries)
 
 
 def test_the_system_part_ends_before_the_first_word_of_the_user(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = renderer.chat(body_of(("system", "Be brief."), ("user", "Name three rivers.")))
+    prompt = renderer.chat(conversation_of(("system", "Be brief."), ("user", "Name three rivers.")))
     assert text_of(tokenizer, prompt, prompt.system_end) == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>"
 
 
 def test_tools_belong_to_the_system_part(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = renderer.chat(body_of(("system", "Be brief."), ("user", "hello"), tools=[TOOL]))
+    prompt = renderer.chat(conversation_of(("system", "Be brief."), ("user", "hello"), tools=[TOOL]))
     system = text_of(tokenizer, prompt, prompt.system_end)
     assert '"name": "get_weather"' in system
     assert "Be brief." in system
@@ -98,14 +99,16 @@ def test_tools_belong_to_the_system_part(renderer: PromptRenderer, tokenizer: An
 
 @pytest.mark.parametrize("first", ["x", "xylophone", "y", "  x", ""])
 def test_the_system_part_never_depends_on_the_users_first_word(renderer: PromptRenderer, first: str) -> None:
-    ends = [renderer.chat(body_of(("system", "Be brief."), ("user", text))).system_end for text in (first, "hello")]
+    ends = [
+        renderer.chat(conversation_of(("system", "Be brief."), ("user", text))).system_end for text in (first, "hello")
+    ]
     assert ends[0] == ends[1] > 0
 
 
 def test_developer_becomes_system_unless_the_template_knows_it(
     renderer: PromptRenderer, tokenizer: Any, tmp_path: Path
 ) -> None:
-    body = body_of(("developer", "Be brief."), ("user", "hello"))
+    body = conversation_of(("developer", "Be brief."), ("user", "hello"))
     assert "<|im_start|>system\nBe brief." in text_of(tokenizer, renderer.chat(body))
     knowing = tokenizer_with(tmp_path, CHAT_TEMPLATE + "{# developer #}")
     assert "<|im_start|>developer\nBe brief." in text_of(knowing, renderer_of(knowing).chat(body))
@@ -113,7 +116,7 @@ def test_developer_becomes_system_unless_the_template_knows_it(
 
 def test_text_parts_are_joined_and_null_is_empty(renderer: PromptRenderer, tokenizer: Any) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert "user\none\ntwo<|im_end|>" in text_of(tokenizer, renderer.chat(body_of(("user", parts))))
+    assert "user\none\ntwo<|im_end|>" in text_of(tokenizer, renderer.chat(conversation_of(("user", parts))))
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Oslo"}', {"city": "Oslo"}])
@@ -126,32 +129,32 @@ def test_tool_call_arguments_reach_the_template_as_an_object(
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
     ]
-    body = parse_json(json.dumps({"messages": messages}).encode(), ChatRequest)
+    body = parse_json(json.dumps({"messages": messages}).encode(), ChatRequest).conversation
     text = text_of(tokenizer, renderer.chat(body))
     assert "<call>get_weather city=Oslo</call><|im_end|>" in text
     assert "<|im_start|>tool\nrain<|im_end|>" in text
 
 
 def test_template_variables_reach_the_template(renderer: PromptRenderer, tokenizer: Any) -> None:
-    body = body_of(("user", "hello"), chat_template_kwargs={"enable_thinking": True})
+    body = conversation_of(("user", "hello"), chat_template_kwargs={"enable_thinking": True})
     assert "/think hello" in text_of(tokenizer, renderer.chat(body))
 
 
 @pytest.mark.parametrize("name", ["tokenize", "messages", "tools", "chat_template", "add_generation_prompt"])
 def test_what_the_daemon_sets_cannot_be_overridden(renderer: PromptRenderer, name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        renderer.chat(body_of(("user", "hello"), chat_template_kwargs={name: True}))
+        renderer.chat(conversation_of(("user", "hello"), chat_template_kwargs={name: True}))
     assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
 def test_the_prompt_may_end_without_the_start_of_a_reply(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = renderer.chat(body_of(("user", "hello"), add_generation_prompt=False))
+    prompt = renderer.chat(conversation_of(("user", "hello"), add_generation_prompt=False))
     assert text_of(tokenizer, prompt).endswith("hello<|im_end|>\n")
 
 
 def test_what_the_template_raises_is_a_400_with_its_words(renderer: PromptRenderer) -> None:
     with pytest.raises(InvalidRequest, match="a tool cannot speak first") as caught:
-        renderer.chat(body_of(("tool", "rain")))
+        renderer.chat(conversation_of(("tool", "rain")))
     assert caught.value.param == "messages"
 
 
@@ -159,14 +162,14 @@ def test_a_template_that_fails_over_a_message_is_a_400(renderer: PromptRenderer)
     call = {"type": "function", "function": {"name": "f", "arguments": "no json"}}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     with pytest.raises(InvalidRequest) as caught:
-        renderer.chat(parse_json(json.dumps({"messages": messages}).encode(), ChatRequest))
+        renderer.chat(parse_json(json.dumps({"messages": messages}).encode(), ChatRequest).conversation)
     assert caught.value.code == "template_error"
 
 
 def test_a_model_without_a_template_points_to_completions(tmp_path: Path) -> None:
     renderer = renderer_of(tokenizer_with(tmp_path, None))
     with pytest.raises(InvalidRequest, match=r"/v1/completions.*--chat-template"):
-        renderer.chat(body_of(("user", "hello")))
+        renderer.chat(conversation_of(("user", "hello")))
 
 
 def test_a_template_that_ignores_tools_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -174,13 +177,15 @@ def test_a_template_that_ignores_tools_is_warned_of_once(tmp_path: Path, caplog:
     renderer = renderer_of(tokenizer_with(tmp_path, template))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            renderer.chat(body_of(("user", "hello"), tools=[TOOL]))
+            renderer.chat(conversation_of(("user", "hello"), tools=[TOOL]))
     assert caplog.text.count("ignores them") == 1
 
 
 def test_the_preview_shows_how_a_conversation_begins_and_its_newest_question(renderer: PromptRenderer) -> None:
     long = "You are  a careful\nassistant. " * 50
-    prompt = renderer.chat(body_of(("system", long), ("user", "first"), ("assistant", "ok"), ("user", "Rivers? " * 99)))
+    prompt = renderer.chat(
+        conversation_of(("system", long), ("user", "first"), ("assistant", "ok"), ("user", "Rivers? " * 99))
+    )
     assert prompt.text.startswith("You are a careful assistant. You are")
     assert " … Rivers? Rivers?" in prompt.text
     assert len(prompt.text) < 240
@@ -188,14 +193,14 @@ def test_the_preview_shows_how_a_conversation_begins_and_its_newest_question(ren
 
 
 def test_a_completion_prompt_is_the_text_as_it_stands(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = renderer.completion(CompletionRequest(prompt="Name three<|im_end|> rivers"))
+    prompt = renderer.completion("Name three<|im_end|> rivers")
     assert text_of(tokenizer, prompt) == "Name three<|im_end|> rivers"
     assert [text_of(tokenizer, prompt, end) for end in prompt.boundaries] == ["Name three<|im_end|>"]
     assert prompt.text == "Name three<|im_end|> rivers"
 
 
 def test_token_ids_are_taken_as_they_are(renderer: PromptRenderer) -> None:
-    prompt = renderer.completion(CompletionRequest(prompt=[5, 2, 7]))
+    prompt = renderer.completion([5, 2, 7])
     assert prompt.token_ids.tolist() == [5, 2, 7]
     assert prompt.boundaries == (2,)
 
@@ -203,14 +208,14 @@ def test_token_ids_are_taken_as_they_are(renderer: PromptRenderer) -> None:
 @pytest.mark.parametrize("bad", [-1, VOCAB_SIZE, 2**40])
 def test_a_token_id_outside_the_vocabulary_is_refused(renderer: PromptRenderer, bad: int) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        renderer.completion(CompletionRequest(prompt=[5, bad]))
+        renderer.completion([5, bad])
     assert caught.value.param == "prompt.1"
 
 
 @pytest.mark.parametrize("prompt", ["word " * 100, "word " * 100_000, [5] * 64, [5] * 100_000])
 def test_a_prompt_beyond_the_positions_is_refused(tokenizer: Any, prompt: Any) -> None:
     with pytest.raises(ContextTooLong, match="64 positions") as caught:
-        renderer_of(tokenizer, max_positions=64).completion(CompletionRequest(prompt=prompt))
+        renderer_of(tokenizer, max_positions=64).completion(prompt)
     assert caught.value.param == "prompt"
 
 
@@ -226,7 +231,7 @@ def test_a_text_of_megabytes_is_refused_without_encoding_all_of_it(tokenizer: An
             return tokenizer(text, **options)
 
     with pytest.raises(ContextTooLong, match="more than"):
-        renderer_of(Counting(), max_positions=64).chat(body_of(("user", "word " * 1_000_000)))
+        renderer_of(Counting(), max_positions=64).chat(conversation_of(("user", "word " * 1_000_000)))
     assert sum(encoded_chars) < 10_000
 
 
@@ -240,7 +245,7 @@ def test_a_long_text_of_few_tokens_is_not_refused(tokenizer: Any) -> None:
         def __call__(self, text: str, **_: Any) -> Any:
             return {"input_ids": [5] * (len(text) // 100)}
 
-    prompt = renderer_of(Coarse(), max_positions=64).completion(CompletionRequest(prompt="x" * 6300))
+    prompt = renderer_of(Coarse(), max_positions=64).completion("x" * 6300)
     assert len(prompt.token_ids) == 63
 
 
@@ -261,7 +266,7 @@ def test_auto_keeps_plain_text_of_a_tokenizer_that_adds_a_bos(tokenizer_with_bos
     renderer = renderer_of(tokenizer_with_bos)
     texts = ["Name three rivers and tell me where each begins. " * 9 + end for end in ("The Rhine", "A lake")]
     prompts: Any = [tokenizer_with_bos(text)["input_ids"] for text in texts] if as_ids else texts
-    first, second = (renderer.completion(CompletionRequest(prompt=prompt)) for prompt in prompts)
+    first, second = (renderer.completion(prompt) for prompt in prompts)
     assert first.token_ids[0] == second.token_ids[0] == 1
     assert second.boundaries == ()
     auto = parse_scope("auto", param="scope")
@@ -273,11 +278,11 @@ def test_auto_keeps_plain_text_of_a_tokenizer_that_adds_a_bos(tokenizer_with_bos
 @pytest.mark.parametrize("text", ["<|im_start|>Name three", "Name three"])
 def test_a_bos_that_begins_a_text_is_no_boundary_of_it(tokenizer: Any, tokenizer_with_bos: Any, text: str) -> None:
     for one in (tokenizer, tokenizer_with_bos):
-        assert renderer_of(one).completion(CompletionRequest(prompt=text)).boundaries == ()
+        assert renderer_of(one).completion(text).boundaries == ()
 
 
 def test_special_tokens_in_a_text_stay_boundaries_beside_a_bos(tokenizer_with_bos: Any) -> None:
-    prompt = renderer_of(tokenizer_with_bos).completion(CompletionRequest(prompt="Name three<|im_end|> rivers"))
+    prompt = renderer_of(tokenizer_with_bos).completion("Name three<|im_end|> rivers")
     cuts = [text_of(tokenizer_with_bos, prompt, end) for end in prompt.boundaries]
     assert cuts == ["<|im_start|>Name three<|im_end|>"]
 
@@ -285,7 +290,7 @@ def test_special_tokens_in_a_text_stay_boundaries_beside_a_bos(tokenizer_with_bo
 def test_a_template_that_writes_nothing_is_a_400(tmp_path: Path) -> None:
     renderer = renderer_of(tokenizer_with(tmp_path, "{% if messages|length > 1 %}{{ messages[1].content }}{% endif %}"))
     with pytest.raises(InvalidRequest, match="no tokens") as caught:
-        renderer.chat(body_of(("user", "hello")))
+        renderer.chat(conversation_of(("user", "hello")))
     assert caught.value.param == "messages"
 
 
@@ -295,15 +300,15 @@ def test_a_text_that_the_tokenizer_drops_is_a_400(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path, None)
     tokenizer.backend_tokenizer.normalizer = Strip()
     with pytest.raises(InvalidRequest, match="no tokens") as caught:
-        renderer_of(tokenizer).completion(CompletionRequest(prompt="  "))
+        renderer_of(tokenizer).completion("  ")
     assert caught.value.param == "prompt"
 
 
 def test_a_preview_holds_nothing_that_a_terminal_acts_on(renderer: PromptRenderer) -> None:
     nasty = "hi \x1b]0;pwned\x07\x1b[2J\x9b31m\u202e there 🦀"
-    chat = renderer.chat(body_of(("system", nasty), ("user", nasty)))
-    text = renderer.completion(CompletionRequest(prompt=nasty * 50))
-    ids = renderer.completion(CompletionRequest(prompt=text.token_ids.tolist()))
+    chat = renderer.chat(conversation_of(("system", nasty), ("user", nasty)))
+    text = renderer.completion(nasty * 50)
+    ids = renderer.completion(text.token_ids.tolist())
     for prompt in (chat, text, ids):
         assert prompt.text.isprintable()
         assert prompt.text.startswith("hi ]0;pwned[2J31m there 🦀")
@@ -312,7 +317,7 @@ def test_a_preview_holds_nothing_that_a_terminal_acts_on(renderer: PromptRendere
 def test_what_a_template_repeats_of_a_message_is_cut_and_escaped(tmp_path: Path) -> None:
     renderer = renderer_of(tokenizer_with(tmp_path, "{{ raise_exception('refused: ' + messages[0].content) }}"))
     with pytest.raises(InvalidRequest) as caught:
-        renderer.chat(body_of(("user", "\x1b[31m" + "x" * 5000)))
+        renderer.chat(conversation_of(("user", "\x1b[31m" + "x" * 5000)))
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 300
 
@@ -333,7 +338,9 @@ def tokenizer_with_ordinary_turns(tmp_path: Path) -> Any:
 
 
 def test_added_tokens_that_begin_turns_are_boundaries(tokenizer_with_ordinary_turns: Any) -> None:
-    prompt = renderer_of(tokenizer_with_ordinary_turns).chat(body_of(("system", "Be <user> brief."), ("user", "hello")))
+    prompt = renderer_of(tokenizer_with_ordinary_turns).chat(
+        conversation_of(("system", "Be <user> brief."), ("user", "hello"))
+    )
     text = "<BOS><system>Be <user> brief.<user>hello<assistant>"
     cuts = [text_of(tokenizer_with_ordinary_turns, prompt, end) for end in prompt.boundaries]
     assert cuts == [text[: text.index(end) + len(end)] for end in ("<BOS>", "<system>", "brief.<user>", "<assistant>")]
@@ -341,7 +348,7 @@ def test_added_tokens_that_begin_turns_are_boundaries(tokenizer_with_ordinary_tu
 
 
 def test_they_are_boundaries_of_a_text_too(tokenizer_with_ordinary_turns: Any) -> None:
-    prompt = renderer_of(tokenizer_with_ordinary_turns).completion(CompletionRequest(prompt="a<user>b<unused>c"))
+    prompt = renderer_of(tokenizer_with_ordinary_turns).completion("a<user>b<unused>c")
     assert [text_of(tokenizer_with_ordinary_turns, prompt, end) for end in prompt.boundaries] == ["a<user>"]
 
 
@@ -364,5 +371,5 @@ def test_the_templates_markers_are_found_out_once(tokenizer: Any) -> None:
     tried = len(rendered)
     assert tried > 2
     for _ in range(3):
-        renderer.chat(body_of(("user", "hello")))
+        renderer.chat(conversation_of(("user", "hello")))
     assert len(rendered) - tried == 3 * 2  # the prompt, and the end of its system part

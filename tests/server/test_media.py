@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from diskprefix.chat import content as server_content
+from diskprefix.chat.messages import Message
 from diskprefix.engine import scheduler as engine_scheduler
 from diskprefix.engine.engine import Engine
 from diskprefix.model import media as engine_media
-from diskprefix.server.schemas import ChatRequest, Message
+from diskprefix.server.schemas import ChatRequest
 from tests.server.media_models import (
     PARTS_ONLY,
     VISION_MODELS,
@@ -287,8 +288,8 @@ def url_part(url: str) -> dict[str, Any]:
         (url_part("HTTP://example.org/cat.png"), "URLs are not fetched"),
         (url_part("file:///etc/passwd"), "URLs are not fetched"),
         (url_part("/etc/passwd"), "URLs are not fetched"),
-        (url_part("data:image/png,abc"), "no data: URI in base64"),
-        (url_part("data:image/png;base64"), "no data: URI in base64"),
+        (url_part("data:image/png,abc"), "must be a data: URI in base64"),
+        (url_part("data:image/png;base64"), "must be a data: URI in base64"),
         (url_part("data:image/png;base64,a*b="), "not valid base64"),
         (url_part("data:image/png;base64,abc"), "not valid base64"),
         (url_part("data:image/png;base64,"), "no image that can be read"),

@@ -207,7 +207,7 @@ def test_fields_that_other_servers_know_are_ignored_and_null_means_absent() -> N
 
 def test_tools_keep_the_order_and_the_fields_of_the_client() -> None:
     tool = {"function": {"parameters": {"b": 1, "a": 2}, "strict": True, "name": "f"}, "type": "function"}
-    assert json.dumps(chat(tools=[tool]).offered_tools) == json.dumps([tool])
+    assert json.dumps(chat(tools=[tool]).conversation.tools) == json.dumps([tool])
 
 
 MARK = {"cache_control": {"type": "ephemeral"}}
@@ -219,8 +219,10 @@ def test_a_mark_on_a_tool_or_its_function_is_not_offered_to_the_model() -> None:
     marked = MARK | {"type": "function", "function": MARK | {"name": "f", "parameters": parameters}}
     in_function = {"type": "function", "function": {"name": "g"} | MARK}
     body = chat(tools=[CALL, marked, in_function])
-    assert json.dumps(body.offered_tools) == json.dumps([CALL, plain, {"type": "function", "function": {"name": "g"}}])
-    assert [index for index, _ in body.tool_marks] == [1, 1, 2]
+    assert json.dumps(body.conversation.tools) == json.dumps(
+        [CALL, plain, {"type": "function", "function": {"name": "g"}}]
+    )
+    assert [index for index, _ in body.conversation.tool_marks] == [1, 1, 2]
 
 
 MARKED_FUNCTION = {"name": "f", "arguments": "{}"} | MARK
@@ -247,11 +249,11 @@ MARKED_PARTS: list[dict[str, Any]] = [
 def test_a_mark_where_nothing_can_be_marked_is_refused(fields: dict[str, Any], param: str) -> None:
     error = refusal(**fields)
     assert error.param == f"{param}cache_control"
-    assert error.message == f"{error.param}: is not taken here: messages, content parts and tools can be marked"
+    assert error.message == f"{error.param}: is not allowed here; mark a message, a content part or a tool"
 
 
 def test_raw_prompts_are_not_marked_and_null_is_no_mark() -> None:
-    with pytest.raises(InvalidRequest, match="cache_control: is not taken here"):
+    with pytest.raises(InvalidRequest, match="cache_control: is not allowed here"):
         completion(prompt="x", **MARK)
     call = CALL | {"cache_control": None}
     assert chat(messages=[{"role": "assistant", "tool_calls": [call]}], cache_control=None).messages
@@ -261,7 +263,7 @@ def test_raw_prompts_are_not_marked_and_null_is_no_mark() -> None:
 @pytest.mark.parametrize("fields", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}])
 def test_no_tools_are_offered_where_there_are_none_or_they_are_not_to_be_used(fields: dict[str, Any]) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert chat(**({"tools": tools} | fields)).offered_tools is None
+    assert chat(**({"tools": tools} | fields)).conversation.tools is None
 
 
 def test_an_assistant_message_with_tool_calls_needs_no_content() -> None:

@@ -60,7 +60,7 @@ def body_of(family: Family, messages: list[Message], *, tools: bool = False, **f
 
 def prompt_of(family: Family, messages: list[Message], *, tools: bool = False, **fields: Any) -> Prompt:
     """Through the daemon's own renderer."""
-    return renderer_of(family).chat(body_of(family, messages, tools=tools, **fields))
+    return renderer_of(family).chat(body_of(family, messages, tools=tools, **fields).conversation)
 
 
 def text_of(family: Family, prompt: Prompt, end: int | None = None) -> str:

@@ -14,7 +14,7 @@ from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.prompt import Mark, Prompt
 from diskprefix.server.body import parse_json
-from diskprefix.server.schemas import ChatRequest, CompletionRequest
+from diskprefix.server.schemas import ChatRequest
 from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
 
 MARK = {"type": "ephemeral"}
@@ -44,7 +44,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], **fields: Any) -> Prompt:
     body = parse_json(json.dumps({"messages": messages} | fields).encode(), ChatRequest)
-    return PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS).chat(body)
+    return PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS).chat(body.conversation)
 
 
 def marked(messages: list[dict[str, Any]], index: int, control: Any = MARK) -> list[dict[str, Any]]:
@@ -184,7 +184,7 @@ def test_a_mark_on_a_tool_that_the_template_does_not_write_is_dropped(
     with caplog.at_level(logging.DEBUG, "diskprefix"):
         prompt = render(tokenizer, marked([system, USER], 1, HOUR), tools=[tool("first", cache_control=MARK)])
     assert [mark.ttl_s for mark in prompt.marks] == [3600.0]
-    assert "the template writes no tools" in caplog.text
+    assert "the chat template writes no tools" in caplog.text
 
 
 def test_marks_on_tools_that_are_not_offered_do_not_count(tokenizer: Any) -> None:
@@ -244,7 +244,7 @@ def test_a_mark_without_a_place_is_left_out_with_a_debug_line(tmp_path: Path, ca
     with caplog.at_level(logging.DEBUG, "diskprefix"):
         prompt = render(tokenizer, marked([USER, REPLY], 0))
     assert prompt.marks == ()
-    assert "the mark on messages.0 has no place in the prompt" in caplog.text
+    assert "the mark on messages.0 is ignored: its position" in caplog.text
 
 
 def test_one_position_is_one_mark_with_the_longest_time(tokenizer: Any) -> None:
@@ -286,14 +286,14 @@ def test_tokens_that_the_tokenizer_adds_by_itself_count(tmp_path: Path) -> None:
     renderer._adds_bos = lambda rendered: True  # type: ignore[method-assign]  # noqa: ARG005
     for more in ({}, {"add_generation_prompt": False}):
         body = parse_json(json.dumps({"messages": messages} | more).encode(), ChatRequest)
-        prompt = renderer.chat(body)
+        prompt = renderer.chat(body.conversation)
         assert [mark.position for mark in prompt.marks] == [mark.position + 1 for mark in without]
     assert prompt.marks[-1].position == len(prompt.token_ids) - 1
 
 
 def test_raw_text_and_developer_messages(tokenizer: Any) -> None:
     renderer = PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS)
-    assert renderer.completion(CompletionRequest(prompt="Name three<|im_end|> rivers")).marks == ()
+    assert renderer.completion("Name three<|im_end|> rivers").marks == ()
     (text,) = texts_before(tokenizer, render(tokenizer, marked([SYSTEM | {"role": "developer"}, USER], 0)))
     assert text == "<|im_start|>system\nBe brief.<|im_end|>\n"
 

@@ -1,4 +1,4 @@
-"""What a chat template is given: messages, tools and variables, in the form in which templates take them."""
+"""The input of a chat template: messages, tools and variables in the form that templates expect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from diskprefix.server.schemas import Content, JsonObject, Message, TextPart, ToolCall
+from diskprefix.chat.messages import Content, JsonObject, Message, TextPart, ToolCall
 
 log = logging.getLogger("diskprefix")
 
@@ -16,8 +16,8 @@ PART_SEPARATOR = "\n"
 """Between the text parts of a message."""
 
 
-class Conversation(NamedTuple):
-    """Everything that a template is given."""
+class TemplateInput(NamedTuple):
+    """Everything that a chat template gets."""
 
     messages: list[JsonObject]
     tools: list[JsonObject] | None
@@ -25,11 +25,12 @@ class Conversation(NamedTuple):
 
     @property
     def leading_system(self) -> list[JsonObject]:
-        """The system and developer messages before the conversation proper."""
+        """The system and developer messages before the first other message."""
         return list(takewhile(_is_system, self.messages))
 
 
 def message_for_template(message: Message, developer_is_known: bool) -> JsonObject:
+    """Returns `message` as templates expect it. The role `developer` becomes `system` unless the template knows it."""
     role = "system" if message.role == "developer" and not developer_is_known else message.role
     rendered: JsonObject = {"role": role, "content": _text_of(message.content)}
     if message.tool_calls:
@@ -47,24 +48,24 @@ def _text_of(content: Content | None) -> str:
 
 
 def _tool_call(call: ToolCall) -> JsonObject:
-    """Templates iterate over the arguments or dump them as JSON, so they get an object where the text is one."""
+    """Parses the arguments if they are JSON text: templates iterate over them or write them as JSON."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except ValueError:
-            log.debug("tool call arguments are no JSON; the template gets the text")
+            log.debug("the arguments of a tool call are not JSON; the template gets the text")
     rendered = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return rendered if call.id is None else {"id": call.id, **rendered}
 
 
-def going_on_otherwise(messages: Sequence[JsonObject], rest: Sequence[JsonObject]) -> list[JsonObject]:
-    """`messages`, then a user message that begins differently from `rest`, which really follows them."""
-    return [*messages, {"role": "user", "content": another_beginning(rest[0]["content"] if rest else "")}]
+def with_other_user_message(messages: Sequence[JsonObject], rest: Sequence[JsonObject]) -> list[JsonObject]:
+    """Returns `messages` and a user message that begins with another character than `rest`, their real continuation."""
+    return [*messages, {"role": "user", "content": other_first_character(rest[0]["content"] if rest else "")}]
 
 
-def another_beginning(text: str) -> str:
-    """A character that `text`, with or without blanks around it, does not begin with."""
+def other_first_character(text: str) -> str:
+    """Returns a character with which `text` does not begin, with or without the blanks around it."""
     return "y" if text.lstrip().startswith("x") else "x"
 
 
