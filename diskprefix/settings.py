@@ -1,11 +1,15 @@
-"""One frozen settings object. Precedence, lowest first: defaults, policy file (TOML), environment, flags.
+"""The settings of the daemon, in one frozen object.
 
-The command line merges the sources (click does) and hands plain values to `Settings`; whoever embeds diskprefix builds
-`Settings` directly. A value outside its range raises `SettingsError` that names the flag.
+The command line merges the defaults, a policy file (TOML), the environment and the flags, of which the later ones
+override the earlier ones, and passes plain values to `Settings`. A program that embeds diskprefix builds `Settings`
+itself. A value outside its range raises a `SettingsError` that names the flag.
 """
+
+# ruff: noqa: RUF009 - _setting makes a field
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tomllib
@@ -13,12 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 from diskprefix.errors import DiskPrefixError, SettingsError
 
 MIN_BUDGET, MAX_BUDGET = 16 * 1024**2, 2**50
 OnCorruption: TypeAlias = Literal["quarantine", "refuse"]
+Kind: TypeAlias = Literal["text", "integer", "size", "duration", "switch", "file", "folder"]
+"""`size` is in bytes and `duration` in seconds; people write both with a unit."""
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}b": n for u, n in _UNITS.items() if u not in ("", "b")}
@@ -76,86 +82,228 @@ def default_kv_cache_dir() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that `diskprefix serve` can be told. Flag `--kv-cache-dir` is field `kv_cache_dir`, and so on."""
+class Setting:
+    """How one field of `Settings` is given: what the help says of it, and which values it takes."""
 
-    model: str | None = None
-    """None: the embedded default model."""
-    device: str = "auto"
-    dtype: str = "auto"
-    host: str = "127.0.0.1"
-    port: int = 8642
-    max_queue: int = 64
-    max_body_bytes: int = 32 * 1024**2
-    api_keys: Path | None = None
-    """None: no key is asked for."""
-    block_size: int = 256
-    disk_prefix_cache: str = "auto:30"
-    """A scope in its canonical form; the grammar lives in `policy.scope`."""
-    reuse_generated: bool = False
-    """Requests that do not say keep the state of their replies, and restore that of earlier ones."""
-    kv_cache_dir: Path = field(default_factory=default_kv_cache_dir)
-    kv_cache_budget: int = 4 * 1024**3
-    kv_cache_min_free: int = 1024**3
-    kv_cache_ttl: float = 0.0
-    """Seconds; 0 keeps what is used seldom until the budget needs its room."""
-    kv_cache_codec: str = "auto"
-    kv_cache_on_corruption: OnCorruption = "quarantine"
-    kv_cache_min_tokens: int = 512
-    kv_cache_interval: int = 10240
-    kv_cache_cold_max: int = 10240
-    kv_cache_write_buffer: int = 1024**3
-    kv_cache_gate: str = "auto"
-    """`auto` neither saves nor restores what computing would be faster for, by measured times; `off` always does."""
-    record: Path | None = None
-    """File to which each request's shape is appended, for `diskprefix simulate`; None records nothing."""
-    fingerprint: str = "strict"
-    served_model_name: str | None = None
-    chat_template: Path | None = None
-    log_level: str = "info"
+    group: str
+    """The heading under which the help shows it."""
+    help: str
+    kind: Kind = "text"
+    metavar: str | None = None
+    unset: str | None = None
+    """What the help shows as the default where the default is no value of its own."""
+    choices: tuple[str, ...] = ()
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+    """The least and the largest value."""
+
+
+MODEL, SERVER, CACHE, TUNING = "Model", "Server", "Disk cache", "Disk cache, rarely needed"
+CODECS = ("auto", "raw", "zstd", "planes")
+DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
+"""The default of `--kv-cache-dir`, as the help shows it."""
+_NO_LIMIT = 2**50
+
+
+def _setting(default: Any, group: str, help: str, **attributes: Any) -> Any:
+    """A field of `Settings` with the `Setting` that describes it. A callable `default` is called for each object."""
+    metadata = {"setting": Setting(group=group, help=help, **attributes)}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that `diskprefix serve` can be told. The field `kv_cache_dir` is the flag `--kv-cache-dir`, and so on.
+
+    This is the one list of the settings: the command line, its help and the table in `cli/README.md` follow it.
+    """
+
+    model: str | None = _setting(
+        None,
+        MODEL,
+        "A Hugging Face hub id, a folder or a .gguf file.",
+        metavar="ID|PATH",
+        unset="the embedded SmolLM2-135M-Instruct",
+    )
+    device: str = _setting(
+        "auto", MODEL, "cpu, cuda, cuda:1, mps, and so on. auto takes an accelerator if there is one.", metavar="NAME"
+    )
+    dtype: str = _setting(
+        "auto",
+        MODEL,
+        "The type in which the model computes. auto takes the type of the weights.",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    served_model_name: str | None = _setting(
+        None, MODEL, "The name that clients use for the model.", metavar="NAME", unset="the model's own"
+    )
+    chat_template: Path | None = _setting(
+        None, MODEL, "A Jinja file to use as the chat template.", kind="file", unset="the model's own"
+    )
+    host: str = _setting(
+        "127.0.0.1", SERVER, "The address to listen on. Without --api-keys everybody who reaches it is served."
+    )
+    port: int = _setting(
+        8642,
+        SERVER,
+        "The port to listen on. 0 takes a free port and logs its number.",
+        kind="integer",
+        bounds=(0, 65535),
+    )
+    max_queue: int = _setting(
+        64,
+        SERVER,
+        "The number of requests that may wait. More get a 503 with Retry-After. One API key may have half of them.",
+        kind="integer",
+        bounds=(1, 100_000),
+    )
+    max_body_bytes: int = _setting(
+        32 * 1024**2, SERVER, "The largest request body. A larger one gets a 413.", kind="size", bounds=(1024, 2**40)
+    )
+    api_keys: Path | None = _setting(
+        None,
+        SERVER,
+        "A file with the keys that clients must send, one on each line, with an optional name before it. Each key has "
+        "a cache of its own. SIGHUP reads the file again.",
+        kind="file",
+        unset="no key is asked for",
+    )
+    log_level: str = _setting(
+        "info", SERVER, "What is logged to stderr.", choices=("debug", "info", "warning", "error")
+    )
+    disk_prefix_cache: str = _setting(
+        "auto:30",
+        CACHE,
+        "How much of a prompt is kept: off (nothing), full (all of it), auto or auto:N (what is likely to come again, "
+        "from the N most recent prompts) or N (the first N tokens). A request may choose its own.",
+        metavar="SCOPE",
+    )
+    reuse_generated: bool = _setting(
+        False,
+        CACHE,
+        "Keep the state of replies too, for the next turn. Such a hit is not bit for bit the cold run, because a reply "
+        "is computed token by token. A request may choose its own.",
+        kind="switch",
+    )
+    kv_cache_dir: Path = _setting(
+        default_kv_cache_dir,
+        CACHE,
+        "The folder of the store. It is created.",
+        kind="folder",
+        metavar="DIR",
+        unset=DEFAULT_DIR,
+    )
+    kv_cache_budget: int = _setting(
+        4 * 1024**3,
+        CACHE,
+        "The largest size of the store's file. When it is reached, the least useful blocks are evicted.",
+        kind="size",
+        bounds=(MIN_BUDGET, MAX_BUDGET),
+    )
+    kv_cache_min_free: int = _setting(
+        1024**3,
+        CACHE,
+        "Disk space to leave free. The store does not grow into it: new blocks replace old ones.",
+        kind="size",
+        bounds=(0, _NO_LIMIT),
+    )
+    kv_cache_ttl: float = _setting(
+        0.0,
+        CACHE,
+        "Remove what was not used for this long: 90s, 15m, 12h, 7d, 2w.",
+        kind="duration",
+        unset="nothing expires",
+        bounds=(0, 100 * 365 * 86400),
+    )
+    kv_cache_min_tokens: int = _setting(
+        512, CACHE, "Prefixes with fewer tokens are not saved.", kind="integer", bounds=(0, 2**31 - 1)
+    )
+    record: Path | None = _setting(
+        None,
+        CACHE,
+        "Append the shape of each request (hashes and lengths, no text) to this file, for diskprefix simulate.",
+        kind="file",
+        unset="nothing is recorded",
+    )
+    kv_cache_interval: int = _setting(
+        10240,
+        TUNING,
+        "For models with state that exists at one position only: the number of tokens between two checkpoints.",
+        kind="integer",
+        bounds=(1, 2**31 - 1),
+    )
+    kv_cache_cold_max: int = _setting(
+        10240,
+        TUNING,
+        "For such models: another checkpoint is kept at the last message boundary at or below this many tokens.",
+        kind="integer",
+        bounds=(0, 2**31 - 1),
+    )
+    kv_cache_write_buffer: int = _setting(
+        1024**3,
+        TUNING,
+        "The amount of state that may wait in memory for the disk. When it is full, prompts are answered but not "
+        "saved.",
+        kind="size",
+        bounds=(0, _NO_LIMIT),
+    )
+    kv_cache_codec: str = _setting(
+        "auto",
+        TUNING,
+        "How state is stored, always without loss. raw is the fastest to read from memory, planes is smaller, zstd is "
+        "general. auto measures the disk and the decoders when the store is new.",
+        choices=CODECS,
+    )
+    kv_cache_gate: str = _setting(
+        "auto",
+        TUNING,
+        "auto neither saves nor restores what is faster to compute on this machine, by measured times. off always "
+        "saves and restores.",
+        choices=("auto", "off"),
+    )
+    kv_cache_on_corruption: OnCorruption = _setting(
+        "quarantine",
+        TUNING,
+        "What to do with a damaged file: quarantine moves it aside and starts an empty store, refuse ends with an "
+        "error.",
+        choices=get_args(OnCorruption),
+    )
+    block_size: int = _setting(
+        256,
+        TUNING,
+        "The number of tokens in a block and in a step of prefill. Prefixes with different block sizes are not shared.",
+        kind="integer",
+        bounds=(16, 65536),
+    )
+    fingerprint: str = _setting(
+        "strict",
+        TUNING,
+        "portable shares a store between kinds of devices and versions of libraries. strict does not.",
+        choices=("strict", "portable"),
+    )
 
     def __post_init__(self) -> None:
-        self._require("port", 0, 65535)
-        self._require("max_queue", 1, 100_000)
-        self._require("block_size", 16, 65536)
-        self._require("kv_cache_budget", MIN_BUDGET, MAX_BUDGET)
-        self._require("kv_cache_min_free", 0, 2**50)
-        self._require("kv_cache_ttl", 0, 100 * 365 * 86400)
-        self._require("kv_cache_write_buffer", 0, 2**50)
-        self._require("kv_cache_min_tokens", 0, 2**31 - 1)
-        self._require("kv_cache_interval", 1, 2**31 - 1)
-        self._require("kv_cache_cold_max", 0, 2**31 - 1)
-        self._require("max_body_bytes", 1024, 2**40)
-        for name, allowed in (
-            ("fingerprint", ("strict", "portable")),
-            ("dtype", DTYPES),
-            ("kv_cache_codec", CODECS),
-            ("kv_cache_gate", GATES),
-            ("kv_cache_on_corruption", get_args(OnCorruption)),
-        ):
-            if getattr(self, name) not in allowed:
-                flag = flag_of(name)
-                raise SettingsError(f"{flag}: {getattr(self, name)!r} is not one of {', '.join(allowed)}", param=flag)
-
-    def _require(self, name: str, low: float, high: float) -> None:
-        value = getattr(self, name)
-        if not low <= value <= high:
-            flag = flag_of(name)
-            raise SettingsError(f"{flag}: {value} is out of range ({low} to {high})", param=flag)
+        for name, setting in SETTINGS.items():
+            value = getattr(self, name)
+            if setting.choices and value not in setting.choices:
+                _refuse(name, f"{value!r} is not one of {', '.join(setting.choices)}")
+            least, most = setting.bounds
+            if setting.kind in ("integer", "size", "duration") and not least <= value <= most:
+                _refuse(name, f"{value} is out of range ({least} to {most})")
 
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-CODECS = ("auto", "raw", "zstd", "planes")
-GATES = ("auto", "off")
+SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings)}
+"""Field name → how it is given, in the order of the help."""
+
+
+def _refuse(name: str, reason: str) -> NoReturn:
+    raise SettingsError(f"{flag_of(name)}: {reason}", param=flag_of(name))
 
 
 def flag_of(name: str) -> str:
     """`kv_cache_dir` → `--kv-cache-dir`."""
     return "--" + name.replace("_", "-")
-
-
-SETTING_NAMES = frozenset(f.name for f in fields(Settings))
-_SWITCHES = frozenset(f.name for f in fields(Settings) if isinstance(f.default, bool))
 
 
 def find_policy(name_or_path: str) -> Path:
@@ -194,13 +342,13 @@ def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) ->
     for key, value in values.items():
         name = key.replace("-", "_")
         where = f"--policy: {path}:{_line_of(text, key)}"
-        if name not in SETTING_NAMES:
+        if name not in SETTINGS:
             raise SettingsError(f"{where}: unknown key {key!r}", param="--policy")
         if name in settings:
             raise SettingsError(f"{where}: {key}: is there twice, with - and with _", param="--policy")
-        is_fitting = isinstance(value, str | int | float) and isinstance(value, bool) == (name in _SWITCHES)
-        if not is_fitting:
-            expected = "true or false" if name in _SWITCHES else "a number or a text"
+        is_switch = SETTINGS[name].kind == "switch"
+        if not isinstance(value, str | int | float) or isinstance(value, bool) != is_switch:
+            expected = "true or false" if is_switch else "a number or a text"
             raise SettingsError(f"{where}: {key}: must be {expected}", param="--policy")
         try:
             settings[name] = value if convert is None else convert(name, value)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
-from diskprefix.cli.options import choice_option, size_option
+from diskprefix.cli.options import build_settings, setting_option
 from diskprefix.cli.tooling import (
     advised,
     counted,
@@ -21,7 +22,7 @@ from diskprefix.cli.tooling import (
     store_folder_option,
 )
 from diskprefix.printable import printable_only
-from diskprefix.settings import CODECS, Settings, format_size, parse_size
+from diskprefix.settings import Settings, format_size
 from diskprefix.store.folder import DATA
 from diskprefix.store.maintenance.entry_file import EntryReader
 from diskprefix.store.maintenance.exchange import (
@@ -36,9 +37,6 @@ from diskprefix.store.maintenance.exchange import (
 )
 from diskprefix.tenant import short_tenant
 
-_GROUP = "Store"
-_DEFAULTS = Settings()
-
 
 @click.command("import", short_help="Bring exported prompts into the store.")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -50,30 +48,20 @@ _DEFAULTS = Settings()
     "with the same model, libraries and settings can ever use it.",
 )
 @store_folder_option
-@size_option(
-    "--kv-cache-budget",
-    group=_GROUP,
-    default=_DEFAULTS.kv_cache_budget,
-    help="For a store that no daemon has opened yet; any other keeps to the budget of its last daemon.",
+@setting_option(
+    "kv_cache_budget",
+    help="The largest size of a store that no daemon has opened yet. Any other keeps the budget of its last daemon.",
 )
-@size_option("--kv-cache-min-free", group=_GROUP, default=_DEFAULTS.kv_cache_min_free, help="Disk that is left free.")
-@choice_option(
-    "--kv-cache-codec",
-    CODECS,
-    group=_GROUP,
-    default=_DEFAULTS.kv_cache_codec,
-    help="How state is stored; auto does as the daemon does.",
-)
+@setting_option("kv_cache_min_free")
+@setting_option("kv_cache_codec")
 @json_option
 def import_(
     files: tuple[Path, ...],
     dry_run: bool,
     force: bool,
     kv_cache_dir: Path,
-    kv_cache_budget: str,
-    kv_cache_min_free: str,
-    kv_cache_codec: str,
     as_json: bool,
+    **flags: Any,
 ) -> None:
     """Bring prompts that `diskprefix export` wrote into the store.
 
@@ -96,12 +84,7 @@ def import_(
     Exit codes: 0 done; 2 wrong usage, no such file, a file that export did not write, or of a
     model that is not known here; 4 the store cannot be opened or is full, or a file is damaged.
     """
-    settings = Settings(
-        kv_cache_dir=kv_cache_dir,
-        kv_cache_budget=parse_size(kv_cache_budget, param="--kv-cache-budget"),
-        kv_cache_min_free=parse_size(kv_cache_min_free, param="--kv-cache-min-free"),
-        kv_cache_codec=kv_cache_codec,
-    )
+    settings = build_settings(flags | {"kv_cache_dir": kv_cache_dir})
     with ExitStack() as stack:
         readers = [stack.enter_context(EntryReader.open(path)) for path in files]
         if not force:

@@ -1,20 +1,32 @@
-"""Options that have an environment variable each, in groups of the help, and may be set by a policy file."""
+"""Options of the commands: those that stand for a field of `Settings`, and others in groups of the help.
+
+An option of a setting may also be given as an environment variable, or as a key of a policy file.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from diskprefix.settings import find_policy, read_policy
-
-DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
-"""The default of `--kv-cache-dir`, for people."""
+from diskprefix.errors import SettingsError
+from diskprefix.policy.scope import parse_scope
+from diskprefix.settings import SETTINGS, Settings, find_policy, flag_of, parse_duration, parse_size, read_policy
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+_DEFAULTS = Settings()
+_CLICK_TYPES: Mapping[str, Any] = {
+    "integer": int,
+    "file": click.Path(path_type=Path, dir_okay=False),
+    "folder": click.Path(path_type=Path, file_okay=False),
+}
+"""Sizes and durations stay text here: `build_settings` reads them, wherever they come from."""
+_METAVARS = {"size": "SIZE", "duration": "DURATION", "file": "FILE"}
 
 
 def variable_of(flag: str) -> str:
@@ -36,7 +48,7 @@ class GroupedOption(click.Option):
 
 
 class NonemptyOption(GroupedOption):
-    """An option whose absence means much: an empty value, in its variable too, is refused and not taken for none."""
+    """An option that refuses an empty value, also from its variable, where others take it for none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, callback=nonempty, **kwargs)
@@ -67,34 +79,40 @@ class GroupedCommand(click.Command):
 
 
 def option(flag: str, *, group: str, help: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
-    """`click.option` with its variable `DISKPREFIX_…` and its heading in the help."""
-    attributes = {"cls": GroupedOption, "show_default": True, "envvar": variable_of(flag), **attributes}
-    return click.option(flag, group=group, help=help, **attributes)
+    """`click.option` with a heading in the help."""
+    said: dict[str, Any] = {"cls": GroupedOption, "show_default": True, "group": group, "help": help}
+    return click.option(flag, **said | attributes)
 
 
-def policy_option(group: str, convert: Callable[[str, Any], Any]) -> Callable[[Decorated], Decorated]:
-    """`--policy`: what the file says becomes the defaults, so that variables and flags still override it. `convert` as
-    `read_policy` takes it."""
+def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
+    """The option of a field of `Settings`, and its environment variable. `attributes` replace what the field says."""
+    setting, default, flag = SETTINGS[name], getattr(_DEFAULTS, name), flag_of(name)
+    said: dict[str, Any] = {"group": setting.group, "help": setting.help, "envvar": variable_of(flag)}
+    said["metavar"] = setting.metavar or _METAVARS.get(setting.kind)
+    if setting.choices:
+        said["type"] = click.Choice(setting.choices, case_sensitive=False)
+    else:
+        said["type"] = _CLICK_TYPES.get(setting.kind)
+    if name == "api_keys":
+        # Without keys everybody is served: an empty value must not mean that.
+        said |= {"cls": NonemptyOption, "type": str}
+    if setting.unset:
+        said["show_default"] = setting.unset
+    else:
+        said["default"] = _size_text(default) if setting.kind == "size" else default
+    declaration = f"{flag}/--no-{flag.removeprefix('--')}" if setting.kind == "switch" else flag
+    return option(declaration, **said | attributes)
 
-    def apply(ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-        if value is not None:
-            ctx.default_map = {**(ctx.default_map or {}), **read_policy(find_policy(value), convert)}
-        return value
 
-    return option(
-        "--policy",
-        group=group,
-        metavar="NAME|FILE",
-        help="A preset (agent, chat, rag, batch, shared-server) or a .toml file; keys are the flags' names.",
-        is_eager=True,
-        expose_value=False,
-        callback=apply,
-    )
+def setting_options(names: Iterable[str], **attributes: Any) -> Callable[[Decorated], Decorated]:
+    """`setting_option` for each of `names`, shown in their order."""
 
+    def apply(command: Decorated) -> Decorated:
+        for name in reversed(list(names)):
+            command = setting_option(name, **attributes)(command)
+        return command
 
-def size_option(flag: str, *, group: str, help: str, default: int) -> Callable[[Decorated], Decorated]:
-    """An amount of bytes, handed on as text: `settings.parse_size` reads it, as it does in a policy file."""
-    return option(flag, group=group, help=help, default=_size_text(default), metavar="SIZE", type=str)
+    return apply
 
 
 def _size_text(num_bytes: int) -> str:
@@ -104,15 +122,54 @@ def _size_text(num_bytes: int) -> str:
     return f"{num_bytes // 1024**power}{units[power]}"
 
 
-def choice_option(
-    flag: str, choices: Sequence[str], *, group: str, help: str, default: str
-) -> Callable[[Decorated], Decorated]:
-    """One of a few words."""
-    return option(flag, group=group, help=help, default=default, type=click.Choice(choices, case_sensitive=False))
+def policy_option(group: str) -> Callable[[Decorated], Decorated]:
+    """`--policy`: the values in the file become the defaults, so that variables and flags still override them."""
+
+    def apply(ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+        if value is not None:
+            ctx.default_map = {**(ctx.default_map or {}), **policy_values(value)}
+        return value
+
+    return option(
+        "--policy",
+        group=group,
+        metavar="NAME|FILE",
+        envvar=variable_of("--policy"),
+        help="A preset (agent, chat, rag, batch, shared-server) or a .toml file. Its keys are the names of the flags.",
+        is_eager=True,
+        expose_value=False,
+        callback=apply,
+    )
 
 
-def switch_option(flag: str, *, group: str, help: str, default: bool) -> Callable[[Decorated], Decorated]:
-    """On or off: `--reuse-generated`, `--no-reuse-generated`. Its variable takes words (on, off, true, 0 …), a policy
-    file TOML's true and false."""
-    both = f"{flag}/--no-{flag.removeprefix('--')}"
-    return option(both, group=group, help=help, default=default, envvar=variable_of(flag))
+def policy_values(name_or_path: str) -> dict[str, Any]:
+    """The checked values of a preset or a policy file by field name. Raises `SettingsError` naming the line."""
+    return read_policy(find_policy(name_or_path), _policy_value)
+
+
+def _policy_value(name: str, value: object) -> Any:
+    """What the flag of the field `name` makes of `value`. Raises `DiskPrefixError`."""
+    command = setting_option(name)(click.Command(name))
+    try:
+        converted = command.params[0].process_value(click.Context(command), str(value))
+    except click.BadParameter as error:
+        raise SettingsError(error.message.rstrip("."), param=flag_of(name)) from error
+    # This checks the range.
+    build_settings({name: converted})
+    return converted
+
+
+def build_settings(flags: Mapping[str, Any]) -> Settings:
+    """`Settings` from merged values by field name; None stands for the default. Raises `DiskPrefixError`."""
+    return Settings(**{name: _parsed(name, value) for name, value in flags.items() if value is not None})
+
+
+def _parsed(name: str, value: Any) -> Any:
+    kind, flag = SETTINGS[name].kind, flag_of(name)
+    if name == "disk_prefix_cache":
+        return str(parse_scope(value, param=flag))
+    if kind == "size":
+        return parse_size(value, param=flag)
+    if kind == "duration":
+        return parse_duration(value, param=flag)
+    return Path(value).expanduser() if kind in ("file", "folder") else value

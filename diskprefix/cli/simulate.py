@@ -12,8 +12,7 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.options import GroupedCommand, option
-from diskprefix.cli.serve import build_settings, setting_of
+from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_values, setting_option
 from diskprefix.cli.simulate_plot import PLOT_FORMATS, draw, require_matplotlib
 from diskprefix.cli.simulate_table import show
 from diskprefix.cli.tooling import print_json
@@ -24,10 +23,8 @@ from diskprefix.settings import (
     MAX_BUDGET,
     MIN_BUDGET,
     Settings,
-    find_policy,
     format_size,
     parse_size,
-    read_policy,
 )
 from diskprefix.simulate.comparison import REGIMES, Case, Regime, Row, cases, compare
 from diskprefix.simulate.formats import JsonObject, ReadBody, read_trace
@@ -46,6 +43,12 @@ _MOST_BYTES_PER_TOKEN, _MOST_STATE_BYTES = 2**30, 2**40
 _UNBOUNDED_POSITIONS = 1 << 30
 """What fits into a model is not for the simulation to judge."""
 _TOKENS_PER_S = 1000.0
+
+
+def _recorded(otherwise: int) -> dict[str, Any]:
+    """No default of its own: the recording says it, or else the setting's default holds."""
+    return {"default": None, "show_default": f"the recording's, else {otherwise}"}
+
 
 _EPILOG = """\b
 Examples:
@@ -72,7 +75,6 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     metavar="SCOPE",
     multiple=True,
     default=_SCOPES,
-    envvar=None,
     help="As --disk-prefix-cache of serve: off, full, auto:N or N. May be given several times.",
 )
 @option(
@@ -81,7 +83,6 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     type=click.Choice(REGIMES, case_sensitive=False),
     multiple=True,
     default=REGIMES,
-    envvar=None,
     help="sliceable: a model whose state can be cut anywhere. checkpoints: one with recurrent or linear attention. "
     "May be given twice.",
 )
@@ -91,7 +92,6 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     metavar="SIZE",
     multiple=True,
     default=_BUDGETS,
-    envvar=None,
     help="As --kv-cache-budget of serve, or unlimited. May be given several times.",
 )
 @option(
@@ -99,41 +99,18 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     group=_SETTINGS,
     metavar="NAME|FILE",
     multiple=True,
-    envvar=None,
     help="A preset, such as agent, or a .toml file becomes a row of its own. What it leaves open is as for the others. "
     "May be given several times.",
 )
-@option(
-    "--block-size",
-    group=_SETTINGS,
-    type=int,
-    show_default=f"the recording's, else {_DEFAULTS.block_size}",
-    envvar=None,
-    help="As of serve: tokens of a block.",
-)
-@option(
-    "--kv-cache-min-tokens",
-    group=_SETTINGS,
-    type=int,
-    show_default=f"the recording's, else {_DEFAULTS.kv_cache_min_tokens}",
-    envvar=None,
-    help="As of serve: shorter prefixes are not saved.",
-)
-@option(
-    "--kv-cache-ttl",
-    group=_SETTINGS,
-    metavar="DURATION",
-    show_default="nothing expires",
-    envvar=None,
-    help="As of serve: what was not used for so long is removed.",
-)
+@setting_option("block_size", group=_SETTINGS, envvar=None, **_recorded(_DEFAULTS.block_size))
+@setting_option("kv_cache_min_tokens", group=_SETTINGS, envvar=None, **_recorded(_DEFAULTS.kv_cache_min_tokens))
+@setting_option("kv_cache_ttl", group=_SETTINGS, envvar=None)
 @option(
     "--bytes-per-token",
     group=_STATE,
     metavar="SIZE",
     show_default="the recording's, else "
     f"{SLICEABLE.bytes_per_token} sliceable, {CHECKPOINTS.bytes_per_token} checkpoints",
-    envvar=None,
     help="State that each token adds. A recording says it of its daemon's model, as `/props` does; without one it is "
     "that of SmolLM2-135M and of Qwen3-Next-80B-A3B.",
 )
@@ -142,7 +119,6 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     group=_STATE,
     metavar="SIZE",
     show_default=f"the recording's, else {format_size(CHECKPOINTS.state_bytes)}",
-    envvar=None,
     help="Of models with checkpoints: what one checkpoint weighs.",
 )
 @option(
@@ -150,43 +126,30 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     group=_STATE,
     type=float,
     show_default=f"as recorded, else {_TOKENS_PER_S:.0f}",
-    envvar=None,
     help="Speed of prefill: only the seconds saved depend on it.",
 )
-@option(
-    "--model",
+@setting_option(
+    "model",
     group=_WORKLOAD,
-    metavar="ID|PATH",
-    show_default="the embedded SmolLM2-135M-Instruct",
     envvar=None,
-    help="Whose tokenizer and chat template render request bodies; its weights are not loaded.",
+    help="The model whose tokenizer and chat template render request bodies. Its weights are not loaded.",
 )
-@option(
-    "--chat-template",
-    group=_WORKLOAD,
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    show_default="the model's own",
-    envvar=None,
-    help="A Jinja chat template for request bodies.",
-)
+@setting_option("chat_template", group=_WORKLOAD, envvar=None)
 @option(
     "--limit",
     group=_WORKLOAD,
     metavar="N",
     type=click.IntRange(min=1),
     show_default="all of them",
-    envvar=None,
     help="Replay the first N requests of each trace only.",
 )
-@option("--json", group=_OUTPUT, is_flag=True, envvar=None, help="Print JSON for scripts, and nothing else.")
+@option("--json", group=_OUTPUT, is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
     "--plot",
     group=_OUTPUT,
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
     show_default="nothing is drawn",
-    envvar=None,
     help="Draw restored share against bytes written, with a curve for each scope, to a .png or .svg. Needs matplotlib.",
 )
 def simulate(
@@ -195,9 +158,6 @@ def simulate(
     regime: tuple[Regime, ...],
     budget: tuple[str, ...],
     policy: tuple[str, ...],
-    block_size: int | None,
-    kv_cache_min_tokens: int | None,
-    kv_cache_ttl: str | None,
     bytes_per_token: str | None,
     state_bytes: str | None,
     tokens_per_s: float | None,
@@ -206,6 +166,7 @@ def simulate(
     limit: int | None,
     json: bool,
     plot: Path | None,
+    **flags: Any,
 ) -> None:
     """Replay recorded workloads without a model, and show what each setting would have restored and written.
 
@@ -249,8 +210,8 @@ def simulate(
         scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope)),
         regimes=tuple(dict.fromkeys(regime)),
         budgets=tuple(_budget(size) for size in budget),
-        presets={name: read_policy(find_policy(name), setting_of) for name in policy},
-        flags={"block_size": block_size, "kv_cache_min_tokens": kv_cache_min_tokens, "kv_cache_ttl": kv_cache_ttl},
+        presets={name: policy_values(name) for name in policy},
+        flags=flags,
         bytes_per_token=_given_size(bytes_per_token, "--bytes-per-token", _MOST_BYTES_PER_TOKEN),
         state_bytes=_given_size(state_bytes, "--state-bytes", _MOST_STATE_BYTES),
         tokens_per_s=tokens_per_s,

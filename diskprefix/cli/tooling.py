@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 
 import click
 
-from diskprefix.cli.options import DEFAULT_DIR
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
-from diskprefix.settings import default_kv_cache_dir
+from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir
 from diskprefix.store.folder import DATA
 from diskprefix.store.listing import EntryInfo
 from diskprefix.store.store import Store

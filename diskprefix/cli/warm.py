@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,23 +12,31 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from diskprefix.cli.options import GroupedCommand, GroupedOption, option
-from diskprefix.cli.serve import build_settings, configure_logging, serve
+from diskprefix.cli.options import (
+    Decorated,
+    GroupedCommand,
+    build_settings,
+    option,
+    policy_option,
+    setting_option,
+    variable_of,
+)
+from diskprefix.cli.serve import configure_logging
 from diskprefix.cli.tooling import counted, plain, print_json
 from diskprefix.cli.warm_input import WarmItem, read_items
 from diskprefix.cli.warm_target import Answer, InProcess, OverHttp, Target
 from diskprefix.errors import DiskPrefixError, InvalidRequest, NotReady, SettingsError
 from diskprefix.policy.scope import parse_scope
 from diskprefix.printable import printable_only, shown
-from diskprefix.settings import Settings
+from diskprefix.settings import CACHE, SERVER, SETTINGS, Settings
 
 if TYPE_CHECKING:
     from rich.status import Status
 
 _ALONE, _WARM, _DAEMON = "With --alone: ", "Warm", "A running daemon"
 _NOT_OF_WARM = {"disk_prefix_cache", "reuse_generated", "record"}
-"""Options of `serve` under the headings that are taken over, but for these: each prompt is warmed under --scope."""
-_TAKEN_OVER = ("Model", "Disk cache", "Disk cache, rarely needed")
+"""These settings make no sense here, because each prompt is warmed under --scope, nor do those of the server."""
+_OF_SERVE = [name for name, setting in SETTINGS.items() if setting.group != SERVER and name not in _NOT_OF_WARM]
 _DEFAULT_URL = f"http://{Settings.host}:{Settings.port}"
 _FAILED = 1
 """Exit code."""
@@ -51,14 +58,12 @@ Exit codes: 0 done; 1 a prompt failed, or no daemon answers; 2 wrong usage; 3, 4
 """
 
 
-def _options_of_serve() -> Iterator[click.Parameter]:
-    for parameter in serve.params:
-        if not isinstance(parameter, GroupedOption) or parameter.group not in _TAKEN_OVER:
-            continue
-        if parameter.name not in _NOT_OF_WARM:
-            taken = copy.copy(parameter)
-            taken.group = f"{_ALONE}{parameter.group}"
-            yield taken
+def _alone_options(command: Decorated) -> Decorated:
+    """The settings of a daemon, under headings that say that they go with --alone."""
+    command = policy_option(_ALONE + CACHE)(command)
+    for name in reversed(_OF_SERVE):
+        command = setting_option(name, group=_ALONE + SETTINGS[name].group)(command)
+    return command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +89,28 @@ class Warmed:
     group=_WARM,
     metavar="SCOPE",
     default="full",
-    envvar=None,
     help="What to keep of each prompt: full, auto:N or N, instead of what its body says.",
 )
-@option("--json", group=_WARM, is_flag=True, envvar=None, help="Print JSON for scripts, and nothing else.")
-@option("--url", group=_DAEMON, metavar="URL", default=_DEFAULT_URL, help="Where it is; also DISKPREFIX_URL.")
+@option("--json", group=_WARM, is_flag=True, help="Print JSON for scripts, and nothing else.")
+@option(
+    "--url",
+    group=_DAEMON,
+    metavar="URL",
+    default=_DEFAULT_URL,
+    envvar=variable_of("--url"),
+    help="Where it is; also DISKPREFIX_URL.",
+)
 @option(
     "--api-key",
     group=_DAEMON,
     metavar="KEY",
+    envvar=variable_of("--api-key"),
     show_default="none is sent",
     help="The key to send, for a daemon with --api-keys: what is saved is that key's. In DISKPREFIX_API_KEY no list of "
     "processes shows it.",
 )
-@option("--alone", group=_DAEMON, is_flag=True, envvar=None, help="Load the model here instead of asking a daemon.")
+@option("--alone", group=_DAEMON, is_flag=True, help="Load the model here instead of asking a daemon.")
+@_alone_options
 @click.pass_context
 def warm(
     context: click.Context,
@@ -139,9 +152,6 @@ def warm(
         target.close()
     warming.report(as_json=json)
     return _FAILED if warming.has_failed else 0
-
-
-warm.params.extend(_options_of_serve())
 
 
 def _refuse_what_is_not_used(context: click.Context, alone: bool) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from diskprefix.errors import SettingsError
-from diskprefix.settings import SETTING_NAMES, Settings, default_kv_cache_dir, flag_of, parse_size
+from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of, parse_size
 
 SYSTEMD = Path(__file__).parent.parent.parent / "systemd"
 UNIT = SYSTEMD / "diskprefix.service"
@@ -43,7 +43,7 @@ def test_it_runs_serve_with_flags_that_exist(service: configparser.SectionProxy)
     program, command, *arguments = service["ExecStart"].split()
     flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
     assert (program, command) == (PROGRAM, "serve")
-    assert flags <= {flag_of(name) for name in SETTING_NAMES} | {"--policy"}
+    assert flags <= {flag_of(name) for name in SETTINGS} | {"--policy"}
 
 
 def test_what_people_wrote_is_private_to_the_service(service: configparser.SectionProxy) -> None:
@@ -74,7 +74,7 @@ def test_wrong_settings_do_not_make_it_start_again_and_again(service: configpars
 
 def test_the_environment_file_names_every_setting_with_its_default() -> None:
     variables = example_variables()
-    assert variables.keys() == {f"DISKPREFIX_{name.upper()}" for name in SETTING_NAMES} | {"DISKPREFIX_POLICY"}
+    assert variables.keys() == {f"DISKPREFIX_{name.upper()}" for name in SETTINGS} | {"DISKPREFIX_POLICY"}
     for setting in dataclasses.fields(Settings):
         shown = variables[f"DISKPREFIX_{setting.name.upper()}"]
         if isinstance(setting.default, bool):
