@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`: one way through, two forms of the answer."""
+"""`POST /v1/chat/completions` and `POST /v1/completions`: the same steps, two serializers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from diskprefix.chat.template import PromptRenderer
 from diskprefix.engine.request import DoneEvent, Event, GenerateRequest, SamplingParams
 from diskprefix.prompt import Prompt
 from diskprefix.server.body import read_json
-from diskprefix.server.daemon import Daemon, Serving
+from diskprefix.server.daemon import Daemon
 from diskprefix.server.errors import ErrorBody
-from diskprefix.server.forms import ChatForm, Collected, CompletionForm, Form
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import log_context
 from diskprefix.server.params import cache_options, chat_params, check_context, completion_params
@@ -32,6 +31,8 @@ from diskprefix.server.replies import (
     usage_reply,
 )
 from diskprefix.server.schemas import ChatRequest, CompletionRequest, SamplingBody
+from diskprefix.server.serializers import ChatSerializer, ChoiceSerializer, Collected, CompletionSerializer
+from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import ChunkWriter, EventStream, Json
 
 B = TypeVar("B", bound=SamplingBody)
@@ -40,7 +41,7 @@ router = APIRouter(tags=["completions"])
 
 
 class _Output(NamedTuple):
-    """Who answers a request, and in which form."""
+    """Who answers a request, and whether as a stream."""
 
     serving: Serving
     stream: bool
@@ -85,13 +86,13 @@ def _route(model: type[SamplingBody], whole: type[Any], chunk: type[Any]) -> dic
 @router.post("/v1/chat/completions", summary="Chat", **_route(ChatRequest, ChatCompletion, ChatCompletionChunk))
 async def chat_completions(request: Request) -> Response:
     """Reply to a conversation. The prompt's state is restored from disk as far as it is known there."""
-    return await _complete(request, ChatRequest, ChatForm(), chat_params, _render_chat)
+    return await _complete(request, ChatRequest, ChatSerializer(), chat_params, _render_chat)
 
 
 @router.post("/v1/completions", summary="Text completion", **_route(CompletionRequest, Completion, Completion))
 async def completions(request: Request) -> Response:
     """Continue a text, or a list of token ids, as it stands: no chat template is applied."""
-    return await _complete(request, CompletionRequest, CompletionForm(), completion_params, _render_completion)
+    return await _complete(request, CompletionRequest, CompletionSerializer(), completion_params, _render_completion)
 
 
 def _render_chat(renderer: PromptRenderer, body: ChatRequest) -> Prompt:
@@ -105,18 +106,18 @@ def _render_completion(renderer: PromptRenderer, body: CompletionRequest) -> Pro
 async def _complete(
     request: Request,
     model: type[B],
-    form: Form,
+    serializer: ChoiceSerializer,
     params_of: Callable[[B, int], SamplingParams],
     render: Callable[[PromptRenderer, B], Prompt],
 ) -> Response:
-    generate, output = await _read(request, model, form, params_of, render)
-    return await _answer(request, generate, form, output)
+    generate, output = await _read(request, model, serializer, params_of, render)
+    return await _answer(request, generate, serializer, output)
 
 
 async def _read(
     request: Request,
     model: type[B],
-    form: Form,
+    serializer: ChoiceSerializer,
     params_of: Callable[[B, int], SamplingParams],
     render: Callable[[PromptRenderer, B], Prompt],
 ) -> tuple[GenerateRequest, _Output]:
@@ -135,7 +136,7 @@ async def _read(
         prompt = await daemon.prepare(partial(render, serving.renderer, body), has_media=has_media)
     check_context(prompt, body, serving.engine.max_positions)
     generate = GenerateRequest(
-        id=f"{form.id_prefix}{uuid.uuid4().hex}",
+        id=f"{serializer.id_prefix}{uuid.uuid4().hex}",
         prompt=prompt,
         sampling=sampling,
         cache=cache,
@@ -144,7 +145,9 @@ async def _read(
     return generate, _Output(serving, bool(body.stream), include_usage)
 
 
-async def _answer(request: Request, generate: GenerateRequest, form: Form, output: _Output) -> Response:
+async def _answer(
+    request: Request, generate: GenerateRequest, serializer: ChoiceSerializer, output: _Output
+) -> Response:
     daemon: Daemon = request.app.state.daemon
     serving = output.serving
 
@@ -154,7 +157,7 @@ async def _answer(request: Request, generate: GenerateRequest, form: Form, outpu
 
     envelope = {
         "id": generate.id,
-        "object": form.chunk_object if output.stream else form.whole_object,
+        "object": serializer.chunk_object if output.stream else serializer.whole_object,
         "created": int(time.time()),
         "model": serving.model_name,
         "system_fingerprint": serving.fingerprint,
@@ -164,8 +167,10 @@ async def _answer(request: Request, generate: GenerateRequest, form: Form, outpu
         # The first event decides between an HTTP error and a stream: a status cannot be taken back once it is sent.
         first = await generation.next()
         if output.stream:
-            return EventStream(generation, first, ChunkWriter(envelope, form.part, output.include_usage), on_done)
-        return await _whole(generation, first, envelope, form, generate.sampling.logprobs is not None, on_done)
+            return EventStream(
+                generation, first, ChunkWriter(envelope, serializer.chunk_choice, output.include_usage), on_done
+            )
+        return await _whole(generation, first, envelope, serializer, generate.sampling.logprobs is not None, on_done)
     except BaseException:
         generation.close()
         raise
@@ -175,7 +180,7 @@ async def _whole(
     generation: Generation,
     first: Event,
     envelope: Json,
-    form: Form,
+    serializer: ChoiceSerializer,
     with_logprobs: bool,
     on_done: Callable[[DoneEvent], None],
 ) -> JSONResponse:
@@ -190,7 +195,7 @@ async def _whole(
     return JSONResponse(
         {
             **envelope,
-            "choices": collected.choices(form),
+            "choices": collected.choices(serializer),
             "usage": usage_reply(done),
             "prefix_cache": cache_reply(done),
             "timings": timings_reply(done),

@@ -13,20 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from diskprefix.chat.template import PromptRenderer
-from diskprefix.errors import DiskPrefixError, ModelNotFound, NotReady
-from diskprefix.policy.scope import Scope, parse_scope
-from diskprefix.printable import shown
+from diskprefix.errors import DiskPrefixError, NotReady
+from diskprefix.policy.scope import parse_scope
 from diskprefix.server.metrics import ServerMetrics
+from diskprefix.server.serving import Serving
 from diskprefix.settings import Settings
 from diskprefix.tenant import Tenant
 
 if TYPE_CHECKING:
     from diskprefix.engine.engine import Engine
-    from diskprefix.engine.scheduler import Scheduler
 
 T = TypeVar("T")
 
@@ -35,25 +33,6 @@ log = logging.getLogger("diskprefix")
 Status: TypeAlias = Literal["loading", "ok", "degraded", "stopping", "failed"]
 Progress: TypeAlias = Callable[[str], None]
 EngineLoader: TypeAlias = "Callable[[Settings, Progress], Engine]"
-
-
-@dataclass(frozen=True, eq=False)
-class Serving:
-    """A loaded engine and what the routes need beside it."""
-
-    engine: Engine
-    scheduler: Scheduler
-    renderer: PromptRenderer
-    scope: Scope
-    model_name: str
-    fingerprint: str
-    loaded_at: int
-    startup_s: dict[str, float]
-
-    def require_model(self, name: str | None) -> None:
-        """Raises `ModelNotFound` for any name but the served one. None is taken for it."""
-        if name is not None and name != self.model_name:
-            raise ModelNotFound(f"model '{shown(name)}' is not served here; {self.model_name!r} is", param="model")
 
 
 class Daemon:

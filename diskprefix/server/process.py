@@ -25,7 +25,8 @@ from diskprefix.server.notify import notify
 from diskprefix.settings import Settings, format_size
 
 if TYPE_CHECKING:
-    from diskprefix.server.daemon import Daemon, EngineLoader, Serving
+    from diskprefix.server.daemon import Daemon, EngineLoader
+    from diskprefix.server.serving import Serving
 
 log = logging.getLogger("diskprefix")
 

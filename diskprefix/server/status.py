@@ -13,11 +13,12 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diskprefix.server.daemon import Daemon, Serving, Status
+from diskprefix.server.daemon import Daemon, Status
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.keys import ADMIN
 from diskprefix.server.log_context import log_context
 from diskprefix.server.replies import ModelCard, ModelList
+from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
 
 router = APIRouter(tags=["daemon"])

@@ -334,7 +334,7 @@ def test_the_number_of_images_is_limited(llava: AppServer, monkeypatch: pytest.M
     monkeypatch.setattr(server_content, "_MOST_PARTS", 2)
     error = refusal(llava, IMAGE, IMAGE, IMAGE)
     assert error["param"] == "messages.0.content.2"
-    assert "only 2 images and sounds" in error["message"]
+    assert "at most 2 images and sounds" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How the two APIs write choices: messages and deltas, or plain text; whole, or in the chunks of a stream."""
+"""The choices of a response as the two APIs write them, in a whole response and in the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from diskprefix.server.replies import chat_logprobs, completion_logprobs
 from diskprefix.server.streaming import Json
 
 
-class Form(Protocol):
-    """How one of the two APIs writes choices."""
+class ChoiceSerializer(Protocol):
+    """Writes the choices of one response as one of the APIs wants them."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
 
-    def whole(self, index: int, text: str, logprobs: list[TokenLogprob] | None, finish_reason: str | None) -> Json:
-        """A finished choice."""
+    def choice(self, index: int, text: str, logprobs: list[TokenLogprob] | None, finish_reason: str | None) -> Json:
+        """Returns a finished choice."""
 
-    def part(self, event: Event) -> Json | None:
-        """A choice in a chunk; None where there is nothing to tell."""
+    def chunk_choice(self, event: Event) -> Json | None:
+        """Returns a choice in a chunk; None if `event` adds nothing to it."""
 
 
-class ChatForm:
-    """Messages and deltas."""
+class ChatSerializer:
+    """Writes messages and deltas, for `/v1/chat/completions`."""
 
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -34,7 +34,7 @@ class ChatForm:
     def __init__(self) -> None:
         self._begun: set[int] = set()
 
-    def whole(self, index: int, text: str, logprobs: list[TokenLogprob] | None, finish_reason: str | None) -> Json:
+    def choice(self, index: int, text: str, logprobs: list[TokenLogprob] | None, finish_reason: str | None) -> Json:
         return {
             "index": index,
             "message": {"role": "assistant", "content": text, "refusal": None},
@@ -42,7 +42,7 @@ class ChatForm:
             "finish_reason": finish_reason,
         }
 
-    def part(self, event: Event) -> Json | None:
+    def chunk_choice(self, event: Event) -> Json | None:
         if isinstance(event, FinishEvent):
             return {"index": event.choice, "delta": {}, "logprobs": None, "finish_reason": event.finish_reason}
         if not isinstance(event, TextEvent):
@@ -59,8 +59,8 @@ class ChatForm:
         }
 
 
-class CompletionForm:
-    """Plain text."""
+class CompletionSerializer:
+    """Writes plain text, for `/v1/completions`."""
 
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
@@ -68,7 +68,7 @@ class CompletionForm:
     def __init__(self) -> None:
         self._sent_chars: dict[int, int] = defaultdict(int)
 
-    def whole(self, index: int, text: str, logprobs: list[TokenLogprob] | None, finish_reason: str | None) -> Json:
+    def choice(self, index: int, text: str, logprobs: list[TokenLogprob] | None, finish_reason: str | None) -> Json:
         return {
             "index": index,
             "text": text,
@@ -76,7 +76,7 @@ class CompletionForm:
             "finish_reason": finish_reason,
         }
 
-    def part(self, event: Event) -> Json | None:
+    def chunk_choice(self, event: Event) -> Json | None:
         if isinstance(event, FinishEvent):
             return {"index": event.choice, "text": "", "logprobs": None, "finish_reason": event.finish_reason}
         if not isinstance(event, TextEvent) or _is_empty(event):
@@ -92,7 +92,7 @@ class CompletionForm:
 
 
 class Collected:
-    """The choices of a reply that is sent whole."""
+    """Collects the choices of a response that is not streamed."""
 
     def __init__(self, with_logprobs: bool) -> None:
         self._with_logprobs = with_logprobs
@@ -107,9 +107,9 @@ class Collected:
         elif isinstance(event, FinishEvent):
             self._finish[event.choice] = event.finish_reason
 
-    def choices(self, form: Form) -> list[Json]:
+    def choices(self, serializer: ChoiceSerializer) -> list[Json]:
         return [
-            form.whole(
+            serializer.choice(
                 index, "".join(self._text[index]), self._logprobs[index] if self._with_logprobs else None, reason
             )
             for index, reason in sorted(self._finish.items())
@@ -117,5 +117,5 @@ class Collected:
 
 
 def _is_empty(event: TextEvent) -> bool:
-    """Whether an event has nothing to tell: its text is held back by a stop string or half a character."""
+    """Whether an event adds nothing: its text waits for the rest of a character or of a stop string."""
     return not event.text and not event.logprobs

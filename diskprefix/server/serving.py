@@ -1,0 +1,34 @@
+"""The loaded model, as the routes see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diskprefix.chat.template import PromptRenderer
+from diskprefix.errors import ModelNotFound
+from diskprefix.policy.scope import Scope
+from diskprefix.printable import shown
+
+if TYPE_CHECKING:
+    from diskprefix.engine.engine import Engine
+    from diskprefix.engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, eq=False)
+class Serving:
+    """A loaded engine and what the routes need besides it."""
+
+    engine: Engine
+    scheduler: Scheduler
+    renderer: PromptRenderer
+    scope: Scope
+    model_name: str
+    fingerprint: str
+    loaded_at: int
+    startup_s: dict[str, float]
+
+    def require_model(self, name: str | None) -> None:
+        """Raises `ModelNotFound` for a name other than the served model's. None stands for the served model."""
+        if name is not None and name != self.model_name:
+            raise ModelNotFound(f"model '{shown(name)}' is not served here; {self.model_name!r} is", param="model")
