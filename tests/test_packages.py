@@ -1,16 +1,17 @@
-"""Who may import whom, and which library: checked on the syntax tree of every module."""
+"""Which module may import which, and which library; no import circles. Checked on the syntax tree of every module."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "diskprefix"
+MODULES = sorted(PACKAGE.rglob("*.py"))
 
 BELOW: dict[str, frozenset[str]] = {}
 """For each package, those that it may import: all in the rows before its own, but not its neighbours."""
@@ -30,6 +31,12 @@ BELOW["cli"] = frozenset(BELOW)
 BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"session", "version"})
 
+LAYERS = ("store.codec", "store", "store.maintenance")
+"""Parts of one package: a module of one part imports its own part and the parts before it."""
+EXCEPTIONS = {("store.writer", "store.maintenance.repair")}
+CIRCLES = {("prefix_cache.cache", "prefix_cache.request"), ("server.daemon", "server.metrics")}
+"""What is still to be taken apart."""
+
 ONLY_IMPORTERS = {"xxhash": {"tokens"}, "lmdb": {"store"}, "zstandard": {"store"}}
 WITHOUT_TORCH = {
     "errors",
@@ -46,9 +53,19 @@ WITHOUT_TORCH |= {"policy", "store", "simulate"}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 
-def package_of(module: Path) -> str:
-    """`diskprefix/store/codec.py` → `store`, `diskprefix/tokens.py` → `tokens`."""
-    return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def name_of(module: Path) -> str:
+    """`diskprefix/store/codec/planes.py` → `store.codec.planes`, `diskprefix/store/__init__.py` → `store`."""
+    parts = module.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+def package_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def layer_of(name: str) -> str | None:
+    """The longest of `LAYERS` that `name` is or lies in."""
+    return max((layer for layer in LAYERS if f"{name}.".startswith(f"{layer}.")), key=len, default=None)
 
 
 def imported_names(source: str) -> Iterator[str]:
@@ -65,28 +82,75 @@ def imported_names(source: str) -> Iterator[str]:
                 yield str(first.value) if isinstance(first, ast.Constant) else "a computed name"
 
 
-def violations(package: str, source: str) -> list[str]:
-    found = []
+SOURCES = {name_of(module): module.read_text(encoding="utf-8") for module in MODULES}
+
+
+def violations(module: str, source: str) -> list[str]:
+    """What a module must not import but does. `module` has its name below `diskprefix`: `store.codec.planes`."""
+    package, found = package_of(module), []
     for name in imported_names(source):
         top, _, rest = name.partition(".")
-        target = rest.partition(".")[0]
+        target = package_of(rest)
         if top == "":
-            found.append(f"{package} uses a relative import")
+            found.append(f"{module} uses a relative import")
         elif top == "diskprefix" and target in BELOW and target not in BELOW[package] | {package}:
-            found.append(f"{package} imports {target}")
+            found.append(f"{module} imports {target}")
+        elif top == "diskprefix" and is_upward(module, rest):
+            found.append(f"{module} imports {layer_of(rest)}")
         elif package not in ONLY_IMPORTERS.get(top, {package}) or (package in WITHOUT_TORCH and top in TORCH_LIBRARIES):
-            found.append(f"{package} imports {top}")
+            found.append(f"{module} imports {top}")
     return found
 
 
-@pytest.mark.parametrize("module", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_only_packages_below_its_own(module: Path) -> None:
+def is_upward(module: str, imported: str) -> bool:
+    """Whether a module imports from a part of its package that is above its own."""
+    own, other = layer_of(module), layer_of(imported)
+    if own is None or other is None or (module, imported.rpartition(".")[0]) in EXCEPTIONS:
+        return False
+    return LAYERS.index(other) > LAYERS.index(own)
+
+
+def imports_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """For each module, the modules that it imports. `sources`: by the module's name below `diskprefix`."""
+    imports: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        names = (name.removeprefix("diskprefix.") for name in imported_names(source))
+        # `from a.b import c` is about the module a.b.c where there is one, else about a.b.
+        found = (name if name in sources else name.rpartition(".")[0] for name in names)
+        imports[module] = {name for name in found if name in sources} - {module}
+    return imports
+
+
+def circles(imports: Mapping[str, set[str]]) -> set[tuple[str, ...]]:
+    """The groups of modules of which each imports every other one, directly or by others."""
+    reached = {module: reachable(module, imports) for module in imports}
+    groups = {tuple(sorted(other for other in reached[module] if module in reached[other])) for module in imports}
+    return groups - {()}
+
+
+def reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
+    """All modules that are imported when `start` is; `start` itself only if it lies in a circle."""
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = imports[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+@pytest.mark.parametrize("module", list(SOURCES))
+def test_a_module_imports_only_what_is_below_it(module: str) -> None:
     assert package_of(module) in BELOW, "a new package: give it its place in BELOW"
-    assert violations(package_of(module), module.read_text(encoding="utf-8")) == []
+    assert violations(module, SOURCES[module]) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(imports_of(SOURCES)) - CIRCLES == set()
 
 
 @pytest.mark.parametrize(
-    ("package", "source", "violation"),
+    ("module", "source", "violation"),
     [
         ("store", "import torch", "store imports torch"),
         ("policy", "from transformers import AutoTokenizer", "policy imports transformers"),
@@ -109,14 +173,19 @@ def test_a_module_imports_only_packages_below_its_own(module: Path) -> None:
         ("prefix_cache", "from diskprefix.simulate.store import Rank", "prefix_cache imports simulate"),
         ("policy", "from diskprefix.cache_options import CacheOptions", "policy imports cache_options"),
         ("__init__", "from diskprefix.engine.engine import Engine", "__init__ imports engine"),
+        ("store.codec.planes", "from diskprefix.store.schema import Kind", "store.codec.planes imports store"),
+        ("store.codec", "from diskprefix.store import schema", "store.codec imports store"),
+        ("store.store", "from diskprefix.store import maintenance", "store.store imports store.maintenance"),
+        ("store", "import diskprefix.store.maintenance.verify", "store imports store.maintenance"),
+        ("store.codec.codec", "def f():\n    import torch", "store.codec.codec imports torch"),
     ],
 )
-def test_the_checker_catches(package: str, source: str, violation: str) -> None:
-    assert violations(package, source) == [violation]
+def test_the_checker_catches(module: str, source: str, violation: str) -> None:
+    assert violations(module, source) == [violation]
 
 
 @pytest.mark.parametrize(
-    ("package", "source"),
+    ("module", "source"),
     [
         ("cli", "from diskprefix.store.store import Store"),
         ("server", "from diskprefix.version import __version__\nfrom diskprefix.policy.scope import Scope"),
@@ -125,10 +194,31 @@ def test_the_checker_catches(package: str, source: str, violation: str) -> None:
         ("kv", "import torch"),
         ("simulate", "from diskprefix.prefix_cache.matching import Matcher"),
         ("prefix_cache", "from diskprefix.cache_options import CacheOptions"),
+        ("store.maintenance.verify", "from diskprefix.store.store import Store"),
+        ("store.store", "from diskprefix.store.codec.codec import Codec"),
+        ("cli.verify", "from diskprefix.store.maintenance.repair import mend"),
     ],
 )
-def test_the_checker_allows(package: str, source: str) -> None:
-    assert violations(package, source) == []
+def test_the_checker_allows(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "found"),
+    [
+        ({"a.b": "import diskprefix.a.c", "a.c": "from diskprefix.a.b import X"}, {("a.b", "a.c")}),
+        (
+            {"a": "from diskprefix import b", "b": "from diskprefix.c import d", "c": "import diskprefix.a"},
+            {("a", "b", "c")},
+        ),
+        ({"a": "from diskprefix.b import c", "b": "", "b.c": "def f():\n    import diskprefix.a"}, {("a", "b.c")}),
+        ({"a": "if TYPE_CHECKING:\n    import diskprefix.b", "b": "import diskprefix.a"}, {("a", "b")}),
+        ({"a": "import diskprefix.b\nimport diskprefix.c", "b": "import diskprefix.c", "c": ""}, set()),
+    ],
+    ids=["of two", "of three", "inside a function", "for types only", "none"],
+)
+def test_a_circle_is_found(sources: dict[str, str], found: set[tuple[str, ...]]) -> None:
+    assert circles(imports_of(sources)) == found
 
 
 @pytest.mark.parametrize(
