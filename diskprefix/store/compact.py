@@ -46,7 +46,6 @@ _SPARE_BYTES = 1 << 20
 """Room for what another process adds before the copy begins."""
 _BATCH_BYTES = 64 << 20
 """Copied in one transaction, which LMDB holds in memory until it is committed."""
-_META_PAGES = 2
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def compacted_bytes(path: Path) -> int:
             return (path / DATA).stat().st_size
     if b"meta" not in report.entries:
         raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
-    return (_META_PAGES + report.branch_pages + report.leaf_pages + report.overflow_pages) * report.page_bytes
+    return report.used_bytes
 
 
 def compact_folder(path: Path, lock: FolderLock, advance: Callable[[int], None] = nobody_looks) -> Compacted:

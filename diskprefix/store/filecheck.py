@@ -1,16 +1,41 @@
-"""Is `data.mdb` sound? A check of its structure that never uses LMDB, run before LMDB opens the file.
+"""Checks the structure of `data.mdb` without LMDB, before LMDB opens the file.
 
-LMDB trusts its file: a damaged page number, node, length or free list ends in a signal, an endless loop, or writes over
-pages in use. So everything that LMDB follows or counts on is followed here first: the meta pages, every branch and leaf
-page of every database, the header of every overflow run, the lists of free pages. Every page must be reached once or be
-free once. What is *in* a record is not looked at: checksums of the records do that.
+LMDB trusts its file. A damaged page number, node, length or free list ends in a signal, in an endless loop, or in a
+write over pages that are in use. So this module follows everything that LMDB follows or counts: both meta pages, every
+branch page and leaf page of every tree, the header of every overflow run, and the lists of free pages. Each page must
+be referred to once by a tree, or be free once. The content of a record is not checked here: records have checksums.
 
-Whatever the bytes are, the check ends: no page is visited twice, and nothing is allocated by a number from the file
-that was not compared with the file's size. It reads with `pread`, since a map would turn a bad sector into SIGBUS. Its
-cost is that of the branch and leaf pages and 16 bytes for each overflow run, not of the payloads.
+The check ends for every content of the file: no page is visited twice, and the file's size bounds the memory that is
+allocated. It reads with `pread`, because a memory map turns a bad sector into SIGBUS. It reads the branch pages, the
+leaf pages and 16 bytes of each overflow run, but not the payloads.
 
-Another process may write meanwhile. The pages of the snapshot that is checked stay as they are until two transactions
-later; so a finding counts only if the meta pages are still the same afterwards, else the check starts anew.
+Another process may write during the check. LMDB does not reuse the pages of a snapshot before two more transactions, so
+damage counts only if the meta pages are the same afterwards. Otherwise the check starts again.
+
+A file of LMDB 0.9 (data version 1) is an array of pages. Integers are little-endian.
+
+    page          0 its own page number      u64        meta    0 page header
+                 10 kind: 1 branch, 2 leaf,  u16               16 magic 0xBEEFC0DE, data version   u32, u32
+                    4 overflow, 8 meta                         24 address                          u64
+                 12 lower, upper             u16, u16          32 map size                         u64
+                    (overflow: pages in run  u32)              40 tree of the free lists           48 bytes
+                                                               88 tree of the named databases      48 bytes
+    tree          0 pad (free lists: page size)  u32          136 last page, transaction           u64, u64
+                  4 flags, depth                 u16, u16
+                  8 branch, leaf and overflow pages    u64 each
+                 32 entries, root page           u64, u64
+
+Pages 0 and 1 are meta pages. Transaction N writes page N & 1, and the higher N is the current one. The offsets of a
+page's nodes, u16 each and in key order, lie between byte 16 and `lower`. The nodes fill the page from `upper` to its
+end without gaps, each padded to an even size.
+
+    node          0 leaf: bytes of data; branch: page number, bits 0 to 31   u32
+                  4 branch: page number, bits 32 to 47                       u16
+                    leaf: 0, 1 (the data is the number of an overflow run), or 2 (the data is the tree of a database)
+                  6 bytes of key                                             u16, then the key, then the data
+
+LMDB ignores the first key of a branch page. The tree of the free lists maps each transaction (u64) to the pages that it
+freed: their count, then their numbers in descending order (u64 each).
 """
 
 from __future__ import annotations
@@ -18,90 +43,75 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import add, sub
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.lmdb_format import (
-    BRANCH,
-    LEAF,
-    MAX_KEY_BYTES,
-    META_BYTES,
-    NO_PAGE,
-    NODE_IS_TREE,
-    NUM_METAS,
-    OVERFLOW,
-    OVERFLOW_HEADER,
-    PAGE_HEADER_BYTES,
-    TREE_BYTES,
-    Ints,
-    Keys,
-    Meta,
-    Nodes,
-    Numbers,
-    PageContent,
-    Pages,
-    Tree,
-    overflow_pages,
-)
 
 _ATTEMPTS = 4
-_PAGES_AT_ONCE = 256
-_RUNS_AT_ONCE = 4096
-_FREE_BYTES_AT_ONCE = 1 << 20
-_LARGEST_PAGE_BYTES = 1 << 15
+_NUM_METAS = 2
+_NO_PAGE = 2**64 - 1
+"""The root of an empty tree."""
+_BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
+_NODE_IN_OVERFLOW, _NODE_IS_TREE = 1, 2
+_IN_OVERFLOW_BYTES = 8
+_MAGIC, _DATA_VERSION = 0xBEEFC0DE, 1
+_MAX_KEY_BYTES = 511
 _MAX_DEPTH = 32
 _MAX_MAP_BYTES = 1 << 46
-"""LMDB may map as much as the meta page says; a map that cannot be had leaves it with a null pointer."""
+"""LMDB maps as many bytes as the meta page says. If the kernel refuses, LMDB goes on with a null pointer."""
 _MAX_TXNID = 1 << 62
 _FREE_FLAGS = (0x0008, 0x4008)
-"""Integer keys; and with MDB_NOSUBDIR, which LMDB writes into the same field."""
+"""Integer keys, without and with MDB_NOSUBDIR, which LMDB writes into the same field."""
 _UNUSED, _IN_TREE, _FREE = 0, 1, 2
+
+_META_PAGE = struct.Struct("<Q2xH4xIIQQ48s48sQQ")
+_TREE = struct.Struct("<IHHQQQQQ")
+_PAGE_HEADER = struct.Struct("<Q2xHHH")
+_RUN_HEADER = struct.Struct("<Q2xHI")
+_NODE_HEADER = struct.Struct("<IHH")
 
 
 class FileState(Enum):
     ABSENT = "absent"
-    """There is no file: LMDB would create it."""
+    """There is no file. LMDB creates one."""
     EMPTY = "empty"
-    """A file of 0 bytes: LMDB would initialise it."""
+    """The file has 0 bytes. LMDB initialises it."""
     SOUND = "sound"
     BUSY = "busy"
-    """Another process writes so fast that no snapshot held still: it has the file open, and LMDB with it."""
+    """Another process, which has the file open with LMDB, commits so often that no snapshot could be checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileReport:
-    """What the check found in a file that LMDB can open. Pages are counted as of transaction `txnid`.
+    """What the check found in a file that LMDB can open safely.
 
-    `leaked_pages` are neither used nor free: lost room, harmless otherwise. `entries` is by name of database.
+    `used_bytes` is the size of all pages that are not free. `entries` is the number of entries of each named database.
     """
 
     state: FileState
-    txnid: int = 0
-    page_bytes: int = 0
-    branch_pages: int = 0
-    leaf_pages: int = 0
-    overflow_pages: int = 0
-    free_pages: int = 0
-    leaked_pages: int = 0
+    used_bytes: int = 0
     entries: dict[bytes, int] = field(default_factory=dict)
 
 
 def check_file(path: Path) -> FileReport:
     """Check the structure of an LMDB data file.
 
-    Raises `StoreCorrupt`, one line that names the problem and its page, if LMDB could crash, hang or err on it, and
-    `OSError` if the file cannot be opened.
+    Raises `StoreCorrupt` if LMDB could crash, hang or err on the file; the message is one line that names the page.
+    Raises `OSError` if the file cannot be opened, or is a symbolic link.
     """
     try:
-        # A pipe in its place must not make us wait for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        # O_NONBLOCK: opening a pipe would wait for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
         return FileReport(state=FileState.ABSENT)
     try:
@@ -118,17 +128,17 @@ def check_file(path: Path) -> FileReport:
 
 
 def _identity(fd: int) -> tuple[int, bytes]:
-    """What changes with every transaction that another process commits."""
+    """Returns the file's size and meta pages, which change with every transaction that another process commits."""
     size = os.fstat(fd).st_size
     try:
-        return size, os.pread(fd, META_BYTES, 0) + os.pread(fd, META_BYTES, _page_bytes())
+        return size, b"".join(os.pread(fd, _META_PAGE.size, n * _page_bytes()) for n in range(_NUM_METAS))
     except OSError:
         return size, b""
 
 
 def _page_bytes() -> int:
-    """The size of a page in a file that LMDB makes on this machine."""
-    return min(mmap.PAGESIZE, _LARGEST_PAGE_BYTES)
+    """Returns the size of a page in a file that LMDB creates on this machine."""
+    return min(mmap.PAGESIZE, 1 << 15)
 
 
 def _check(fd: int) -> FileReport:
@@ -137,332 +147,309 @@ def _check(fd: int) -> FileReport:
         raise StoreCorrupt("it is not a regular file")
     if status.st_size == 0:
         return FileReport(state=FileState.EMPTY)
-    return _Check(_File(fd, status.st_size)).run()
+    return _Check(fd, status.st_size).run()
 
 
-class _File:
-    """Pages by number. A read that fails or ends early is damage: LMDB would be killed by it."""
+class _Tree(NamedTuple):
+    """The description of a B-tree in the file."""
 
-    def __init__(self, fd: int, size: int) -> None:
-        self.page_bytes = _page_bytes()
-        self.num_pages = size // self.page_bytes
-        self._fd = fd
+    pad: int
+    flags: int
+    depth: int
+    branch_pages: int
+    leaf_pages: int
+    overflow_pages: int
+    entries: int
+    root: int
 
-    def read(self, start: int, size: int) -> bytes:
-        buffer = bytearray(size)
-        self._read_into(memoryview(buffer), start)
-        return bytes(buffer)
-
-    def pages(self, numbers: Ints, what: str) -> PageContent:
-        """Whole pages, in the order of `numbers`."""
-        size, count = self.page_bytes, len(numbers)
-        content = np.empty(count * size + MAX_KEY_BYTES + 1, np.uint8)
-        order = np.argsort(numbers)
-        ordered = content if (order[:-1] < order[1:]).all() else np.empty(count * size, np.uint8)
-        view = ordered.data
-        runs = list(_runs(numbers[order]))
-        for first, last, number in runs:
-            self._expect(number * size, (last - first) * size)
-        for first, last, number in runs:
-            self._read_into(view[first * size : last * size], number * size)
-        if ordered is not content:
-            content[: count * size].reshape(count, size)[order] = ordered.reshape(count, size)
-        return PageContent(numbers, what, size, content)
-
-    def overflow_headers(self, numbers: Ints) -> npt.NDArray[np.void]:
-        """The headers of overflow runs; sorted `numbers` read best."""
-        buffer = bytearray(PAGE_HEADER_BYTES * len(numbers))
-        view = memoryview(buffer)
-        starts = (numbers * self.page_bytes).tolist()
-        for start in starts:
-            self._expect(start, PAGE_HEADER_BYTES)
-        for i, start in enumerate(starts):
-            self._read_into(view[i * PAGE_HEADER_BYTES : (i + 1) * PAGE_HEADER_BYTES], start)
-        return np.frombuffer(buffer, OVERFLOW_HEADER)
-
-    def _expect(self, start: int, size: int) -> None:
-        """Have the kernel read ahead, all that is announced at once."""
-        if sys.platform == "linux":
-            os.posix_fadvise(self._fd, start, size, os.POSIX_FADV_WILLNEED)
-
-    def _read_into(self, view: memoryview, start: int) -> None:
-        while view:
-            page = start // self.page_bytes
-            try:
-                got = os.preadv(self._fd, [view], start)
-            except OSError as error:
-                raise StoreCorrupt(f"page {page} cannot be read: {error.strerror}") from error
-            if not got:
-                raise StoreCorrupt(f"the file ends within page {page}: it was truncated")
-            # A read that ends early names the bad sector when it is gone on with.
-            view, start = view[got:], start + got
+    def require_plain(self, where: str) -> None:
+        """A database of the store has no duplicates, no integer keys and no values of fixed size."""
+        if self.flags or self.pad:
+            raise StoreCorrupt(f"{where} has flags {self.flags:#x} or pad {self.pad} of a database that is not ours")
 
 
-def _runs(numbers: Ints) -> Iterator[tuple[int, int, int]]:
-    """Runs of consecutive numbers in a sorted array: index of the first, index behind the last, first number."""
-    cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
-    starts = np.concatenate([[0], cuts])
-    yield from zip(starts.tolist(), [*cuts.tolist(), len(numbers)], numbers[starts].tolist(), strict=True)
+class _Meta(NamedTuple):
+    map_bytes: int
+    free: _Tree
+    main: _Tree
+    last_page: int
+    txnid: int
+
+
+@dataclass(frozen=True)
+class _Page:
+    """A branch or leaf page. Its nodes are columns, in the order of the keys.
+
+    `data_at` is the offset of a leaf node's data in the page. `data_bytes` is the size of the data, which are in an
+    overflow run where the flags say so.
+    """
+
+    number: int
+    content: bytes
+    keys: list[bytes]
+    flags: tuple[int, ...]
+    data_at: list[int]
+    data_bytes: tuple[int, ...]
+
+    @property
+    def children(self) -> list[int]:
+        """The page numbers in a branch page, which LMDB keeps in these fields."""
+        return [low | high << 32 for low, high in zip(self.data_bytes, self.flags, strict=True)]
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Yields the first page and the bytes of data of each overflow run that a leaf page refers to."""
+        for flags, at, data_bytes in zip(self.flags, self.data_at, self.data_bytes, strict=True):
+            if flags == _NODE_IN_OVERFLOW:
+                yield int.from_bytes(self.content[at : at + _IN_OVERFLOW_BYTES], "little"), data_bytes
 
 
 @dataclass
 class _Walk:
-    """One tree on its way: what was counted, and where each level has got to."""
+    """One tree, and the counts of the pages and entries that were found in it."""
 
     name: str
-    tree: Tree
-    numeric_keys: bool = False
+    tree: _Tree
+    is_free_list: bool = False
     branch_pages: int = 0
     leaf_pages: int = 0
     overflow_pages: int = 0
     entries: int = 0
-    last_keys: dict[int, Keys] = field(default_factory=dict)
-    """By level: the last key of the last page, one `Keys` of length 1."""
 
-    def verify_counts(self) -> None:
+    def require_counts(self) -> None:
         for what in ("branch_pages", "leaf_pages", "overflow_pages", "entries"):
-            counted, noted = getattr(self, what), getattr(self.tree, what)
-            if counted != noted:
-                raise StoreCorrupt(f"{self.name} has {counted} {what.replace('_', ' ')}, the file notes {noted}")
+            found, recorded = getattr(self, what), getattr(self.tree, what)
+            if found != recorded:
+                raise StoreCorrupt(f"{self.name} has {found} {what.replace('_', ' ')}, the file says {recorded}")
 
 
 class _Check:
-    """One pass over one snapshot."""
+    """One pass over one snapshot of the file."""
 
-    def __init__(self, file: _File) -> None:
-        self._file = file
+    def __init__(self, fd: int, size: int) -> None:
+        self._fd = fd
+        self._page_bytes = _page_bytes()
         self._meta = self._choose_meta()
-        # Pages behind the end of the file can only be free. They are kept apart: a false count must cost no memory.
-        self._owner = np.zeros(min(self._meta.last_page + 1, file.num_pages), np.uint8)
-        self._owner[:NUM_METAS] = _IN_TREE
-        self._free_behind_end: list[Numbers] = []
-        self._num_free = 0
+        # The owner of each page of the file. Pages behind its end can only be free.
+        self._owner = bytearray(min(self._meta.last_page + 1, size // self._page_bytes))
+        self._owner[:_NUM_METAS] = bytes([_IN_TREE]) * _NUM_METAS
 
     def run(self) -> FileReport:
-        meta = self._meta
-        free = _Walk("the free list", meta.free, numeric_keys=True)
-        for page, nodes in self._leaves(free):
-            self._read_free_lists(page, nodes)
-        self._check_end()
-        main = _Walk("the list of databases", meta.main)
-        named: dict[bytes, Tree] = {}
-        for page, nodes in self._leaves(main):
-            named |= self._read_trees(page, nodes)
-        walks = [free, main]
-        for name, tree in named.items():
-            walk = _Walk(f"database {name.decode(errors='replace')!r}", tree)
-            for page, nodes in self._leaves(walk):
-                page.require((nodes.flags & NODE_IS_TREE) == 0, "has a database within a database", nodes.page)
-            walks.append(walk)
+        free = _Walk("the free list", self._meta.free, is_free_list=True)
+        self._check_free_lists(free)
+        main = _Walk("the list of databases", self._meta.main)
+        databases: dict[bytes, _Tree] = {}
+        for page in self._leaves(main):
+            databases |= _databases(page)
+        for name, tree in databases.items():
+            for page in self._leaves(_Walk(f"database {name.decode(errors='replace')!r}", tree)):
+                if _NODE_IS_TREE in page.flags:
+                    raise StoreCorrupt(f"page {page.number} has a database within a database")
         return FileReport(
             state=FileState.SOUND,
-            txnid=meta.txnid,
-            page_bytes=meta.page_bytes,
-            branch_pages=sum(walk.branch_pages for walk in walks),
-            leaf_pages=sum(walk.leaf_pages for walk in walks),
-            overflow_pages=sum(walk.overflow_pages for walk in walks),
-            free_pages=self._num_free,
-            leaked_pages=int((self._owner == _UNUSED).sum()),
-            entries={name: tree.entries for name, tree in named.items()},
+            used_bytes=self._owner.count(_IN_TREE) * self._page_bytes,
+            entries={name: tree.entries for name, tree in databases.items()},
         )
 
-    def _choose_meta(self) -> Meta:
-        """The meta page that LMDB would start from. It needs both to be valid, and takes the later transaction."""
-        size = self._file.page_bytes
-        metas = []
-        for number in range(NUM_METAS):
-            meta = Meta.parse(self._file.read(number * size, META_BYTES), number)
-            if meta.page_bytes != size:
-                raise StoreCorrupt(f"meta page {number} tells of pages of {meta.page_bytes} bytes instead of {size}")
-            if meta.txnid > _MAX_TXNID or (meta.txnid and meta.txnid % NUM_METAS != number):
-                raise StoreCorrupt(f"meta page {number} has the impossible transaction {meta.txnid}")
-            metas.append(meta)
-        number = int(metas[0].txnid < metas[1].txnid)
-        meta = metas[number]
+    def _choose_meta(self) -> _Meta:
+        """Returns the meta page that LMDB would use. LMDB needs both to be valid, and takes the later transaction."""
+        number, meta = max((self._read_meta(n) for n in range(_NUM_METAS)), key=lambda found: found[1].txnid)
         if meta.map_bytes > _MAX_MAP_BYTES:
-            raise StoreCorrupt(f"meta page {number} tells of a map of {meta.map_bytes} bytes")
+            raise StoreCorrupt(f"meta page {number} claims a map of {meta.map_bytes} bytes")
         if meta.free.flags not in _FREE_FLAGS:
             raise StoreCorrupt(f"meta page {number} has the wrong flags {meta.free.flags:#x} for the free list")
-        if not NUM_METAS - 1 <= meta.last_page < _MAX_MAP_BYTES // size:
-            raise StoreCorrupt(f"meta page {number} tells of {meta.last_page} pages")
-        _check_plain(meta.main, f"meta page {number}")
+        if not _NUM_METAS - 1 <= meta.last_page < _MAX_MAP_BYTES // self._page_bytes:
+            raise StoreCorrupt(f"meta page {number} claims {meta.last_page} pages")
+        meta.main.require_plain(f"meta page {number}")
         return meta
 
-    def _leaves(self, walk: _Walk) -> Iterator[tuple[PageContent, Nodes]]:
-        """Check a whole tree, the generator being exhausted, and yield its leaf pages in key order."""
+    def _read_meta(self, number: int) -> tuple[int, _Meta]:
+        fields = _META_PAGE.unpack(self._read(number * self._page_bytes, _META_PAGE.size))
+        page, kind, magic, version, _, map_bytes, free, main, last_page, txnid = fields
+        if (page, kind, magic) != (number, _META, _MAGIC):
+            raise StoreCorrupt(f"page {number} is not a meta page of LMDB")
+        if version != _DATA_VERSION:
+            raise StoreCorrupt(f"meta page {number} has data version {version} of LMDB instead of {_DATA_VERSION}")
+        meta = _Meta(map_bytes, _Tree(*_TREE.unpack(free)), _Tree(*_TREE.unpack(main)), last_page, txnid)
+        if meta.free.pad != self._page_bytes:
+            raise StoreCorrupt(f"meta page {number} claims pages of {meta.free.pad} bytes, not {self._page_bytes}")
+        if txnid > _MAX_TXNID or (txnid and txnid % _NUM_METAS != number):
+            raise StoreCorrupt(f"meta page {number} has the impossible transaction {txnid}")
+        return number, meta
+
+    def _leaves(self, walk: _Walk) -> Iterator[_Page]:
+        """Check a whole tree. Yields its leaf pages in key order."""
         tree = walk.tree
-        if tree.root == NO_PAGE:
+        if tree.root == _NO_PAGE:
             if tree.depth:
-                raise StoreCorrupt(f"{walk.name} is empty, yet its depth is {tree.depth}")
+                raise StoreCorrupt(f"{walk.name} is empty, but its depth is {tree.depth}")
         elif not 1 <= tree.depth <= _MAX_DEPTH:
             raise StoreCorrupt(f"{walk.name} has the impossible depth {tree.depth}")
         else:
-            root = self._claim(np.array([tree.root], np.uint64), f"the root of {walk.name}")
-            yield from self._level(walk, root, Keys.empty(1), tree.depth)
-        walk.verify_counts()
+            yield from self._subtree(walk, tree.root, tree.depth, b"", None)
+        walk.require_counts()
 
-    def _level(self, walk: _Walk, numbers: Ints, bounds: Keys, height: int) -> Iterator[tuple[PageContent, Nodes]]:
-        """Check pages that follow each other in key order, and all below; `bounds` are their lowest possible keys."""
-        kind = LEAF if height == 1 else BRANCH
-        what = f"{'leaf' if kind == LEAF else 'branch'} page of {walk.name}"
-        for start in range(0, len(numbers), _PAGES_AT_ONCE):
-            some = slice(start, start + _PAGES_AT_ONCE)
-            page = self._file.pages(numbers[some], what)
-            nodes = page.nodes(kind, numeric_keys=walk.numeric_keys)
-            _check_order(walk, page, nodes, bounds[some], height)
-            if kind == LEAF:
-                walk.leaf_pages += len(page.numbers)
-                walk.entries += len(nodes.slot)
-                self._check_overflow(walk, page, nodes)
-                yield page, nodes
-            else:
-                walk.branch_pages += len(page.numbers)
-                children = self._claim(nodes.children.astype(np.uint64), f"a child in {walk.name}")
-                yield from self._level(walk, children, _bounds_of_children(nodes, bounds[some]), height - 1)
-
-    def _check_overflow(self, walk: _Walk, page: PageContent, nodes: Nodes) -> None:
-        """Check and claim the overflow runs that these leaf nodes point to."""
-        holders = np.flatnonzero(nodes.in_overflow)
-        for start in range(0, len(holders), _RUNS_AT_ONCE):
-            some = holders[start : start + _RUNS_AT_ONCE]
-            numbers = self._claim(nodes.overflow_numbers(some), f"an overflow run in {walk.name}")
-            order = np.argsort(numbers)
-            runs, data_size = Pages(numbers[order], f"overflow page of {walk.name}"), nodes.lows[some][order]
-            header = self._file.overflow_headers(runs.numbers)
-            runs.require(header["number"] == runs.numbers.astype(np.uint64), "has another page's number")
-            runs.require(header["kind"] == OVERFLOW, "is of another kind")
-            length = header["pages"].astype(np.int64)
-            # A value that was overwritten by a shorter one in the same transaction keeps its pages.
-            runs.require(length >= overflow_pages(data_size, page.page_bytes), "has fewer pages than its data need")
-            runs.require(runs.numbers + length <= len(self._owner), "begins a run that ends behind the last page")
-            walk.overflow_pages += int(length.sum())
-            self._claim_rest(runs, length)
-
-    def _claim_rest(self, runs: Pages, length: Ints) -> None:
-        """Claim the pages of runs behind their first ones; the runs are sorted by number."""
-        runs.require(np.append(np.diff(runs.numbers) >= length[:-1], True), "begins a run that meets another")
-        ends = np.cumsum(length - 1)
-        start = 0
-        while start < len(length):
-            # Few runs at a time: page numbers take eight bytes each.
-            stop = max(start + 1, int(np.searchsorted(ends, ends[start] + _FREE_BYTES_AT_ONCE)))
-            first, count = runs.numbers[start:stop] + 1, length[start:stop] - 1
-            pages = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
-            self._take(pages.astype(np.uint64), _IN_TREE, "an overflow run")
-            start = stop
-
-    def _claim(self, numbers: Numbers, what: str) -> Ints:
-        """Page numbers as they stand in the file, once they are known to be in it and in use for the first time."""
-        good = (numbers >= NUM_METAS) & (numbers < len(self._owner))
-        if not good.all():
-            wrong = int(numbers[np.argmin(good)])
-            raise StoreCorrupt(f"{what} would be page {wrong}, but the last page is {len(self._owner) - 1}")
-        self._take(numbers, _IN_TREE, what)
-        return numbers.astype(np.int64)
-
-    def _take(self, numbers: Numbers, owner: int, what: str) -> None:
-        """Note who owns pages; each may have one owner. The numbers are known to be within the file."""
-        taken = self._owner[numbers]
-        self._owner[numbers] = owner
-        if taken.any():
-            first = int(np.argmax(taken != _UNUSED))
-            also = "in the free list" if taken[first] == _FREE else "in use"
-            raise StoreCorrupt(f"page {numbers[first]} ({what}) is already {also}")
-        if len(numbers) > 1:
-            ordered = np.sort(numbers)
-            twice = ordered[1:] == ordered[:-1]
-            if twice.any():
-                raise StoreCorrupt(f"page {ordered[1:][twice][0]} ({what}) is referred to twice")
-
-    def _read_free_lists(self, page: PageContent, nodes: Nodes) -> None:
-        """Read and claim the pages in each record of the free list."""
-        page.require((nodes.flags & NODE_IS_TREE) == 0, "has a database in the free list", nodes.page)
-        txnids = nodes.keys.words[:, 0]
-        page.require(
-            (txnids > 0) & (txnids <= self._meta.txnid), "frees pages in an impossible transaction", nodes.page
-        )
-        size = nodes.lows
-        page.require((size >= 8) & (size % 8 == 0), "has a free list of a wrong size", nodes.page)
-        for node in range(len(nodes.slot)):
-            self._read_free_list(nodes, node, f"free list of transaction {txnids[node]}")
-
-    def _read_free_list(self, nodes: Nodes, node: int, what: str) -> None:
-        data, size = nodes.data(node), int(nodes.lows[node])
-        if nodes.in_overflow[node]:
-            start = int.from_bytes(data, "little") * self._file.page_bytes + PAGE_HEADER_BYTES
-            pieces: Iterator[bytes] = (
-                self._file.read(start + at, min(_FREE_BYTES_AT_ONCE, size - at))
-                for at in range(0, size, _FREE_BYTES_AT_ONCE)
-            )
+    def _subtree(self, walk: _Walk, number: int, height: int, low: bytes, high: bytes | None) -> Iterator[_Page]:
+        """Check a page and the pages below it. Their keys must be at least `low` and less than `high`."""
+        kind = _LEAF if height == 1 else _BRANCH
+        what = f"page {number} ({'leaf' if kind == _LEAF else 'branch'} page of {walk.name})"
+        self._claim(number, 1, what)
+        content = self._read(number * self._page_bytes, self._page_bytes)
+        try:
+            page = _parse_page(content, number, kind, is_free_list=walk.is_free_list)
+            keys = page.keys if kind == _LEAF else [low, *page.keys[1:]]
+            _require_order(keys, low, high)
+        except StoreCorrupt as error:
+            raise StoreCorrupt(f"{what} {error}") from None
+        if kind == _LEAF:
+            walk.leaf_pages += 1
+            walk.entries += len(keys)
+            self._check_runs(walk, page)
+            yield page
         else:
-            pieces = iter([data])
-        lowest = self._meta.last_page + 1
-        count = None
-        for piece in pieces:
-            numbers = np.frombuffer(piece, "<u8")
-            if count is None:
-                count, numbers = int(numbers[0]), numbers[1:]
-                if count != size // 8 - 1:
-                    raise StoreCorrupt(f"the {what} tells of {count} pages in {size} bytes")
-            if not len(numbers):
-                continue
-            if int(numbers[0]) >= lowest or (numbers[1:] >= numbers[:-1]).any():
-                raise StoreCorrupt(f"the {what} is out of order, or has pages behind the last one")
-            lowest = int(numbers[-1])
-            if lowest < NUM_METAS:
-                raise StoreCorrupt(f"the {what} has meta page {lowest}")
-            behind = numbers >= len(self._owner)
-            self._take(numbers[~behind], _FREE, what)
-            self._free_behind_end.append(numbers[behind])
-            self._num_free += len(numbers)
+            walk.branch_pages += 1
+            self._read_ahead(page.children, self._page_bytes)
+            for child, first, end in zip(page.children, keys, [*keys[1:], high], strict=True):
+                yield from self._subtree(walk, child, height - 1, first, end)
 
-    def _check_end(self) -> None:
-        """Every page behind the end of the file must be free, and once: a page that is in use has been written."""
-        missing = self._meta.last_page + 1 - len(self._owner)
-        numbers = np.concatenate([np.empty(0, np.uint64), *self._free_behind_end])
-        if len(numbers) != missing or len(np.unique(numbers)) != missing:
+    def _check_runs(self, walk: _Walk, page: _Page) -> None:
+        """Check and claim the overflow runs that a leaf page refers to."""
+        runs = list(page.runs())
+        self._read_ahead([number for number, _ in runs], _RUN_HEADER.size)
+        for number, data_bytes in runs:
+            what = f"page {number} (overflow run of {walk.name})"
+            self._require_in_file(number, 1, what)
+            found, kind, num_pages = _RUN_HEADER.unpack(self._read(number * self._page_bytes, _RUN_HEADER.size))
+            if (found, kind) != (number, _OVERFLOW):
+                raise StoreCorrupt(f"{what} is not the first page of an overflow run")
+            # A value that a shorter one replaced in the same transaction keeps its pages.
+            if num_pages * self._page_bytes < _RUN_HEADER.size + data_bytes:
+                raise StoreCorrupt(f"{what} has {num_pages} pages, which are too few for {data_bytes} bytes")
+            self._claim(number, num_pages, what)
+            walk.overflow_pages += num_pages
+
+    def _check_free_lists(self, walk: _Walk) -> None:
+        """Check the tree of the free lists and claim the pages in them."""
+        beyond: list[npt.NDArray[np.uint64]] = [np.empty(0, np.uint64)]
+        for page in self._leaves(walk):
+            runs = page.runs()
+            for key, flags, at, size in zip(page.keys, page.flags, page.data_at, page.data_bytes, strict=True):
+                what = f"the free list of transaction {int.from_bytes(key, 'big')}"
+                if flags == _NODE_IS_TREE or not 0 < int.from_bytes(key, "big") <= self._meta.txnid:
+                    raise StoreCorrupt(f"{what} is impossible")
+                data = page.content[at : at + size]
+                if flags == _NODE_IN_OVERFLOW:
+                    data = self._read(next(runs)[0] * self._page_bytes + _RUN_HEADER.size, size)
+                pages = self._claim_free(data, what)
+                beyond.append(pages[pages >= len(self._owner)])
+        # A page in use has been written, so a page behind the end of the file must be free.
+        missing, found = self._meta.last_page + 1 - len(self._owner), np.concatenate(beyond)
+        if len(found) != missing or len(np.unique(found)) != missing:
             raise StoreCorrupt(
                 f"the file ends before page {len(self._owner)} of {self._meta.last_page + 1}: it was truncated"
             )
 
-    def _read_trees(self, page: PageContent, nodes: Nodes) -> dict[bytes, Tree]:
-        """The named databases in a leaf of the main tree, which holds nothing else."""
-        plain = (nodes.flags == NODE_IS_TREE) & (nodes.lows == TREE_BYTES)
-        page.require(plain, "has a record that is no database", nodes.page)
-        trees = {}
-        for node in range(len(nodes.slot)):
-            key_end = int(nodes.data_at[node])
-            name = nodes.content[key_end - int(nodes.keys.sizes[node]) : key_end].tobytes()
-            trees[name] = tree = Tree.parse(nodes.data(node))
-            _check_plain(tree, f"page {page.numbers[nodes.page[node]]} (database {name.decode(errors='replace')!r})")
-        return trees
+    def _claim_free(self, data: bytes, what: str) -> npt.NDArray[np.uint64]:
+        """Returns the page numbers in a free list, after claiming those within the file."""
+        if not data or len(data) % 8:
+            raise StoreCorrupt(f"{what} has {len(data)} bytes")
+        pages: npt.NDArray[np.uint64] = np.frombuffer(data, "<u8")
+        count, pages = int(pages[0]), pages[1:]
+        if count != len(pages):
+            raise StoreCorrupt(f"{what} claims {count} pages in {len(data)} bytes")
+        if not count:
+            return pages
+        if (pages[1:] >= pages[:-1]).any() or pages[0] > self._meta.last_page or pages[-1] < _NUM_METAS:
+            raise StoreCorrupt(f"{what} is out of order, or names a page that cannot be free")
+        owner, within = np.frombuffer(self._owner, np.uint8), pages[pages < len(self._owner)]
+        if (owner[within] != _UNUSED).any():
+            wrong = int(within[np.argmax(owner[within] != _UNUSED)])
+            raise StoreCorrupt(f"page {wrong} ({what}) is in use, or in another free list")
+        owner[within] = _FREE
+        return pages
+
+    def _require_in_file(self, number: int, count: int, what: str) -> None:
+        if number < _NUM_METAS or number + count > len(self._owner):
+            raise StoreCorrupt(f"{what} has {count} pages, but the last page is {len(self._owner) - 1}")
+
+    def _claim(self, number: int, count: int, what: str) -> None:
+        """Record that a tree uses `count` pages from `number` on. Each page has one owner."""
+        self._require_in_file(number, count, what)
+        if self._owner.count(_UNUSED, number, number + count) != count:
+            raise StoreCorrupt(f"{what} is also free, or is referred to twice")
+        self._owner[number : number + count] = bytes([_IN_TREE]) * count
+
+    def _read(self, start: int, size: int) -> bytes:
+        """Read a range of the file. A read that fails or is short is damage: LMDB would get a signal there."""
+        page = start // self._page_bytes
+        try:
+            data = os.pread(self._fd, size, start)
+        except OSError as error:
+            raise StoreCorrupt(f"page {page} cannot be read: {error.strerror}") from error
+        if len(data) < size:
+            raise StoreCorrupt(f"the file ends within page {page + len(data) // self._page_bytes}: it was truncated")
+        return data
+
+    def _read_ahead(self, pages: Iterable[int], size: int) -> None:
+        """Let the kernel read the first `size` bytes of several pages at once."""
+        if sys.platform == "linux":
+            for number in pages:
+                if number < len(self._owner):
+                    os.posix_fadvise(self._fd, number * self._page_bytes, size, os.POSIX_FADV_WILLNEED)
 
 
-def _check_plain(tree: Tree, where: str) -> None:
-    """A database of ours has no duplicates, no keys that are numbers, no fixed sizes."""
-    if tree.flags or tree.pad:
-        raise StoreCorrupt(f"{where} has flags {tree.flags:#x} or pad {tree.pad} of a database that is not ours")
-
-
-def _check_order(walk: _Walk, page: PageContent, nodes: Nodes, bounds: Keys, height: int) -> None:
-    """Keys ascend within a page, none comes before its page's bound, and none of the page before reaches it."""
-    keys, slot = nodes.keys, nodes.slot
-    first_slot = 0 if height == 1 else 1
-    # The first key of a branch page is not looked at: neither is what would compare with it.
-    follows = np.flatnonzero(slot > first_slot)
-    page.require(keys[follows - 1].before(keys[follows]), "has keys out of order", nodes.page[follows])
-    page.require(~keys[np.flatnonzero(slot == first_slot)].before(bounds), "has a key that belongs before it")
-    last = np.append(np.flatnonzero(slot == 0)[1:] - 1, len(slot) - 1)
-    previous = walk.last_keys.get(height)
-    if previous is None:
-        fits = np.append(True, keys[last[:-1]].before(bounds[1:]))
+def _parse_page(content: bytes, number: int, kind: int, *, is_free_list: bool) -> _Page:
+    """Returns a branch or leaf page. Raises `StoreCorrupt` if LMDB cannot have written it."""
+    size = len(content)
+    found_number, found_kind, lower, upper = _PAGE_HEADER.unpack_from(content)
+    if (found_number, found_kind) != (number, kind):
+        raise StoreCorrupt("is of another kind, or has the number of another page")
+    num_nodes = (lower - _PAGE_HEADER.size) // 2
+    if lower % 2 or upper % 2 or num_nodes < (2 if kind == _BRANCH else 1) or not lower <= upper <= size:
+        raise StoreCorrupt("has too few nodes or bounds outside the page")
+    offsets = struct.unpack_from(f"<{num_nodes}H", content, _PAGE_HEADER.size)
+    if max(offsets) > size - _NODE_HEADER.size:
+        raise StoreCorrupt("has a node outside the page")
+    data_bytes, flags, key_bytes = zip(*(_NODE_HEADER.unpack_from(content, at) for at in offsets), strict=True)
+    # LMDB ignores the first key of a branch page.
+    checked = key_bytes[1:] if kind == _BRANCH else key_bytes
+    if min(checked) < (8 if is_free_list else 1) or max(checked) > (8 if is_free_list else _MAX_KEY_BYTES):
+        raise StoreCorrupt("has a key of a wrong size")
+    if kind == _LEAF and max(flags) > _NODE_IS_TREE:
+        raise StoreCorrupt("has a node of an unknown kind")
+    data_at = [at + _NODE_HEADER.size + num_bytes for at, num_bytes in zip(offsets, key_bytes, strict=True)]
+    if kind == _BRANCH:
+        ends = data_at
     else:
-        fits = Keys.concatenate([previous, keys[last[:-1]]]).before(bounds)
-    page.require(fits, "comes after a page with keys that belong into it or behind it")
-    walk.last_keys[height] = keys[last[-1:]]
+        in_page = [
+            _IN_OVERFLOW_BYTES if flag == _NODE_IN_OVERFLOW else num_bytes
+            for flag, num_bytes in zip(flags, data_bytes, strict=True)
+        ]
+        ends = list(map(add, data_at, in_page))
+    if max(map(sub, ends, offsets)) > (size - _PAGE_HEADER.size) // 4 * 2 - 2:
+        raise StoreCorrupt("has a node that is too large for a page")
+    # Each node ends where another one begins, or at the end of the page: then there is no gap and no overlap.
+    padded = {end + end % 2 for end in ends}
+    if len(padded) != num_nodes or {*offsets, size} != {*padded, upper}:
+        raise StoreCorrupt("has nodes that overlap or leave a gap")
+    # Integer keys compare like their big-endian bytes.
+    step = -1 if is_free_list else 1
+    keys = [content[at + _NODE_HEADER.size : end][::step] for at, end in zip(offsets, data_at, strict=True)]
+    return _Page(number, content, keys, flags, data_at, data_bytes)
 
 
-def _bounds_of_children(nodes: Nodes, bounds: Keys) -> Keys:
-    """The lowest possible key of each child: its own in the branch page, the page's bound for the first."""
-    keys = Keys.concatenate([nodes.keys, bounds])
-    return keys[np.where(nodes.slot == 0, len(nodes.slot) + nodes.page, np.arange(len(nodes.slot)))]
+def _require_order(keys: list[bytes], low: bytes, high: bytes | None) -> None:
+    if keys != sorted(set(keys)):
+        raise StoreCorrupt("has keys out of order")
+    if keys[0] < low or (high is not None and keys[-1] >= high):
+        raise StoreCorrupt("has a key that belongs to another page")
+
+
+def _databases(page: _Page) -> dict[bytes, _Tree]:
+    """Returns the trees of the named databases in a leaf page of the main tree, which holds nothing else."""
+    trees = {}
+    for key, flags, at, data_bytes in zip(page.keys, page.flags, page.data_at, page.data_bytes, strict=True):
+        if flags != _NODE_IS_TREE or data_bytes != _TREE.size:
+            raise StoreCorrupt(f"page {page.number} has a record that is no database")
+        trees[key] = tree = _Tree(*_TREE.unpack_from(page.content, at))
+        tree.require_plain(f"page {page.number} (database {key.decode(errors='replace')!r})")
+    return trees
