@@ -12,7 +12,7 @@
     ├── ModelError                           exit 3  the model cannot be found, fetched, read or fitted
     └── CacheError                      500  exit 4  the store cannot be used; a request goes on without it
         ├── StoreUnavailable                         the folder cannot be created, read, written or locked
-        ├── StoreFormatError                         the folder holds a format that this version does not read
+        ├── StoreFormatError                         the store has a format that this version does not read
         ├── StoreCorrupt                             a record or payload fails its checks
         ├── StoreFull                                a publication does not fit the budget or the disk
         └── PrefixGone                               a publication continues a prefix that was evicted meanwhile

@@ -37,7 +37,6 @@ from diskprefix.store.folder import (
     refuse_shared_folder,
     require_writable,
 )
-from diskprefix.store.migration import migrate, needs_migration
 from diskprefix.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES
@@ -75,7 +74,7 @@ def compacted_bytes(path: Path) -> int:
 
 
 def compact_folder(path: Path, lock: FolderLock, advance: Callable[[int], None] = nobody_looks) -> Compacted:
-    """Replace the store's file in folder `path` by a compacted copy; one of an older format is migrated, which does.
+    """Replace the store's file in folder `path` by a compacted copy.
 
     `lock` is exclusive afterwards. The caller has no environment open there. `advance` is told of bytes as they are
     written. The file stays as it is where this raises: `StoreUnavailable` if another process has the store open, the
@@ -89,10 +88,7 @@ def compact_folder(path: Path, lock: FolderLock, advance: Callable[[int], None] 
                 "write a compacted copy with `diskprefix compact --to FOLDER`"
             )
         num_bytes, before_bytes = compacted_bytes(path), (path / DATA).stat().st_size
-        if needs_migration(path):
-            migrate(path)
-        else:
-            _write_copy(path, path, num_bytes, advance)
+        _write_copy(path, path, num_bytes, advance)
         return Compacted(before_bytes, (path / DATA).stat().st_size)
 
 

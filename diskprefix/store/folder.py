@@ -1,7 +1,7 @@
 """The folder that a store lives in: who may use it, and who holds it.
 
 Every process that has the store open holds a shared lock on `diskprefix.lock`. Whoever replaces `data.mdb` (compaction,
-migration, moving a damaged file aside) needs it exclusively: LMDB knows nothing of a file that changes under its map.
+moving a damaged file aside) needs it exclusively: LMDB knows nothing of a file that changes under its map.
 The lock is the kernel's (`flock`), so it ends with the process, however that ends.
 """
 
@@ -141,8 +141,8 @@ class FolderLock:
             os.close(fd)
             if time.monotonic() > deadline:
                 raise StoreUnavailable(
-                    f"--kv-cache-dir {self._path}: another process is replacing the store's file (compact, or a "
-                    "migration); try again when it has ended"
+                    f"--kv-cache-dir {self._path}: another process is replacing the store's file (`diskprefix "
+                    "compact`?); try again when it has ended"
                 )
             time.sleep(_POLL_S)
 

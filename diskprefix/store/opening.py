@@ -1,7 +1,7 @@
-"""From a folder to an open environment: the lock, the check of the file, what is done about damage, the migration.
+"""From a folder to an open environment: the lock, the check of the file, and what happens to a file that is unusable.
 
-Whoever is alone with the folder may replace its file: a damaged one is moved aside, one of an older format is migrated,
-one that outgrew a lowered budget is compacted. A process that comes second finds all this done, or says what is wrong.
+A process that is alone with the folder may replace its file. It moves aside a file that is damaged or has another
+format, and it compacts a file that outgrew a lowered budget. A process that comes second finds this done.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from diskprefix.store.folder import (
     require_writable,
     reserve_lmdb_lock,
 )
-from diskprefix.store.migration import migrate, needs_migration
 from diskprefix.store.schema import DATABASES
 
 log = logging.getLogger("diskprefix")
 
 DAMAGED = "damaged.mdb"
-"""What a damaged file is called once it is moved aside; the one before is overwritten."""
+"""The name of an unusable file once it is moved aside. It replaces the one that was moved aside before."""
 _LOCK_PATIENCE_S = 10.0
 
 
@@ -51,7 +50,7 @@ class Access:
 def open_environment(path: Path, access: Access) -> tuple[Environment, FolderLock]:
     """Open the environment in folder `path`, created unless read-only, and the lock that goes with it.
 
-    Raises `StoreUnavailable` (`FolderUnavailable` where it may mend by itself), `StoreCorrupt`, `StoreFormatError`.
+    Raises `StoreUnavailable` (`FolderUnavailable` where it may mend by itself), or `StoreCorrupt`.
     """
     if not access.read_only:
         make_folder(path)
@@ -82,8 +81,8 @@ def open_environment(path: Path, access: Access) -> tuple[Environment, FolderLoc
     return env, lock
 
 
-def set_aside(path: Path, error: StoreCorrupt) -> None:
-    """Move a damaged file out of the way, so that a fresh one can be made.
+def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
+    """Move a file that is damaged or has another format out of the way, so that a new one can be created.
 
     If another process has the folder open, nothing is done: it may have done so already.
     """
@@ -100,7 +99,7 @@ def set_aside(path: Path, error: StoreCorrupt) -> None:
     finally:
         lock.close()
     log.error(
-        "[disk-cache] starting with an empty store; the damaged file is now %s, delete it when you like: %s",
+        "[disk-cache] starting with an empty store; the old file was moved to %s and can be deleted: %s",
         path / DAMAGED,
         error,
     )
@@ -112,13 +111,15 @@ def _prepare(path: Path) -> None:
         # Left behind by a replacement that was killed: the old file is still in place.
         shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
     _require_sound(path)
-    if needs_migration(path):
-        migrate(path)
 
 
 def _require_sound(path: Path) -> None:
-    """Raises `StoreCorrupt` for a damaged file, `StoreFormatError` for one that another program made: it is not ours to
-    add to or to move."""
+    """Raises `StoreCorrupt` for a damaged file, `StoreUnavailable` for the file of another program."""
     entries = check_file(path / DATA).entries
-    if any(entries.values()) and b"meta" not in entries:
-        raise StoreFormatError(f"{path / DATA} belongs to another program; choose another --kv-cache-dir")
+    if any(entries.values()) and not entries.get(b"meta"):
+        raise foreign_file(path)
+
+
+def foreign_file(path: Path) -> StoreUnavailable:
+    """The error for a `data.mdb` that another program made: a store neither adds to it nor moves it."""
+    return StoreUnavailable(f"{path / DATA} belongs to another program; choose another --kv-cache-dir")

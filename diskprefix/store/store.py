@@ -33,8 +33,8 @@ from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, recorded_ttl, usable_bytes
-from diskprefix.store.folder import FolderLock, FolderUnavailable
-from diskprefix.store.opening import Access, open_environment, set_aside
+from diskprefix.store.folder import DATA, FolderLock, FolderUnavailable
+from diskprefix.store.opening import Access, foreign_file, open_environment, set_aside
 from diskprefix.store.schema import (
     DATABASES,
     FORMAT_VERSION,
@@ -139,8 +139,9 @@ class Store:
         """Open the store in folder `path`, creating it unless `read_only`. Without `budget_bytes`, as a tool opens it,
         the budget is the one that the last daemon had.
 
-        Raises `StoreUnavailable` (cannot be created, read or written, or is not ours alone to write),
-        `StoreFormatError` (a format of another version), `StoreCorrupt` (not a store, or damaged).
+        Raises `StoreUnavailable` (the folder cannot be created, read or written, others may write to it, or its file
+        belongs to another program). With `on_corruption` "refuse" or `read_only`, raises `StoreFormatError` for a store
+        of another format and `StoreCorrupt` for a damaged file; otherwise that file is moved aside.
         """
         access = Access(budget_bytes=budget_bytes, read_only=read_only, on_corruption=on_corruption)
         store = cls(path, access, min_free_bytes, clock)
@@ -385,7 +386,7 @@ class Store:
     def _attach(self) -> None:
         try:
             self._open(self._access)
-        except StoreCorrupt as error:
+        except (StoreCorrupt, StoreFormatError) as error:
             if self._access.on_corruption == "refuse":
                 raise
             set_aside(self.path, error)
@@ -549,7 +550,7 @@ class Store:
             with env.transaction(write=True) as txn:
                 meta = Changes(env.databases, txn, self._clock())
                 # Another process may have been faster.
-                if meta.meta("format") is None:
+                if not any(meta.keys("meta")):
                     _create(meta, self._clock())
         with env.transaction() as txn:
             names = _names(self.path, Snapshot(env.databases, txn))
@@ -558,7 +559,7 @@ class Store:
 
     def _is_new(self, env: Environment) -> bool:
         with env.transaction() as txn:
-            return Snapshot(env.databases, txn).meta("format") is None
+            return not any(Snapshot(env.databases, txn).keys("meta"))
 
 
 def _create(meta: Changes, now: float) -> None:
@@ -574,27 +575,26 @@ def _create(meta: Changes, now: float) -> None:
 
 
 def _names(path: Path, meta: Snapshot) -> Names:
-    """Raises `StoreFormatError` for another format, `StoreCorrupt` for damage."""
-    damaged = StoreCorrupt(f"{path}: what the store says of itself is damaged")
+    """Returns what the store says of itself. Raises `StoreFormatError` if it has another format, `StoreCorrupt` if this
+    is damaged, and `StoreUnavailable` if nothing of it is there, so that the file is not a store."""
+    if not any(meta.meta(key) for key in ("format", "store_id", "secret", "checksum")):
+        raise foreign_file(path)
+    damaged = StoreCorrupt(f"{path / DATA}: the identity of the store is damaged; move the file away to start afresh")
     try:
         version = _U32.unpack(meta.meta("format") or b"")[0]
+        if version != FORMAT_VERSION:
+            raise StoreFormatError(
+                f"{path / DATA} has format {version}, and this version of diskprefix reads format {FORMAT_VERSION}: "
+                "move the file away to start afresh, or choose another --kv-cache-dir"
+            )
         store_id = meta.meta("store_id") or b""
         secret = _U64.unpack(meta.meta("secret") or b"")[0]
         created_at = _F64.unpack(meta.meta("created_at") or b"")[0]
-        if version == 1:
-            raise StoreFormatError(
-                f"{path} was written by an older diskprefix: stop what has it open; `diskprefix serve` then migrates it"
-            )
         expected = _U64.unpack(meta.meta("checksum") or b"")[0]
     except struct.error as error:
         raise damaged from error
     if len(store_id) != HASH_BYTES or expected != identity_checksum(version, store_id, secret, created_at):
         raise damaged
-    if version != FORMAT_VERSION:
-        raise StoreFormatError(
-            f"{path} was written by a newer diskprefix (format {version}, this version reads {FORMAT_VERSION}): "
-            "use that version, or choose another --kv-cache-dir"
-        )
     return Names(store_id, secret)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ from diskprefix.engine import engine as generate
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
-from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, StoreFormatError
+from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.model import memory
 from diskprefix.model import rehearsal as probe
@@ -28,7 +29,6 @@ from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
 from tests.model import tiny
-from tests.store.building import make_newer, open_store
 
 BLOCK = 16
 POSITIONS = 512
@@ -256,8 +256,11 @@ def test_a_model_with_unknown_layers_bypasses_the_cache_and_says_so(
     engine.close()
 
 
-def test_a_folder_of_a_newer_format_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
-    open_store(tmp_path).close()
-    make_newer(tmp_path, 9)
-    with pytest.raises(StoreFormatError, match="format 9"):
-        load(tmp_path / "no-such-model", tmp_path)
+def test_the_file_of_another_program_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with lmdb.open(str(tmp_path / "kv"), max_dbs=1, mode=0o600) as env:
+        theirs = env.open_db(b"theirs")
+        with env.begin(write=True) as txn:
+            txn.put(b"key", b"value", db=theirs)
+    (tmp_path / "kv").chmod(0o700)
+    with pytest.raises(StoreUnavailable, match="belongs to another program"):
+        load(tmp_path / "no-such-model", tmp_path / "kv")

@@ -13,13 +13,11 @@ from diskprefix.tokens import TokenIds
 from tests.faults.crash import ledger, prompts
 from tests.faults.crash.check import Finding, check_entries, verify
 from tests.faults.crash.ledger import Account, Ledger
-from tests.faults.crash.phases import CompactPhase, EvictPhase, ImportPhase, MigratePhase, SavePhase, StorePhase, fill
+from tests.faults.crash.phases import CompactPhase, EvictPhase, ImportPhase, SavePhase, StorePhase, fill
 from tests.faults.crash.servers import ServerPhase
 
 
-@pytest.mark.parametrize(
-    ("phase", "kills"), [(SavePhase, 5), (EvictPhase, 5), (CompactPhase, 4), (ImportPhase, 3), (MigratePhase, 3)]
-)
+@pytest.mark.parametrize(("phase", "kills"), [(SavePhase, 5), (EvictPhase, 5), (CompactPhase, 4), (ImportPhase, 3)])
 def test_what_was_acknowledged_survives_sigkill_and_nothing_half_done_is_seen(
     phase: type[StorePhase], kills: int, tmp_path: Path
 ) -> None:

@@ -134,8 +134,8 @@ def read_payload(snapshot: Snapshot, node: NewNode) -> bytes:
     return b"".join(parts)
 
 
-def make_newer(path: Path, version: int) -> None:
-    """Make a store say that it has a later format, as that version would."""
+def change_format(path: Path, version: int) -> None:
+    """Make a store say that it has another format, as a diskprefix that writes that format would."""
     store = Store.open(path)
     with store.changes() as changes:
         created_at = struct.unpack("<d", changes.meta("created_at") or b"")[0]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -15,9 +16,10 @@ from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFormatError, StoreF
 from diskprefix.store import environment
 from diskprefix.store.changes import Use
 from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import Kind, history_sequence
 from diskprefix.store.store import Publication, Store
-from tests.store.building import BLOCK, ROOT, Clock, is_whole, layout_of, make_newer, open_store, prompt, publication
+from tests.store.building import BLOCK, ROOT, Clock, change_format, is_whole, layout_of, open_store, prompt, publication
 
 
 def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
@@ -273,15 +275,41 @@ def test_what_root_makes_in_somebody_elses_folder_is_theirs(tmp_path: Path) -> N
     assert owners == {(12345, 12346)}
 
 
-def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 7], ids=["older", "newer"])
+def test_a_store_of_another_format_is_refused_with_what_to_do(tmp_path: Path, version: int) -> None:
     open_store(tmp_path).close()
-    make_newer(tmp_path, 7)
+    change_format(tmp_path, version)
     before = (tmp_path / "data.mdb").read_bytes()
-    with pytest.raises(StoreFormatError, match=r"newer diskprefix \(format 7.*another --kv-cache-dir"):
-        Store.open(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
-    with pytest.raises(StoreFormatError):
-        Store.open(tmp_path, read_only=True)
+    for options in ({"budget_bytes": 32 << 20}, {"read_only": True}):
+        with pytest.raises(StoreFormatError, match=rf"format {version}, .* or choose another --kv-cache-dir") as caught:
+            Store.open(tmp_path, **options)
+        assert "\n" not in str(caught.value)
     assert (tmp_path / "data.mdb").read_bytes() == before
+    assert not (tmp_path / DAMAGED).exists()
+
+
+@pytest.mark.parametrize("version", [1, 7], ids=["older", "newer"])
+def test_a_store_of_another_format_is_moved_aside_as_a_damaged_one_is(tmp_path: Path, version: int) -> None:
+    open_store(tmp_path).close()
+    change_format(tmp_path, version)
+    old = (tmp_path / "data.mdb").read_bytes()
+    store = Store.open(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
+    pub = publication(store, prompt(1, BLOCK))
+    store.publish(pub)
+    assert is_whole(store, pub)
+    store.close()
+    assert (tmp_path / DAMAGED).read_bytes() == old
+    assert stat.S_IMODE((tmp_path / DAMAGED).stat().st_mode) == 0o600
+
+
+def test_a_store_without_checksum_as_format_1_had_it_is_another_format(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with store.changes() as changes:
+        changes.put_meta("format", struct.pack("<I", 1))
+        changes.delete_record("meta", b"checksum")
+    store.close()
+    with pytest.raises(StoreFormatError, match="format 1, "):
+        open_store(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["format", "store_id", "secret", "created_at", "checksum"])
@@ -292,7 +320,7 @@ def test_one_wrong_bit_in_what_the_store_says_of_itself_is_noticed(tmp_path: Pat
         value[-1] ^= 1
         changes.put_meta(key, bytes(value))
     store.close()
-    with pytest.raises(StoreCorrupt, match="is damaged"):
+    with pytest.raises(StoreFormatError if key == "format" else StoreCorrupt):
         open_store(tmp_path)
     fresh = Store.open(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
     assert fresh.counts()["entries"] == 0
@@ -306,13 +334,26 @@ def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
         open_store(tmp_path)
 
 
-def test_the_file_of_another_program_is_refused_and_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["format", "store_id", "secret", "created_at", "checksum"])
+def test_a_store_that_lacks_a_part_of_its_identity_is_damaged_and_keeps_its_secret(tmp_path: Path, key: str) -> None:
+    store = open_store(tmp_path)
+    with store.changes() as changes:
+        changes.delete_record("meta", key.encode())
+    store.close()
+    before = (tmp_path / "data.mdb").read_bytes()
+    with pytest.raises(StoreCorrupt, match="identity of the store is damaged"):
+        open_store(tmp_path)
+    assert (tmp_path / "data.mdb").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", [b"theirs", b"meta"])
+def test_the_file_of_another_program_is_refused_and_left_alone(tmp_path: Path, name: bytes) -> None:
     with lmdb.open(str(tmp_path), max_dbs=8, map_size=1 << 24, mode=0o600) as env:
-        database = env.open_db(b"theirs")
+        database = env.open_db(name)
         with env.begin(write=True) as txn:
             txn.put(b"key", b"value", db=database)
     before = (tmp_path / "data.mdb").read_bytes()
-    with pytest.raises(StoreFormatError, match="belongs to another program"):
+    with pytest.raises(StoreUnavailable, match="belongs to another program"):
         Store.open(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
     assert (tmp_path / "data.mdb").read_bytes() == before
 

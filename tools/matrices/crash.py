@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import click
 from rich.console import Console
 
-from tests.faults.crash.phases import CompactPhase, EvictPhase, ImportPhase, MigratePhase, Round, SavePhase
+from tests.faults.crash.phases import CompactPhase, EvictPhase, ImportPhase, Round, SavePhase
 from tests.faults.crash.servers import ServerPhase
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON
@@ -37,7 +37,6 @@ PHASES: dict[str, tuple[type[Phase], int]] = {
     "evict": (EvictPhase, 60),
     "compact": (CompactPhase, 30),
     "import": (ImportPhase, 20),
-    "migrate": (MigratePhase, 20),
     "servers": (ServerPhase, 15),
 }
 """What is killed, and how many of the default number of kills it gets."""

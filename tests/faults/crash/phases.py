@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import shutil
 import signal
@@ -14,17 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from diskprefix.errors import CacheError
 from diskprefix.store.store import Store
-from diskprefix.tokens import TokenIds
 from tests.faults.crash import ledger, prompts, worker
 from tests.faults.crash.check import Finding, check_entries, opened, verify
 from tests.faults.crash.ledger import Account
 from tests.faults.crash.worker import Plan
 from tests.server.daemon_process import clean_environment
-from tests.store.format_1 import Format1File
 
 START_TIMEOUT_S = 120.0
 DEED_TIMEOUT_S = 300.0
@@ -279,38 +274,6 @@ class ImportPhase(StorePhase):
             names = {number: prompts.tip(store.secret, number).hex() for number in self.imported}
         for number, file in self._files().items():
             worker.command("export", names[int(number)], "-o", file, "--kv-cache-dir", str(source))
-
-
-class MigratePhase(StorePhase):
-    """The first opening of a store of format 1."""
-
-    deed = awaited = "migrate"
-    there = range(5, 60)
-
-    def _set_up(self) -> None:
-        old = Format1File(self._folder / "base")
-        for model in prompts.MODELS:
-            old.add_root(model.root, json.loads(model.layout))
-        for number in self.there:
-            old.add_prompt(prompts.model_of(number).root, prompts.token_ids(number), last_used=1_700_000_000.0 + number)
-        old.write()
-        self._prepare(0)
-        self._run_undisturbed()
-
-    def _prepare(self, index: int) -> None:  # noqa: ARG002 - each round starts alike
-        shutil.rmtree(self._store, ignore_errors=True)
-        shutil.copytree(self._folder / "base", self._store)
-        self._acknowledge(self.there)
-
-    def _check(self, account: Account, finding: Finding) -> None:
-        # Opening comes first: it finishes what was begun, and `verify` speaks of the present format only.
-        check_entries(self._store, account, finding, may_evict=False, payload=format_1_payload)
-        verify(self._store, finding)
-
-
-def format_1_payload(name: bytes, _prefix: TokenIds, num_bytes: int) -> memoryview:
-    """The payload that `Format1File` gives a node."""
-    return memoryview(np.random.default_rng(list(name)).bytes(num_bytes))
 
 
 def fill(folder: Path, numbers: range) -> None:

@@ -150,14 +150,6 @@ def import_(loop: Loop) -> None:
         loop.ledger.end("import", int(number))
 
 
-def migrate(loop: Loop) -> None:
-    """A store of format 1 is opened."""
-    loop.ledger.begin("migrate")
-    store = Store.open(Path(loop.plan.folder), budget_bytes=loop.plan.budget_bytes)
-    loop.ledger.end("migrate")
-    store.close()
-
-
 def command(*arguments: str) -> None:
     """A command of diskprefix, in this process. Raises `DiskPrefixError`."""
     with contextlib.redirect_stdout(io.StringIO()):
@@ -170,7 +162,6 @@ DEEDS: dict[str, Callable[[Loop], None]] = {
     "evict": evict,
     "compact": compact,
     "import": import_,
-    "migrate": migrate,
 }
 
 
