@@ -33,7 +33,6 @@ BELOW["__init__"] = frozenset({"session", "version"})
 
 LAYERS = ("store.codec", "store", "store.maintenance")
 """Parts of one package: a module of one part imports its own part and the parts before it."""
-EXCEPTIONS = {("store.writer", "store.maintenance.repair")}
 CIRCLES = {("prefix_cache.cache", "prefix_cache.request"), ("server.daemon", "server.metrics")}
 """What is still to be taken apart."""
 
@@ -105,7 +104,7 @@ def violations(module: str, source: str) -> list[str]:
 def is_upward(module: str, imported: str) -> bool:
     """Whether a module imports from a part of its package that is above its own."""
     own, other = layer_of(module), layer_of(imported)
-    if own is None or other is None or (module, imported.rpartition(".")[0]) in EXCEPTIONS:
+    if own is None or other is None:
         return False
     return LAYERS.index(other) > LAYERS.index(own)
 

@@ -25,6 +25,7 @@ from diskprefix.prefix_cache.restore import READER_THREADS
 from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
+from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import HISTORY_TOKENS, Kind, RootRecord
 from diskprefix.store.store import Store
@@ -76,7 +77,9 @@ class PrefixCache:
         self.layout = layout
         self.payload_layout = PayloadLayout.parse(layout.describe())
         self.default_scope = default_scope
-        self.writer = Writer(store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl)
+        self.writer = Writer(
+            store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
+        )
         self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
         self._identity = identity
         self._on_history = on_history

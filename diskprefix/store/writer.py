@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import TypeAlias
 
 from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.eviction import expiry_interval_s, recorded_ttl
-from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
 
@@ -29,13 +29,24 @@ _TOUCH_INTERVAL_S = 1.0
 folder is looked at as often."""
 _LAST_WRITE_S = 10.0
 
+Repair: TypeAlias = Callable[[Store, Mapping[bytes, RootRecord]], int]
+"""Removes damaged records from a store and returns how many problems it repaired. The mapping holds the root records
+that the caller would write itself. Raises `CacheError`."""
+
+
+def no_repair(_store: Store, _roots: Mapping[bytes, RootRecord]) -> int:
+    """Leave damaged records as they are."""
+    return 0
+
 
 class Writer:
     """Owns the writing thread. `reserve`, `submit` and `touch` never wait for the disk and never raise."""
 
-    def __init__(self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0) -> None:
-        """`ttl_s`: what was not used for so many seconds is removed; 0 keeps it. Uses may ask for another time."""
+    def __init__(self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0, repair: Repair = no_repair) -> None:
+        """`ttl_s`: nodes that were not used for this many seconds are removed; 0 keeps them. Uses may ask for another
+        time. `repair` is called when a damaged record makes a publication fail."""
         self._store = store
+        self._repair_store = repair
         self._ttl_s = ttl_s
         self._expired_at = -math.inf
         self._buffer_bytes = buffer_bytes
@@ -230,7 +241,7 @@ class Writer:
     def _repair(self, error: StoreCorrupt) -> None:
         """Remove records that keep the store from being written. Damage of the file itself is `Store.maintain`'s."""
         try:
-            self.quarantined += repair_index(self._store, self._roots)
+            self.quarantined += self._repair_store(self._store, self._roots)
         except CacheError as failure:
             log.debug("[disk-cache] not repaired: %s, because of %s", error, failure)
 

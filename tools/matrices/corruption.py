@@ -30,6 +30,7 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import populate
 from diskprefix.store.folder import DATA
 from diskprefix.store.listing import list_entries
+from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
@@ -204,7 +205,7 @@ def _daemon(folder: Path) -> Iterator[tuple[Store, Writer]]:
     except CacheError as error:
         raise Failure("does not start", str(error)) from error
     store.use_codec("planes", 0)
-    writer = Writer(store, buffer_bytes=NO_LIMIT)
+    writer = Writer(store, buffer_bytes=NO_LIMIT, repair=repair_index)
     try:
         yield store, writer
     finally:
