@@ -166,6 +166,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("server", "from .errors import reply", "server uses a relative import"),
         ("server", "from diskprefix.session import PrefixCacheSession", "server imports session"),
         ("session", "import diskprefix.server.app", "session imports server"),
+        ("server", "from diskprefix.app import load_engine", "server imports app"),
         ("simulate", "from diskprefix.engine.request import Usage", "simulate imports engine"),
         ("simulate", "import torch", "simulate imports torch"),
         ("engine", "from diskprefix.simulate.trace import Trace", "engine imports simulate"),
@@ -224,6 +225,7 @@ def test_a_circle_is_found(sources: dict[str, str], found: set[tuple[str, ...]])
     "module",
     [
         "diskprefix",
+        "diskprefix.app",
         "diskprefix.cli",
         "diskprefix.cli.inspect",
         "diskprefix.cli.simulate",

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from diskprefix import app
 from diskprefix.cli.options import GroupedCommand, build_settings, policy_option, setting_options
 from diskprefix.printable import escaped
 from diskprefix.settings import CACHE, SETTINGS
@@ -38,9 +39,7 @@ def serve(**flags: Any) -> None:
     """
     settings = build_settings(flags)
     configure_logging(settings.log_level)
-    from diskprefix.server.process import run
-
-    run(settings)
+    app.serve(settings)
 
 
 class _SafeFormatter(logging.Formatter):

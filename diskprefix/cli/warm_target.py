@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+from diskprefix import app
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
@@ -150,9 +151,7 @@ class InProcess:
     def wait_ready(self, say: Say) -> None:
         # It imports for a second, and torch for more.
         say("starting")
-        from diskprefix.server.app import create_app
-
-        self._app = create_app(self._settings)
+        self._app = app.create_application(self._settings)
         self._lifespan = self._app.router.lifespan_context(self._app)
         self._runner.run(self._lifespan.__aenter__())
         self._runner.run(self._until_loaded(say))

@@ -30,21 +30,14 @@ from diskprefix.engine.request import (
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import ContextTooLong, DiskPrefixError, InvalidRequest, ModelError
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.layout import LAYOUT_VERSION, Layout, is_out_of_memory
+from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.uncached import TransformersState, forget_media
-from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.model.gguf import first_line
-from diskprefix.model.loader import load_model
-from diskprefix.model.media import MediaProcessor
+from diskprefix.model.loader import LoadedModel
 from diskprefix.model.memory import available_bytes, kv_bytes
-from diskprefix.model.rehearsal import rehearse
-from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cache import PrefixCache
 from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.prefix_cache.request import CachedRequest
-from diskprefix.settings import Settings
-from diskprefix.store.store import Store
-from diskprefix.tenant import SHARED
 from diskprefix.tokens import as_token_ids
 
 if TYPE_CHECKING:
@@ -64,81 +57,38 @@ _FLUSH_TIMEOUT_S = 30.0
 class Engine:
     """Runs requests one at a time on the thread that calls `run`."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, model_name: str, layout: Layout, cache: PrefixCache):
-        self.model = model
-        self.tokenizer = tokenizer
-        self.media: MediaProcessor | None = None
-        """What prepares images and sounds for a multimodal model."""
-        self.recorder: Recorder | None = None
-        self.model_name = model_name
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        cache: PrefixCache,
+        *,
+        recorder: Recorder | None = None,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        """Allocates the KV memory. The engine closes `cache` and `recorder`.
+
+        `identity` holds the fingerprint's fields, for `/props`. Raises `ModelError` for a model that transformers
+        cannot run step by step, and whatever torch raises when memory runs out.
+        """
+        self.model: PreTrainedModel = loaded.model
+        self.tokenizer: Any = loaded.tokenizer
+        self.media = loaded.media
+        """The processor of images and sounds, None for a model of text alone."""
+        self.model_name = loaded.name
         self.cache = cache
-        self.max_positions = _max_positions(model)
+        self.recorder = recorder
+        self.identity = identity or {}
+        self.max_positions = _max_positions(self.model)
         self.startup_timings: dict[str, float] = {}
-        """Seconds from the start of loading: where they went."""
-        self.identity: dict[str, Any] = {}
-        """The fingerprint's ingredients, for `/props`."""
-        self._eos = _eos_ids(model, tokenizer)
+        """Seconds by step of loading."""
+        self._eos = _eos_ids(self.model, self.tokenizer)
+        layout = cache.layout
         self._state: State = self._uncached_state(layout) if layout.unsupported else self._arena(layout)
 
-    @classmethod
-    def load(cls, settings: Settings, progress: Callable[[str], None]) -> Engine:
-        """Load the model and open its cache. Raises `ModelError`, `SettingsError` or `CacheError`, each one line."""
-        scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
-        # Before the model: what is wrong with the folder should not take seconds to be said.
-        store = Store.open_for_serving(
-            settings.kv_cache_dir,
-            budget_bytes=settings.kv_cache_budget,
-            on_corruption=settings.kv_cache_on_corruption,
-            min_free_bytes=settings.kv_cache_min_free,
-        )
-        cache: PrefixCache | None = None
-        recorder: Recorder | None = None
-        try:
-            if settings.record is not None:
-                recorder = Recorder(
-                    settings.record,
-                    secret_of=lambda: store.secret,
-                    block_size=settings.block_size,
-                    min_tokens=settings.kv_cache_min_tokens,
-                    default_scope=scope,
-                )
-            store.use_codec(settings.kv_cache_codec, available_bytes(torch.device("cpu")))
-            loaded = load_model(settings, progress)
-            started = time.perf_counter()
-            fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
-            layout = rehearse(loaded.model, identity=str(fingerprint))
-            identity = partial(fingerprint.identity, settings.block_size, LAYOUT_VERSION, layout.describe())
-            on_history = recorder.know if recorder else None
-            if recorder is not None and not layout.unsupported:
-                recorder.weigh(
-                    bytes_per_token=layout.bytes_per_token,
-                    state_bytes=layout.state_bytes,
-                    logits_bytes=layout.logits_bytes,
-                )
-            cache = PrefixCache(
-                settings, store, layout, identity, loaded.name, scope, on_history, device=fingerprint.device
-            )
-            engine = cls(loaded.model, loaded.tokenizer, loaded.name, layout, cache)
-            engine.recorder = recorder
-            if isinstance(engine._state, KVArena):
-                cache.warm_up(engine._state)
-        except BaseException as error:
-            if recorder is not None:
-                recorder.close()
-            if cache is None:
-                store.close()
-            else:
-                cache.close(0)
-            if is_out_of_memory(error):
-                raise ModelError(
-                    "the model fits in memory, but nothing to compute with is left; free some, or choose a smaller "
-                    "model, another --dtype or another --device"
-                ) from error
-            raise
-        engine.media = loaded.media
-        engine.identity = fingerprint.as_dict() | {"root": cache.namespace(SHARED).root.hex()}
-        engine.startup_timings = dict(loaded.timings) | {"warm_up": time.perf_counter() - started}
-        return engine
+    def warm_up(self) -> None:
+        """Runs the code of a restore once, so that the first request does not wait for it."""
+        if isinstance(self._state, KVArena):
+            self.cache.warm_up(self._state)
 
     def run(
         self,

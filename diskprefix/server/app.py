@@ -38,11 +38,11 @@ _OUTSIDE_FASTAPI: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest,
 """Models that no route declares: bodies are read under a limit of our own, and chunks are events of a stream."""
 
 
-def create_app(settings: Settings, load_engine: EngineLoader | None = None, keys: ApiKeys | None = None) -> FastAPI:
-    """The application for `settings`. It loads the model in the background once an ASGI server has started it.
+def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | None = None) -> FastAPI:
+    """Returns the application for `settings`. It loads the model in the background once an ASGI server has started it.
 
-    `load_engine` replaces `Engine.load`; `keys` are those of `settings`, if the caller has read them already. The
-    `Daemon` is `app.state.daemon`. Raises `SettingsError` for a file of keys that is wrong.
+    `load_engine` makes the engine, on a thread of its own. `keys` are those of `settings`, if the caller has read them
+    already. The `Daemon` is `app.state.daemon`. Raises `SettingsError` for a file of keys that is wrong.
     """
     daemon = Daemon(settings, load_engine)
     keys = keys or ApiKeys.of(settings)

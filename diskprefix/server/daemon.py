@@ -38,7 +38,7 @@ EngineLoader: TypeAlias = "Callable[[Settings, Progress], Engine]"
 class Daemon:
     """Owns the engine. All methods belong to the event loop's thread."""
 
-    def __init__(self, settings: Settings, load_engine: EngineLoader | None = None) -> None:
+    def __init__(self, settings: Settings, load_engine: EngineLoader) -> None:
         self.settings = settings
         self.metrics = ServerMetrics(lambda: self.serving)
         self.serving: Serving | None = None
@@ -151,9 +151,8 @@ class Daemon:
         scope = parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")
         from diskprefix.engine.scheduler import Scheduler
 
-        load_engine = self._load_engine or _engine_loader()
         imports_s = self.prior_s + time.perf_counter() - self._made_at
-        engine = load_engine(self.settings, progress)
+        engine = self._load_engine(self.settings, progress)
         renderer = PromptRenderer(
             engine.tokenizer,
             vocab_size=engine.model.config.get_text_config(decoder=True).vocab_size,
@@ -192,9 +191,3 @@ class Daemon:
     def _failed(self, error: BaseException) -> None:
         self.failure = error
         self.on_failure()
-
-
-def _engine_loader() -> EngineLoader:
-    from diskprefix.engine.engine import Engine
-
-    return Engine.load

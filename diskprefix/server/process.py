@@ -42,7 +42,7 @@ _ABSENT_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 _FORCED_EXIT_CODE = 130
 
 
-def run(settings: Settings, load_engine: EngineLoader | None = None) -> None:
+def run(settings: Settings, load_engine: EngineLoader) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the error that kept the daemon from serving."""
     signal.signal(signal.SIGTERM, _exit_cleanly)
     keys = ApiKeys.of(settings)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import diskprefix.app
 import diskprefix.cli.serve
-import diskprefix.server.process
 from diskprefix import __version__
 from diskprefix.cli import COMMANDS, cli, main
 from diskprefix.cli.options import variable_of
@@ -33,7 +33,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings_of(monkeypatch: pytest.MonkeyPatch) -> SettingsOf:
     """The settings that `diskprefix serve` with these arguments would run with."""
     seen: list[Settings] = []
-    monkeypatch.setattr(diskprefix.server.process, "run", seen.append)
+    monkeypatch.setattr(diskprefix.app, "serve", seen.append)
     monkeypatch.setattr(diskprefix.cli.serve, "configure_logging", lambda _level: None)
 
     def run(*args: str) -> Settings:
@@ -296,7 +296,7 @@ def test_an_error_of_the_daemon_is_one_line_and_its_exit_code(
     def fail(_settings: Settings) -> None:
         raise error
 
-    monkeypatch.setattr(diskprefix.server.process, "run", fail)
+    monkeypatch.setattr(diskprefix.app, "serve", fail)
     monkeypatch.setattr(diskprefix.cli.serve, "configure_logging", lambda _level: None)
     assert error_line(capsys, "serve")[0] == code
 

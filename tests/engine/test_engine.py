@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lmdb
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from diskprefix.app import load_engine
 from diskprefix.cache_options import CacheOptions
 from diskprefix.engine import engine as generate
 from diskprefix.engine.engine import Engine
@@ -48,7 +50,7 @@ def load(model: Path, kv: Path) -> Engine:
         kv_cache_budget=32 << 20,
         kv_cache_gate="off",
     )
-    return Engine.load(settings, lambda _: None)
+    return load_engine(settings, lambda _: None)
 
 
 @pytest.fixture
@@ -197,12 +199,13 @@ def test_a_reply_that_exceeds_the_memory_ends_with_an_error(
 
 
 def test_little_memory_is_taken_ahead_where_little_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = rehearse(tiny.llama())
+    loaded: Any = SimpleNamespace(model=tiny.llama(), tokenizer=tiny.tokenizer(), media=None, name="tiny")
+    layout = rehearse(loaded.model)
     reserved: list[int] = []
     monkeypatch.setattr(KVArena, "reserve", lambda _, num_tokens: reserved.append(num_tokens))
     for free in (0, 400 * layout.bytes_per_token):
         set_free_memory(monkeypatch, lambda free=free: free)  # type: ignore[misc]
-        Engine(tiny.llama(), tiny.tokenizer(), "tiny", layout, cache=None)  # type: ignore[arg-type]
+        Engine(loaded, SimpleNamespace(layout=layout))  # type: ignore[arg-type]
     assert reserved == [0, 100]
 
 
@@ -212,9 +215,9 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     def starved(*_args: Any, **_kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
 
-    for step in ("rehearse", "KVArena"):
+    for module, step in ((probe, "rehearse"), (generate, "KVArena")):
         with monkeypatch.context() as patch:
-            patch.setattr(generate, step, starved)
+            patch.setattr(module, step, starved)
             with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):
                 load(folder, tmp_path / "kv")
     load(folder, tmp_path / "kv").close()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from diskprefix.app import load_engine
 from diskprefix.cache_options import CacheOptions
-from diskprefix.engine.engine import Engine
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import GenerateRequest, SamplingParams
 from diskprefix.model import rehearsal as probe
@@ -38,7 +38,7 @@ def recorded(model: Path, folder: Path, *, scope: str = "off", cancelled: bool =
         kv_cache_gate="off",
         record=folder / "trace.jsonl",
     )
-    engine = Engine.load(settings, lambda _: None)
+    engine = load_engine(settings, lambda _: None)
     request = GenerateRequest(
         id="test",
         prompt=Prompt(np.random.default_rng(0).integers(3, 250, 100).astype(np.int32)),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.app import load_engine
 from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.engine import Engine
@@ -45,7 +46,7 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
         kv_cache_budget=32 << 20,
         kv_cache_gate="off",
     )
-    engine = Engine.load(settings, lambda _: None)
+    engine = load_engine(settings, lambda _: None)
     yield engine
     engine.close()
 

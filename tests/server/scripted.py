@@ -104,7 +104,7 @@ class ScriptedEngine:
         self.cache = SimpleNamespace(stats=lambda: self.stats)
 
     def load(self, settings: Settings, progress: Callable[[str], None]) -> Engine:
-        """Stands in for `Engine.load`."""
+        """Stands in for `app.load_engine`."""
         from transformers import AutoTokenizer
 
         progress("reading the tokenizer")

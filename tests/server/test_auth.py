@@ -207,7 +207,7 @@ def test_openapi_says_that_a_key_is_needed(client: httpx.Client) -> None:
 
 def test_an_application_over_a_wrong_file_of_keys_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="holds no key"):
-        create_app(Settings(api_keys=write_keys(tmp_path / "keys")))
+        create_app(Settings(api_keys=write_keys(tmp_path / "keys")), ScriptedEngine().load)
 
 
 def test_a_daemon_does_not_start_over_a_file_that_others_may_read(chat_model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 
+from diskprefix.app import load_engine
 from diskprefix.chat import content as server_content
 from diskprefix.chat.messages import Message
 from diskprefix.engine import scheduler as engine_scheduler
@@ -43,7 +44,13 @@ REPLY = 12
 
 def serve(model: Path, kv: Path) -> Any:
     return started_app(
-        model, None, kv_cache_dir=kv, block_size=16, kv_cache_min_tokens=16, kv_cache_budget=64 << 20, max_queue=4
+        model,
+        load_engine,
+        kv_cache_dir=kv,
+        block_size=16,
+        kv_cache_min_tokens=16,
+        kv_cache_budget=64 << 20,
+        max_queue=4,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from diskprefix.app import load_engine
 from tests.server.scripted import AppServer, started_app
 
 CHAT = "/v1/chat/completions"
@@ -26,7 +27,7 @@ def server(chat_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> 
         "kv_cache_budget": 64 << 20,
         "reuse_generated": request.param,
     }
-    with started_app(chat_model, None, **settings) as server:
+    with started_app(chat_model, load_engine, **settings) as server:
         server.wait_ready()
         yield server
 

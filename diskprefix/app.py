@@ -1,0 +1,150 @@
+"""The composition root: settings become a store, a model, an engine with its prefix cache, and a server around them.
+
+Importing this module is quick. torch and what needs it are imported when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from diskprefix.errors import ModelError
+from diskprefix.policy.scope import Scope, parse_scope
+from diskprefix.settings import Settings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from diskprefix.engine.engine import Engine
+    from diskprefix.prefix_cache.recording import Recorder
+    from diskprefix.progress import Report
+    from diskprefix.store.store import Store
+
+
+def serve(settings: Settings) -> None:
+    """Serves until SIGTERM or SIGINT, then returns. Raises the `DiskPrefixError` that kept the daemon from serving."""
+    from diskprefix.server.process import run
+
+    run(settings, load_engine)
+
+
+def create_application(settings: Settings) -> FastAPI:
+    """Returns the HTTP application of the daemon, for a caller that runs it without a socket.
+
+    Raises `SettingsError` for a file of API keys that cannot be used.
+    """
+    from diskprefix.server.app import create_app
+
+    return create_app(settings, load_engine)
+
+
+def load_engine(settings: Settings, progress: Report) -> Engine:
+    """Loads the model and opens its prefix cache. `progress` takes lines of text for people.
+
+    Raises `ModelError`, `SettingsError` or `CacheError`, each with a message of one line. After an error the folder of
+    the store is free again.
+    """
+    started = time.perf_counter()
+    from diskprefix.engine.engine import Engine
+    from diskprefix.kv.layout import LAYOUT_VERSION
+    from diskprefix.model.fingerprint import Fingerprint
+    from diskprefix.model.loader import load_model
+    from diskprefix.model.rehearsal import rehearse
+    from diskprefix.prefix_cache.cache import PrefixCache
+    from diskprefix.tenant import SHARED
+
+    imported = time.perf_counter()
+    scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
+    with ExitStack() as opened, _out_of_memory_explained():
+        # The store comes first: an unusable folder is reported before the model takes seconds to load.
+        store = _open_store(settings)
+        opened.callback(store.close)
+        recorder = _open_recorder(settings, store, scope)
+        if recorder is not None:
+            opened.callback(recorder.close)
+        loaded = load_model(settings, progress)
+        loaded_at = time.perf_counter()
+        fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
+        layout = rehearse(loaded.model, identity=str(fingerprint))
+        if recorder is not None and not layout.unsupported:
+            recorder.weigh(
+                bytes_per_token=layout.bytes_per_token,
+                state_bytes=layout.state_bytes,
+                logits_bytes=layout.logits_bytes,
+            )
+        cache = PrefixCache(
+            settings,
+            store,
+            layout,
+            partial(fingerprint.identity, settings.block_size, LAYOUT_VERSION, layout.describe()),
+            loaded.name,
+            scope,
+            recorder.know if recorder else None,
+            device=fingerprint.device,
+        )
+        opened.pop_all()
+        # From here on the cache owns the store.
+        opened.callback(cache.close, 0)
+        if recorder is not None:
+            opened.callback(recorder.close)
+        identity = fingerprint.as_dict() | {"root": cache.namespace(SHARED).root.hex()}
+        engine = Engine(loaded, cache, recorder=recorder, identity=identity)
+        engine.warm_up()
+        opened.pop_all()
+    timings = {"imports": 0.0} | loaded.timings
+    timings["imports"] += imported - started
+    engine.startup_timings = timings | {"warm_up": time.perf_counter() - loaded_at}
+    return engine
+
+
+def _open_store(settings: Settings) -> Store:
+    import torch
+
+    from diskprefix.model.memory import available_bytes
+    from diskprefix.store.store import Store
+
+    store = Store.open_for_serving(
+        settings.kv_cache_dir,
+        budget_bytes=settings.kv_cache_budget,
+        on_corruption=settings.kv_cache_on_corruption,
+        min_free_bytes=settings.kv_cache_min_free,
+    )
+    try:
+        store.use_codec(settings.kv_cache_codec, available_bytes(torch.device("cpu")))
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _open_recorder(settings: Settings, store: Store, scope: Scope) -> Recorder | None:
+    from diskprefix.prefix_cache.recording import Recorder
+
+    if settings.record is None:
+        return None
+    return Recorder(
+        settings.record,
+        secret_of=lambda: store.secret,
+        block_size=settings.block_size,
+        min_tokens=settings.kv_cache_min_tokens,
+        default_scope=scope,
+    )
+
+
+@contextmanager
+def _out_of_memory_explained() -> Iterator[None]:
+    """Turns what torch raises when memory runs out into a `ModelError`."""
+    try:
+        yield
+    except Exception as error:
+        from diskprefix.kv.layout import is_out_of_memory
+
+        if is_out_of_memory(error):
+            raise ModelError(
+                "the model fits in memory, but nothing to compute with is left; free some, or choose a smaller model, "
+                "another --dtype or another --device"
+            ) from error
+        raise
