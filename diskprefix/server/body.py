@@ -121,7 +121,14 @@ def _explain(error: Any) -> str:
             return str(error["msg"])
         case "too_short":
             return "must not be empty"
-    message = str(error["msg"]).replace("Input should be", "must be").replace("valid array", "list")
+        case "too_long":
+            return f"must have at most {error['ctx']['max_length']} items (got {error['ctx']['actual_length']})"
+    message = (
+        str(error["msg"])
+        .replace("Input should be", "must be")
+        .replace("String should", "must")
+        .replace("valid array", "list")
+    )
     return f"{message[:1].lower()}{message[1:]} (got {_shown(error['input'])})"
 
 

@@ -55,7 +55,8 @@ def _sampling(body: SamplingBody, vocab_size: int, *, max_tokens: int | None, lo
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        logprobs=logprobs,
+        # The alternatives cannot be more than the vocabulary.
+        logprobs=None if logprobs is None else min(logprobs, vocab_size),
         n=body.n or 1,
     )
 

@@ -34,6 +34,14 @@ from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.policy.scope import MAX_VALUE, WINDOW_PARAM, Scope, parse_scope, parse_window
 from diskprefix.settings import parse_duration
 
+MAX_COUNT = 2**31 - 1
+"""Largest number of tokens in a field; larger than any model's positions or vocabulary."""
+REPETITION_PENALTIES = 0.01, 100.0
+"""Logits are multiplied and divided by the penalty: outside of this range float32 may overflow to infinity and NaN."""
+MAX_BIASES = 1024
+"""Each biased token costs time at every step."""
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+"""As long as a text may be the beginning of a stop string, it is not sent."""
 MAX_SALT_CHARS = 256
 MAX_CACHE_KEY_CHARS = 512
 
@@ -160,10 +168,10 @@ class PrefixCacheOptions(Body):
         return scope if self.window is None else scope.with_window(self.window)
 
 
-StopString: TypeAlias = Annotated[str, Field(min_length=1)]
+StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stop: TypeAlias = Annotated[
-    Annotated[StopString, Tag("~text")] | Annotated[list[StopString], Field(max_length=16), Tag("~list")],
-    by_json_type("a string or a list of up to 16 strings"),
+    Annotated[StopString, Tag("~text")] | Annotated[list[StopString], Field(max_length=MAX_STOPS), Tag("~list")],
+    by_json_type(f"a string or a list of up to {MAX_STOPS} strings"),
 ]
 
 
@@ -190,20 +198,32 @@ class SamplingBody(Unmarkable):
     stream: bool | None = Field(default=None, description="Send the reply as server-sent events while it is made.")
     stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
     max_tokens: int | None = Field(
-        default=None, ge=1, description="Most tokens to generate for a choice. Absent: up to the model's positions."
+        default=None,
+        ge=1,
+        le=MAX_COUNT,
+        description="Most tokens to generate for a choice. Absent: up to the model's positions.",
     )
-    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy; default 1.")
+    temperature: float | None = Field(
+        default=None, ge=0, le=2, description="0, and anything below 0.00001, is greedy; default 1."
+    )
     top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling: smallest set with this mass.")
-    top_k: int | None = Field(default=None, ge=-1, description="Only the k most likely tokens; 0 or -1: all of them.")
+    top_k: int | None = Field(
+        default=None, ge=-1, le=MAX_COUNT, description="Only the k most likely tokens; 0 or -1: all of them."
+    )
     min_p: float | None = Field(default=None, ge=0, le=1, description="Least probability, relative to the likeliest.")
     seed: int | None = Field(
         default=None, ge=-(2**63), le=2**63 - 1, description="Makes sampling repeatable. Absent: drawn for the request."
     )
-    repetition_penalty: float | None = Field(default=None, gt=0, description="Above 1: repeats become less likely.")
+    repetition_penalty: float | None = Field(
+        default=None,
+        ge=REPETITION_PENALTIES[0],
+        le=REPETITION_PENALTIES[1],
+        description="Above 1: tokens of the prompt and the reply so far become less likely.",
+    )
     presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Flat penalty on tokens used before.")
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="Penalty for every earlier use.")
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        default=None, description="Token id (as a string) → number added to its logit."
+        default=None, max_length=MAX_BIASES, description="Token id (as a string) → number added to its logit."
     )
     stop: Stop | None = Field(default=None, description="Text that ends the reply; it is not part of it.")
     n: int | None = Field(default=None, ge=1, le=16, description="How many choices to generate.")
@@ -248,7 +268,9 @@ class ChatRequest(SamplingBody):
     )
 
     messages: list[Message] = Field(min_length=1, description="The conversation, oldest message first.")
-    max_completion_tokens: int | None = Field(default=None, ge=1, description="As `max_tokens`, and wins over it.")
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_COUNT, description="As `max_tokens`, and takes precedence over it."
+    )
     logprobs: bool | None = Field(default=None, description="Return the log probability of every token of the reply.")
     top_logprobs: int | None = Field(
         default=None, ge=0, le=20, description="And of its most likely alternatives; needs `logprobs: true`."
@@ -342,7 +364,7 @@ class CompletionRequest(SamplingBody):
     )
     echo: Literal[False] | None = Field(default=None, description="Not supported.")
     suffix: Literal[""] | None = Field(default=None, description="Not supported.")
-    best_of: int | None = Field(default=None, ge=1, description="Not supported, unless equal to `n`.")
+    best_of: int | None = Field(default=None, ge=1, le=16, description="Not supported, unless equal to `n`.")
 
     @property
     def one_prompt(self) -> str | list[int]:

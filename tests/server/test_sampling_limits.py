@@ -1,0 +1,95 @@
+"""Extreme values of every sampling field, sent to a real daemon: no request fails, and the next one is served."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from diskprefix.server.params import chat_params
+from diskprefix.server.schemas import ChatRequest
+from tests.server.daemon_process import DaemonProcess
+
+ROUTES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/completions": {"prompt": "hello hello"},
+}
+NUMBERS = [0, -1, 1e-45, 5e-324, 1e-40, 1e-7, 2.5, 101, 1e39, 1e308, 10**400, float("nan"), float("inf")]
+FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "n",
+)
+
+
+def send(client: httpx.Client, route: str, **fields: Any) -> httpx.Response:
+    body = json.dumps(ROUTES[route] | {"max_tokens": 2, "seed": 1} | fields)
+    return client.post(route, content=body, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_request_with_an_extreme_number_is_served_or_refused_by_the_fields_name(
+    daemon: DaemonProcess, route: str, field: str
+) -> None:
+    with daemon.client() as client:
+        for number in NUMBERS:
+            answer = send(client, route, **{field: number})
+            assert answer.status_code in (200, 400), (number, answer.text)
+            if answer.status_code == 400:
+                assert answer.json()["error"]["param"] in (field, None), (number, answer.text)
+            assert send(client, route).status_code == 200, number
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("bias", [1e-45, 1e39, 1e308, 101, float("nan"), float("inf")])
+def test_a_request_with_an_extreme_bias_is_served_or_refused_by_the_tokens_path(
+    daemon: DaemonProcess, route: str, bias: float
+) -> None:
+    with daemon.client() as client:
+        answer = send(client, route, logit_bias={"5": bias})
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            assert answer.json()["error"]["param"] in ("logit_bias.5", None), answer.text
+        assert send(client, route).status_code == 200
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("penalty", [0.01, 100])
+@pytest.mark.parametrize("temperature", [1e-5, 2])
+def test_the_ends_of_all_ranges_together_are_served(
+    daemon: DaemonProcess, route: str, penalty: float, temperature: float
+) -> None:
+    ends = {
+        "repetition_penalty": penalty,
+        "temperature": temperature,
+        "presence_penalty": -2,
+        "frequency_penalty": 2,
+        "min_p": 5e-324,
+        "top_p": 5e-324,
+        "top_k": 2**31 - 1,
+        "logit_bias": {str(token): -100 if token % 2 else 100 for token in range(512)},
+        "stop": ["x" * 1024] * 16,
+        "seed": -(2**63),
+        "n": 16,
+        "max_tokens": 4,
+    }
+    with daemon.client() as client:
+        for left_out in [None, *ends]:
+            fields = {name: value for name, value in ends.items() if name != left_out}
+            answer = send(client, route, **fields)
+            assert answer.status_code == 200, (left_out, answer.text)
+
+
+def test_more_alternatives_than_tokens_are_as_many_as_there_are() -> None:
+    body = ChatRequest.model_validate(ROUTES["/v1/chat/completions"] | {"logprobs": True, "top_logprobs": 20})
+    assert chat_params(body, vocab_size=8).logprobs == 8
