@@ -12,7 +12,7 @@ from diskprefix.server.params import chat_params
 from diskprefix.server.schemas import ChatRequest
 from tests.server.daemon_process import DaemonProcess
 
-ROUTES = {
+ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/completions": {"prompt": "hello hello"},
 }
@@ -69,7 +69,7 @@ def test_a_request_with_an_extreme_bias_is_served_or_refused_by_the_tokens_path(
 def test_the_ends_of_all_ranges_together_are_served(
     daemon: DaemonProcess, route: str, penalty: float, temperature: float
 ) -> None:
-    ends = {
+    ends: dict[str, Any] = {
         "repetition_penalty": penalty,
         "temperature": temperature,
         "presence_penalty": -2,
