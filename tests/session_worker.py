@@ -16,7 +16,7 @@ import torch
 
 from diskprefix import PrefixCacheSession
 from tests.exactness.architectures import tiny_model
-from tests.tiny import BLOCK, random_prompt, tiny_settings
+from tests.runner import BLOCK, random_prompt, tiny_settings
 
 SEED, LENGTH = 5, 6 * BLOCK + 3
 

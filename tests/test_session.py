@@ -23,10 +23,10 @@ import diskprefix.session
 from diskprefix import PrefixCacheSession
 from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, SettingsError, StoreUnavailable
 from tests.exactness.architectures import tiny_model
+from tests.runner import BLOCK, DEVICES, VOCAB, random_prompt, tiny_llama, tiny_settings
 from tests.server import media_models
 from tests.server.chat_model import write_chat_model
 from tests.session_worker import LENGTH, SEED
-from tests.tiny import BLOCK, DEVICES, VOCAB, random_prompt, tiny_llama, tiny_settings
 
 KINDS = ["llama", "gemma3", "qwen3_next", "falcon_h1", "mamba2", "minimax", "rwkv", "xlstm"]
 """Dense, sliding, hybrid, both in one layer, state-space, and those with a cache of a kind of their own."""

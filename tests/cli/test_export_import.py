@@ -25,10 +25,10 @@ from diskprefix.kv.layout import LAYOUT_VERSION
 from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.store.store import Store
 from tests.exactness.architectures import tiny_model
+from tests.runner import DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 from tests.server.daemon_process import DaemonProcess, running_daemon
 from tests.store.building import BLOCK, is_whole, open_store, prompt
 from tests.store.exported import TENANT, entry_of, identity_of, large_layout
-from tests.tiny import DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 
 PROMPT = prompt(1, 3 * BLOCK + 5)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.tiny import Runner, random_prompt, tiny_llama, tiny_settings
+from tests.runner import Runner, random_prompt, tiny_llama, tiny_settings
 
 REPLY = 4
 

@@ -22,9 +22,9 @@ from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.store import snapshot
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import HASH_BYTES, TokenIds
-from tests import tiny
+from tests import runner
 from tests.exactness.architectures import tiny_model
-from tests.tiny import BLOCK, Answer, Runner, random_prompt, tiny_settings
+from tests.runner import BLOCK, Answer, Runner, random_prompt, tiny_settings
 
 PROMPT = random_prompt(1, 9 * BLOCK + 5)
 OTHER = np.concatenate([PROMPT[: 6 * BLOCK], random_prompt(2, 2 * BLOCK + 3)])
@@ -112,7 +112,7 @@ def test_without_the_grid_it_is_not(architecture: str, tmp_path: Path, monkeypat
             after_step(arena)
         return logits
 
-    monkeypatch.setattr(tiny, "prefill", off_the_grid)
+    monkeypatch.setattr(runner, "prefill", off_the_grid)
     assert not is_exact(runner_of(architecture, tmp_path))
 
 

@@ -26,7 +26,7 @@ from tests.exactness import rows, worker
 from tests.exactness.architectures import ARCHITECTURES, tiny_model
 from tests.exactness.jobs import Job, Kind, Lengths, cases_of, expected
 from tests.exactness.rows import DTYPES, UNSUPPORTED, Row, judged, run_jobs
-from tests.tiny import random_prompt
+from tests.runner import random_prompt
 from tools.matrices import exactness
 from tools.models.weight_files import RWKV, STORIES, converted
 
@@ -179,7 +179,7 @@ def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     def other_steps(*args: Any, start: int, block_size: int, **others: Any) -> torch.Tensor:
         return prefill(*args, start=start, block_size=block_size // 2 if start else block_size, **others)
 
-    monkeypatch.setattr("tests.tiny.prefill", other_steps)
+    monkeypatch.setattr("tests.runner.prefill", other_steps)
 
 
 def no_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_the_suite_goes_red_when_a_protection_is_gone(
 ) -> None:
     # The rehearsal at load would find out some of them, and not cache such a model at all.
     layout = rehearse(tiny_model(name, torch.bfloat16))
-    monkeypatch.setattr("tests.tiny.rehearse", lambda _: layout)
+    monkeypatch.setattr("tests.runner.rehearse", lambda _: layout)
     broken(monkeypatch)
     row = in_this_process(name, tmp_path)
     assert not row.bitwise

@@ -21,7 +21,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model
-from tests.tiny import BLOCK, VOCAB, Runner, random_prompt, tiny_settings
+from tests.runner import BLOCK, VOCAB, Runner, random_prompt, tiny_settings
 
 LONGEST = 12 * BLOCK
 SCOPES: list[str | int] = ["full", "auto:1", "auto:8", "off", 3 * BLOCK, 90]

@@ -26,7 +26,7 @@ from diskprefix.store.maintenance.verify_payloads import verify_payloads
 from diskprefix.store.schema import Kind, NodeRecord, decode_node, piece_key
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model
-from tests.tiny import BLOCK, DEVICES, VOCAB, Answer, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.runner import BLOCK, DEVICES, VOCAB, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 
 MODELS = ("llama", "gemma3", "qwen3_next", "lfm2")
 """Full attention alone, with sliding windows, with a recurrence, with convolutions."""

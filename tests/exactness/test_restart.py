@@ -17,8 +17,8 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.runner import BLOCK
 from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags
-from tests.tiny import BLOCK
 
 Request = dict[str, Any]
 

@@ -28,7 +28,7 @@ from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model
 from tests.exactness.jobs import Answer, Answers, Case, Job, Kind, MakeTokens, cases_of, read_jobs
-from tests.tiny import Runner, tiny_settings
+from tests.runner import Runner, tiny_settings
 
 LIMIT_S = 1800
 """A fork that takes longer hangs, and is killed."""

@@ -16,8 +16,8 @@ from diskprefix.store import writer
 from diskprefix.store.changes import Use
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
+from tests.runner import Answer, Runner, random_prompt, tiny_llama, tiny_settings
 from tests.store.building import BLOCK, ROOT, Clock, is_whole, open_store, prompt, publication
-from tests.tiny import Answer, Runner, random_prompt, tiny_llama, tiny_settings
 
 
 def run(*command: str | Path) -> None:

@@ -17,7 +17,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.model.rehearsal import rehearse
 from tests.exactness.architectures import tiny_model
-from tests.tiny import BLOCK, Runner, random_prompt, tiny_settings
+from tests.runner import BLOCK, Runner, random_prompt, tiny_settings
 
 STEPS = (16, 16, 16, 7, 1, 1)
 TOKENS = torch.from_numpy(random_prompt(5, sum(STEPS))).long().unsqueeze(0)

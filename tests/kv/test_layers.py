@@ -15,7 +15,7 @@ from diskprefix.kv import arena as arena_module
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.model.rehearsal import rehearse
-from tests.tiny import tiny_llama
+from tests.runner import tiny_llama
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 8

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from diskprefix.errors import ModelError
 from diskprefix.model import weights
 from diskprefix.model.weights import memory_bytes, memory_digest, stamp
-from tests.tiny import DEVICES, tiny_llama
+from tests.runner import DEVICES, tiny_llama
 
 
 def digest(model: PreTrainedModel) -> str:

@@ -33,8 +33,8 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds, block_hash
 from tests.exactness.architectures import tiny_model
+from tests.runner import BLOCK, DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 from tests.store.building import chain
-from tests.tiny import BLOCK, DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 
 FULL = CacheOptions(scope=parse_scope("full", param="scope"))
 

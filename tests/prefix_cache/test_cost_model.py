@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from diskprefix.prefix_cache.cost_model import CostModel, Line
 from diskprefix.settings import cache_home
-from tests.tiny import Runner, tiny_llama, tiny_settings
+from tests.runner import Runner, tiny_llama, tiny_settings
 
 BYTES_PER_TOKEN = 23_040
 ENOUGH = 4

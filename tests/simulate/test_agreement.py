@@ -33,7 +33,7 @@ from diskprefix.simulate.trace import TraceRequest
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model
-from tests.tiny import BLOCK, VOCAB, Answer, Runner, tiny_llama, tiny_settings
+from tests.runner import BLOCK, VOCAB, Answer, Runner, tiny_llama, tiny_settings
 
 BEGIN, END, SYSTEM, USER, REPLY = 1, 2, 3, 4, 5
 TEXT = 10

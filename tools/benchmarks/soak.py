@@ -38,7 +38,7 @@ from diskprefix.settings import format_size, parse_size
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds
-from tests.model_place import ModelPlace, Restorer, dense_layout
+from tests.synthetic_model import Restorer, SyntheticModel, dense_layout
 from tools.measuring.kv_sample import SMOLLM2, synthetic_sample
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, codec_option
@@ -151,8 +151,8 @@ class Payloads:
         sample = synthetic_sample(POOL_BLOCKS)
         self._pool = np.concatenate([np.frombuffer(block, np.uint8) for block in sample.blocks])
 
-    def of(self, place: ModelPlace, node: Node) -> memoryview:
-        size = place.payload_bytes(node)
+    def of(self, synthetic: SyntheticModel, node: Node) -> memoryview:
+        size = synthetic.payload_bytes(node)
         step_bytes = 128
         starts = (len(self._pool) - size) // step_bytes
         start = int.from_bytes(node.name[:8], "little") % starts * step_bytes
@@ -202,9 +202,9 @@ class Conversations:
 
 @dataclass(eq=False)
 class Model:
-    """One model that uses the store: its place, its restorer, its prompts."""
+    """One model that uses the store: its names, its restorer, its prompts."""
 
-    place: ModelPlace
+    synthetic: SyntheticModel
     restorer: Restorer
     conversations: Conversations
 
@@ -255,10 +255,10 @@ class Soak:
 
     def _model(self, identity: str, layout: Layout) -> Model:
         max_tokens = min(MAX_TOKENS, self.store.budget_bytes // PROMPTS_IN_BUDGET // layout.bytes_per_token)
-        place = ModelPlace(self.store, layout, identity=identity)
+        synthetic = SyntheticModel(self.store, layout, identity=identity)
         return Model(
-            place,
-            Restorer(place, self.writer, capacity=max_tokens),
+            synthetic,
+            Restorer(synthetic, self.writer, capacity=max_tokens),
             Conversations(self._rng.spawn(1)[0], max_tokens),
         )
 
@@ -272,7 +272,7 @@ class Soak:
             self.writer.touch(restored.tip, self.clock.now)
         self._note(model, prompt, restored)
         stored = len(restored.blocks) + (restored.logits is not None)
-        publication = model.place.publication(prompt, partial(self._payloads.of, model.place), stored=stored)
+        publication = model.synthetic.publication(prompt, partial(self._payloads.of, model.synthetic), stored=stored)
         if publication.payload_bytes > self.writer.room_bytes:
             self.counts.waits += 1
             self.writer.flush(600.0)
@@ -292,10 +292,10 @@ class Soak:
 
     def _is_right(self, model: Model, prompt: TokenIds, restored: Restored) -> bool:
         """Whether what lies in the arena now is what was published."""
-        path = [node for node in model.place.path(prompt) if node.end <= restored.num_tokens]
+        path = [node for node in model.synthetic.path(prompt) if node.end <= restored.num_tokens]
         return all(
             model.restorer.arena.read_tokens(node.position, node.num_tokens)
-            == self._payloads.of(model.place, node)[: model.place.layout.bytes_per_token * node.num_tokens]
+            == self._payloads.of(model.synthetic, node)[: model.synthetic.layout.bytes_per_token * node.num_tokens]
             for node in path
         )
 

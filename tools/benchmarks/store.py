@@ -32,7 +32,7 @@ from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
-from tests.model_place import ModelPlace, dense_layout, open_restorer
+from tests.synthetic_model import SyntheticModel, dense_layout, open_restorer
 from tools.benchmarks import sharing
 from tools.benchmarks.sharing import Sharing, Tokenizer
 from tools.measuring import kv_sample, page_cache
@@ -189,7 +189,7 @@ class _Restore:
     def save(self, codec: Codec) -> None:
         store = self._open(codec)
         store.codec = codec
-        store.publish(self._place(store).publication(self.prompt, self._payload))
+        store.publish(self._model(store).publication(self.prompt, self._payload))
         store.close()
 
     def copy_s(self) -> float:
@@ -202,7 +202,7 @@ class _Restore:
         """Seconds of the first restore after the store was opened, and of the second; the page cache holds the file."""
         page_cache.warm(self.file(codec))
         store = self._open(codec)
-        with open_restorer(self._place(store), capacity=len(self.prompt)) as restorer:
+        with open_restorer(self._model(store), capacity=len(self.prompt)) as restorer:
             seconds = restorer.seconds(self.prompt), restorer.seconds(self.prompt)
         store.close()
         return seconds
@@ -211,7 +211,7 @@ class _Restore:
         """Seconds of a restore after the file's pages were dropped; and the share of the file that opening read."""
         page_cache.drop(self.file(codec))
         store = self._open(codec)
-        with open_restorer(self._place(store), capacity=len(self.prompt)) as restorer:
+        with open_restorer(self._model(store), capacity=len(self.prompt)) as restorer:
             resident = page_cache.resident_share(self.file(codec))
             seconds = restorer.seconds(self.prompt)
         store.close()
@@ -220,8 +220,8 @@ class _Restore:
     def _open(self, codec: Codec) -> Store:
         return Store.open(self.file(codec).parent, budget_bytes=2 * self.num_bytes + (64 << 20))
 
-    def _place(self, store: Store) -> ModelPlace:
-        return ModelPlace(store, self._layout, identity="bench")
+    def _model(self, store: Store) -> SyntheticModel:
+        return SyntheticModel(store, self._layout, identity="bench")
 
 
 def _measure_restore(plan: Plan, console: Console) -> dict[str, Any]:
@@ -290,16 +290,16 @@ def _measure_match(folder: Path, num_blocks: int) -> dict[str, Any]:
     layout = dense_layout(layers=1, heads=1, head_dim=1, dtype=torch.bfloat16, vocab_size=2)
     blank = memoryview(bytes(PayloadLayout.parse(layout.describe()).payload_bytes(BLOCK_SIZE, Kind.TAIL)))
     store = Store.open(folder / "match", budget_bytes=2 << 30)
-    place = ModelPlace(store, layout, identity="bench")
+    model = SyntheticModel(store, layout, identity="bench")
     rng = np.random.default_rng(2)
     prompts: list[TokenIds] = []
     blocks = 0
     while blocks < num_blocks:
         prompts.append(rng.integers(0, 50_000, MATCH_TOKENS).astype(np.int32))
-        publication = place.publication(prompts[-1], lambda node: blank[: place.payload_bytes(node)])
+        publication = model.publication(prompts[-1], lambda node: blank[: model.payload_bytes(node)])
         store.publish(publication)
         blocks += len(publication.nodes)
-    with open_restorer(place, capacity=MATCH_TOKENS) as restorer:
+    with open_restorer(model, capacity=MATCH_TOKENS) as restorer:
         times = [restorer.restore(prompts[i]).lookup_ms for i in rng.integers(0, len(prompts), MATCH_REPEATS)]
     blocks = store.counts()["blocks"]
     store.close()

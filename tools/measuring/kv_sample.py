@@ -17,7 +17,7 @@ from diskprefix.model.loader import load_model
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids
-from tests.model_place import dense_layout
+from tests.synthetic_model import dense_layout
 
 BLOCK_SIZE = 256
 REAL_TEXT = Path(__file__).parents[1] / "prompts" / "agent_system.md"

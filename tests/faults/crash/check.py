@@ -20,8 +20,8 @@ from diskprefix.store.writer import Writer
 from tests.faults.crash import prompts
 from tests.faults.crash.ledger import Account
 from tests.faults.crash.prompts import MODELS, Model, Payload
-from tests.model_place import ModelPlace, Restorer, dense_layout
 from tests.server.daemon_process import clean_environment
+from tests.synthetic_model import Restorer, SyntheticModel, dense_layout
 
 EVICTING = frozenset({"publish", "expire"})
 _FILES = {DATA, LMDB_LOCK, LOCK}
@@ -111,8 +111,8 @@ class _ModelRestorer:
         assert layout.describe() == model.layout, "the process that is killed writes this layout"
 
         self._payload = payload
-        self._place = ModelPlace(store, layout, identity=model.identity, block_size=prompts.BLOCK)
-        self._restorer = Restorer(self._place, writer, capacity=prompts.MAX_TOKENS)
+        self._model = SyntheticModel(store, layout, identity=model.identity, block_size=prompts.BLOCK)
+        self._restorer = Restorer(self._model, writer, capacity=prompts.MAX_TOKENS)
 
     def problem(self, number: int) -> str | None:
         """What is wrong with a prompt that is stored; None if every byte of it is right."""
@@ -123,12 +123,12 @@ class _ModelRestorer:
             return f"not restored: {error}"
         if restored.num_tokens != len(token_ids) or restored.logits is None:
             return f"{restored.num_tokens} of {len(token_ids)} tokens are restored"
-        for node in self._place.path(token_ids):
+        for node in self._model.path(token_ids):
             arena = self._restorer.arena
             found = bytes(arena.read_tokens(node.position, node.num_tokens))
             if node.kind == Kind.TAIL:
                 found += arena.logits_bytes(restored.logits)
-            expected = self._payload(node.name, token_ids[: node.end], self._place.payload_bytes(node))
+            expected = self._payload(node.name, token_ids[: node.end], self._model.payload_bytes(node))
             if found != expected:
                 return f"another state at tokens {node.position} to {node.end}"
         return None

@@ -29,7 +29,7 @@ _FAMILY = 5
 
 @dataclass(frozen=True)
 class Model:
-    """Of whose state a prompt's nodes are: the fields of `tests.model_place.dense_layout`."""
+    """Of whose state a prompt's nodes are: the fields of `tests.synthetic_model.dense_layout`."""
 
     name: str
     layers: int

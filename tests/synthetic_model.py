@@ -1,6 +1,6 @@
-"""A model's place in a store without the model: names, publications and restores of made-up prompts.
+"""Publishes and restores made-up prompts as a daemon does, without a model.
 
-For what drives a store hard: the crash matrix, the soak, the store benchmark.
+The crash matrix, the soak and the store benchmark drive a store with it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from diskprefix.tokens import TokenIds, root_hash
 
 
 def dense_layout(*, layers: int, heads: int, head_dim: int, dtype: torch.dtype, vocab_size: int) -> Layout:
-    """The layout of a model with keys and values of one form in every layer."""
+    """Returns the layout of a model whose layers all have keys and values of one shape."""
     specs = (TensorSpec(i, part, heads, head_dim, dtype) for i in range(layers) for part in ("keys", "values"))
     return Layout((LayerSpec(),) * layers, (Group(tuple(specs)),), vocab_size, dtype)
 
 
-class ModelPlace:
-    """What a daemon does with its prompts, done with made-up ones.
+class SyntheticModel:
+    """Names the nodes of prompts under the root of a model that does not exist.
 
-    `identity`: whose numbers they are said to be; its hash is the root.
+    The root is the hash of `identity`.
     """
 
     def __init__(self, store: Store, layout: Layout, *, identity: str, block_size: int = 256) -> None:
@@ -50,7 +50,7 @@ class ModelPlace:
         return PromptNodes(self.store.secret, self.root, token_ids, self._block_size, self._payload_layout)
 
     def path(self, token_ids: TokenIds) -> list[Node]:
-        """The nodes of a whole prompt: its blocks and its tail."""
+        """Returns the nodes of a whole prompt: its blocks, then its tail."""
         nodes, path = self.nodes(token_ids), []
         parent = self.root
         for index in range(len(token_ids) // self._block_size):
@@ -64,7 +64,7 @@ class ModelPlace:
     def publication(
         self, token_ids: TokenIds, payload: Callable[[Node], memoryview], *, stored: int = 0, history_limit: int = 30
     ) -> Publication:
-        """The whole prompt, of which the first `stored` nodes are stored already; `payload` gives that of a node."""
+        """Returns a publication of a prompt without its first `stored` nodes; `payload` returns a node's bytes."""
         nodes, path = self.nodes(token_ids), self.path(token_ids)
         return Publication(
             store_id=self.store.store_id,
@@ -91,13 +91,13 @@ class ModelPlace:
 
 
 class Restorer:
-    """Restores prompts as the daemon does, into an arena of its own."""
+    """Restores prompts as a daemon does, into an arena of its own."""
 
-    def __init__(self, place: ModelPlace, writer: Writer, *, capacity: int) -> None:
-        """`capacity`: of the arena, in tokens."""
-        self.arena = KVArena(place.layout, torch.device("cpu"))
+    def __init__(self, model: SyntheticModel, writer: Writer, *, capacity: int) -> None:
+        """`capacity` is the size of the arena in tokens."""
+        self.arena = KVArena(model.layout, torch.device("cpu"))
         self.arena.reserve(capacity)
-        self._place = place
+        self._model = model
         self._writer = writer
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
 
@@ -105,20 +105,20 @@ class Restorer:
         """Raises `CacheError`."""
         restored, pinned = self.restore_pinned(token_ids)
         for name in pinned:
-            self._place.store.unpin(name)
+            self._model.store.unpin(name)
         return restored
 
     def restore_pinned(self, token_ids: TokenIds) -> tuple[Restored, list[bytes]]:
-        """`restore`, and the nodes that the caller is to unpin when it has continued what was restored."""
-        nodes = self._place.nodes(token_ids)
-        place = self._place
+        """As `restore`; also returns the names of the nodes that the caller must unpin later."""
+        model = self._model
+        nodes = model.nodes(token_ids)
         restoration = Restoration(
-            nodes, place.layout, place.store, self._writer, self._readers, allows=lambda _num_tokens: True
+            nodes, model.layout, model.store, self._writer, self._readers, allows=lambda _num_tokens: True
         )
         return restoration.run(self.arena), restoration.pinned
 
     def seconds(self, token_ids: TokenIds) -> float:
-        """How long restoring all of a stored prompt takes: finding it, verifying, decoding, copying."""
+        """Returns the seconds that the restore of a whole stored prompt takes: lookup, checksums, decoding, copying."""
         started = time.perf_counter()
         restored = self.restore(token_ids)
         elapsed = time.perf_counter() - started
@@ -130,10 +130,10 @@ class Restorer:
 
 
 @contextlib.contextmanager
-def open_restorer(place: ModelPlace, *, capacity: int) -> Iterator[Restorer]:
-    """A restorer with a writer of its own; the store is left open."""
-    writer = Writer(place.store, buffer_bytes=2**30)
-    restorer = Restorer(place, writer, capacity=capacity)
+def open_restorer(model: SyntheticModel, *, capacity: int) -> Iterator[Restorer]:
+    """Gives a restorer with a writer of its own. The store stays open."""
+    writer = Writer(model.store, buffer_bytes=2**30)
+    restorer = Restorer(model, writer, capacity=capacity)
     try:
         yield restorer
     finally:
