@@ -3,69 +3,78 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from diskprefix.policy.select import Selection
 
 Source: TypeAlias = Literal["none", "memory", "disk"]
 MissReason: TypeAlias = Literal[
-    "first_request",
+    "not_stored",
     "diverged",
     "too_short",
     "no_checkpoint",
-    "one_pass",
-    "gate",
+    "whole_prompt_only",
+    "faster_to_compute",
     "off",
     "media",
     "unsupported",
     "error",
 ]
-Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "one_pass", "damaged", "gate"]
+Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "whole_prompt_only", "damaged", "faster_to_compute"]
 Saved: TypeAlias = Literal["none", "queued", "stored", "dropped"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheReport:
-    """What the cache did for one request; the `prefix_cache` object of the response.
+    """What the cache did for one request. The response's `prefix_cache` object shows a part of it, the debug log all.
 
-    `reason` says why so much is kept (the words of `policy.select.Reason`), `window` how many recent prompts `auto`
-    would look at, `recent` how many there were, `common` the longest prefix, in tokens, shared with one of them. What
-    else it was decided by: see `policy.select.Selection` for `seen`, `lost`, `continues`, `trials`, `again`, `price`.
-    `selected` is the policy's boundary in tokens, `aligned` the same floored to the grid, `restored` the tokens that
-    were not prefilled. `saved`: `none` nothing to save, `queued` handed to the writer, `stored` already there,
-    `dropped` refused (buffer or budget full). `miss_reason` is None when something was restored; `first_request`
-    means that nothing of the prompt was stored; `diverged` that it leaves every recent prompt within the first block,
-    at token `diverged_at`; `gate` that computing the prompt is faster here than restoring what was found of it;
-    `media` that it holds images or sounds, whose state is neither saved nor restored.
+    `selection` is what the policy keeps of the prompt, and what it looked at. `restored` is the number of prompt tokens
+    that were not computed, `source` where their state came from. `saved`: `none` there was nothing to save, `queued`
+    the writer has it, `stored` it is stored already, `dropped` there was no room for it.
 
-    `matched` is how many tokens were found in the store. Where more were found than restored, `refused` says why:
-    `no_logits` at least one token must be computed for the next-token logits, `no_checkpoint` state that cannot be cut
-    is there at checkpoints only, `one_pass` such state of a model that computes a prompt in one pass, `damaged` what
-    was found did not verify, `gate` computing is faster; all but `no_logits` and `damaged` are miss reasons too.
-    `retained` names the tokens whose state was needed, as [first, end), by kind of state. `checkpoints` are where
-    states are saved. `exact`: what was restored is what a prefill computes, bit for bit; false only where a reply is
-    reused.
+    `miss_reason` says why nothing was restored; it is None if something was. `not_stored`: no block of the prompt is
+    stored. `diverged`: the prompt differs from every recent one within its first block. `too_short`: it has fewer
+    than `--kv-cache-min-tokens` tokens. `no_checkpoint`: its blocks are stored, but no checkpoint to continue from.
+    `whole_prompt_only`: the model's state can be restored for an exact repeat only. `faster_to_compute`: computing the
+    prompt is faster here than restoring it. `off`: the scope is off. `media`: the prompt holds images or sounds.
+    `unsupported`: the model has layers that cannot be cached. `error`: the cache failed; the log says how.
+
+    `matched` is the number of prompt tokens found in the store. If more were found than restored, `refused` says why:
+    `no_logits` means that at least one token must be computed for the next-token logits, `damaged` that what was found
+    did not verify; the other words are those of `miss_reason`. `retained` gives, for each kind of state, the range of
+    tokens [first, end) whose state was loaded. `exact`: the restored state is, bit for bit, what a prefill computes;
+    False only for the state of a reply that was decoded. `restore_ms`: reading, verifying and copying the state.
     """
 
-    scope: str
-    reason: str = "off"
-    window: int = 0
-    recent: int = 0
-    common: int = 0
-    seen: int = 0
-    lost: int = 0
-    continues: bool = False
-    trials: int = 0
-    again: int = 0
-    price: int = 0
-    selected: int = 0
-    aligned: int = 0
-    checkpoints: tuple[int, ...] = ()
+    selection: Selection
     restored: int = 0
+    source: Source = "none"
+    miss_reason: MissReason | None = None
     matched: int = 0
     refused: Refused | None = None
     retained: dict[str, tuple[int, int]] = field(default_factory=dict)
     exact: bool = True
-    source: Source = "none"
     restore_ms: float = 0.0
     saved: Saved = "none"
-    miss_reason: MissReason | None = None
-    diverged_at: int | None = None
+
+    @property
+    def diverged_at(self) -> int | None:
+        """Index of the first token that differs from every recent prompt; None unless that is the miss reason."""
+        return self.selection.diverged_at if self.miss_reason == "diverged" else None
+
+    def log_line(self) -> str:
+        """One line with everything that is known, `name=value` each; what is empty or None is left out."""
+        values = vars(self) | vars(self.selection)
+        del values["selection"]
+        said = (f"{name}={_shown(value)}" for name, value in values.items() if value not in (None, (), {}))
+        return f"[disk-cache] {' '.join(said)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{kind}:{first}-{end}" for kind, (first, end) in value.items())
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

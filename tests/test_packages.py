@@ -17,10 +17,10 @@ BELOW: dict[str, frozenset[str]] = {}
 """For each package, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
     "errors printable progress version",
-    "tokens settings tenant cache_report",
+    "tokens settings tenant",
     "prompt memo",
     "policy store kv",
-    "cache_options",
+    "cache_options cache_report",
     "model prefix_cache",
     "engine chat simulate",
     "server session",

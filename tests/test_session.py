@@ -533,7 +533,7 @@ def test_special_tokens_part_a_prompt(tmp_path: Path) -> None:
         for city in ("Oslo", "Rome"):
             session.generate(f"{shared}<|im_start|>user\nWhere do rivers end in {city}?<|im_end|>\n", max_new_tokens=2)
         assert session.report is not None
-        assert session.report.selected == len(tokenizer(f"{shared}<|im_start|>")["input_ids"])
+        assert session.report.selection.selected == len(tokenizer(f"{shared}<|im_start|>")["input_ids"])
         session.save()
         assert session.stats()["entries"] == 2, "the first one whole, as nothing is known yet, and what both share"
 

@@ -232,7 +232,7 @@ class _Warming:
             prompt_tokens=answer.body["usage"]["prompt_tokens"],
             restored=cache["restored"],
             saved=cache["saved"],
-            reason=None if is_kept else cache["miss_reason"] or cache.get("reason"),
+            reason=None if is_kept else cache["boundary_reason"],
             seconds=round(time.monotonic() - started, 3),
         )
 

@@ -39,34 +39,36 @@ Reason: TypeAlias = Literal[
     "full",
     "tokens",
     "marks",
-    "grows",
-    "likely",
-    "untried",
-    "best_match",
-    "support",
-    "system_guess",
-    "nothing_new",
+    "continues",
+    "likely_repeat",
+    "learning",
+    "shared_prefix",
+    "best_checkpoints",
+    "new_system_prompt",
+    "already_saved",
     "no_history",
     "no_match",
-    "no_boundary",
+    "no_safe_boundary",
     "below_min_tokens",
-    "one_pass",
-    "bypassed",
+    "whole_prompt_only",
+    "media",
+    "unsupported",
     "read_only",
-    "gate",
+    "faster_to_compute",
 ]
-"""Why a selection is what it is. Stable words: they stand in log lines and in responses.
+"""Why so much of a prompt is kept. Stable words: responses and log lines show them.
 
-`off`, `full`, `tokens`: the scope says so. `marks`: the client does. `grows`: the prompt continues an earlier one.
-`likely`: prompts like it come again. `untried`: too few like it came to know. `best_match`: the longest prefix shared
-with a recent prompt, or seen before, down to a safe boundary. `support`: the checkpoints that the window votes for.
-`system_guess`: no recent prompt has this system message.
+Something is kept: `full`, `tokens` the scope says so; `marks` the client marked it; `continues` the prompt continues
+an earlier one; `likely_repeat` most prompts like it came again; `learning` too few prompts like it were seen to know;
+`shared_prefix` an earlier prompt shares it; `best_checkpoints` these checkpoints are expected to save most;
+`new_system_prompt` no recent prompt has this system message.
 
-Nothing is kept with the others: `nothing_new` what would be kept is there already, `no_history` no recent prompts and
-no system message to guess from, `no_match` not even the first token was seen before, `no_boundary` the shared prefix
-holds no safe boundary, `below_min_tokens` what would be kept is not worth keeping, `one_pass` the model's state is
-restorable at the end of a whole prompt only, `bypassed` the cache is not used at all, `read_only` the request wants
-nothing saved, `gate` computing it again is faster than restoring it.
+Nothing is kept: `off` the scope is off; `already_saved` what would be kept is stored; `no_history` there are no recent
+prompts; `no_match` not even the first token was seen before; `no_safe_boundary` the shared prefix holds no position to
+cut at; `below_min_tokens` it would be less than the minimum; `whole_prompt_only` the state of this model can be
+restored at the end of a whole prompt only; `media` the prompt holds images or sounds; `unsupported` the model has
+layers that cannot be cached; `read_only` the request asks to save nothing; `faster_to_compute` computing it again is
+faster than restoring it.
 """
 StateKind: TypeAlias = Literal["sliceable", "checkpoints", "one_pass"]
 
@@ -84,12 +86,12 @@ class Selection:
     `selected` is the policy's boundary; `aligned` the grid point at or below it, up to which whole blocks are kept.
     `keep_tail`: `selected` is the whole prompt, so its partial block and next-token logits are kept too and an exact
     repeat runs no forward; `aligned` may then be 0. `checkpoints` are the grid points, ascending, at which state that
-    cannot be cut is kept; `support` the votes of the window for each, where it was asked. `common` is the longest
+    cannot be cut is kept; `votes` the votes of the window for each, where it was asked. `common` is the longest
     prefix shared with one of the `recent` prompts looked at, `seen` the longest whose blocks were seen before. `window`
     (the most prompts that would have been looked at) and `safe` (the last safe boundary in what was seen) are 0 unless
-    the scope is auto; `restored` (tokens that need not be computed) and `price` (of a checkpoint, in tokens) unless it
-    places checkpoints. `lost` is what this prompt lacks of the one that it shares most with, at that one's end, in
-    tokens; `continues`, `trials` and `again` are those of the `Sighting`.
+    the scope is auto; `price` (of a checkpoint, in tokens) unless it places checkpoints. `lost` is what this prompt
+    lacks of the one that it shares most with, at that one's end, in tokens; `continues`, `trials` and `again` are
+    those of the `Sighting`.
     """
 
     scope: Scope
@@ -99,13 +101,12 @@ class Selection:
     aligned: int = 0
     keep_tail: bool = False
     checkpoints: tuple[int, ...] = ()
-    support: tuple[int, ...] = ()
+    votes: tuple[int, ...] = ()
     window: int = 0
     recent: int = 0
     common: int = 0
     seen: int = 0
     safe: int = 0
-    restored: int = 0
     price: int = 0
     lost: int = 0
     continues: bool = False
@@ -119,37 +120,12 @@ class Selection:
 
     def keeping_nothing(self, reason: Reason) -> Selection:
         """The same prompt and window, but nothing is kept."""
-        return replace(self, reason=reason, selected=0, aligned=0, keep_tail=False, checkpoints=(), support=())
+        return replace(self, reason=reason, selected=0, aligned=0, keep_tail=False, checkpoints=(), votes=())
 
     @property
     def diverged_at(self) -> int | None:
         """Index of the first token that leaves every prompt looked at; None without any, or if nothing leaves them."""
         return self.common if self.recent and self.common < self.prompt_tokens else None
-
-    def log_line(self) -> str:
-        """One line for the log; `selected` in it is the grid point, as that is what a later request can restore."""
-        tail = self.prompt_tokens - self.aligned if self.keep_tail else 0
-        kept = f"selected={self.aligned} tail={tail} reason={self.reason}"
-        match self.scope.kind:
-            case "off":
-                text = f"off scope: reason={self.reason}"
-            case "full":
-                text = f"full scope: prompt={self.prompt_tokens} {kept}"
-            case "tokens":
-                text = f"tokens scope: n={self.scope.value} prompt={self.prompt_tokens} {kept}"
-            case "auto":
-                text = (
-                    f"auto scope: window={self.window} recent={self.recent} safe={self.safe} selected={self.aligned}"
-                    f" common={self.common} lost={self.lost} seen={self.seen} continues={str(self.continues).lower()}"
-                    f" again={self.again}/{self.trials} prompt={self.prompt_tokens} reason={self.reason}"
-                )
-        if self.checkpoints:
-            votes = self.support or (0,) * len(self.checkpoints)
-            listed = (f"{at}x{n}" if n else f"{at}" for at, n in zip(self.checkpoints, votes, strict=True))
-            text += f" checkpoints={','.join(listed)}"
-        if self.price:
-            text += f" restored={self.restored} price={self.price}"
-        return f"[disk-cache] {text}"
 
 
 class _Choice(NamedTuple):
@@ -249,7 +225,7 @@ def select(
     if selected and (selected if keep_tail else aligned) < least:
         aligned, keep_tail, reason = 0, False, "below_min_tokens"
     if state == "one_pass" and aligned and not keep_tail:
-        aligned, reason = 0, "one_pass"
+        aligned, reason = 0, "whole_prompt_only"
     support: dict[int, int] = {}
     if state == "checkpoints" and (aligned or keep_tail):
         support = choice.support if choice.support is not None else {}
@@ -269,13 +245,12 @@ def select(
         aligned=aligned,
         keep_tail=keep_tail,
         checkpoints=checkpoints,
-        support=tuple(support[position] for position in checkpoints) if choice.support is not None else (),
+        votes=tuple(support[position] for position in checkpoints) if choice.support is not None else (),
         window=scope.value if auto else 0,
         recent=len(window.prompts),
         common=window.common,
         seen=seen,
         safe=last_safe(prompt, window.known) if auto else 0,
-        restored=restored if price else 0,
         price=price,
         lost=window.lost,
         continues=sighting.continues,
@@ -307,7 +282,7 @@ def _by_sighting(prompt: Prompt, window: _Window, least: int) -> _Choice:
     if (guess := _system_guess(prompt, window, least)) is not None:
         return guess
     safe = last_safe(prompt, window.known)
-    return _Choice(safe, "best_match") if safe else _Choice(0, _why_nothing(window))
+    return _Choice(safe, "shared_prefix") if safe else _Choice(0, _why_nothing(window))
 
 
 def _by_support(prompt: Prompt, window: _Window, block_size: int, least: int, restored: int, price: int) -> _Choice:
@@ -329,9 +304,11 @@ def _by_support(prompt: Prompt, window: _Window, block_size: int, least: int, re
     if support:
         last = max(support)
         # Of an exact repeat the end counts too: nothing can go on from a checkpoint there without the logits.
-        return _Choice(last, reasons.get(last, "support"), support, is_whole=window.common == len(prompt.token_ids))
+        return _Choice(
+            last, reasons.get(last, "best_checkpoints"), support, is_whole=window.common == len(prompt.token_ids)
+        )
     if max(votes, default=0) >= least:
-        return _Choice(0, "nothing_new", {})
+        return _Choice(0, "already_saved", {})
     return _Choice(0, "below_min_tokens" if any(votes) else _why_nothing(window), {})
 
 
@@ -343,15 +320,15 @@ def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
     """
     num_tokens, common = len(prompt.token_ids), window.common
     if window.goes_on:
-        return _Choice(last_safe(prompt, num_tokens), "grows", is_whole=False)
+        return _Choice(last_safe(prompt, num_tokens), "continues", is_whole=False)
     # To share the system message, or less than what is lost, says nothing of the rest.
     is_same = last_safe(prompt, common) > prompt.system_end and window.lost <= common
     end = last_safe(prompt, max(num_tokens - window.lost, 0) if is_same else num_tokens)
     if is_same and 0 < window.lost * _SHORT_END <= common + window.lost:
-        return _Choice(end, "grows", is_whole=False)
+        return _Choice(end, "continues", is_whole=False)
     if window.sighting.is_likely_again:
-        return _Choice(end, "likely", is_whole=False)
-    return _Choice(end, "untried", is_whole=False) if window.sighting.is_untried else None
+        return _Choice(end, "likely_repeat", is_whole=False)
+    return _Choice(end, "learning", is_whole=False) if window.sighting.is_untried else None
 
 
 def _system_guess(prompt: Prompt, window: _Window, least: int) -> _Choice | None:
@@ -360,12 +337,12 @@ def _system_guess(prompt: Prompt, window: _Window, least: int) -> _Choice | None
         return None
     beginnings = [bytes(earlier[:least]) for earlier in window.prompts]
     is_shared = len(set(beginnings)) < len(beginnings)
-    return _Choice(prompt.system_end, "system_guess") if is_shared or len(beginnings) < _SEEN_ENOUGH else None
+    return _Choice(prompt.system_end, "new_system_prompt") if is_shared or len(beginnings) < _SEEN_ENOUGH else None
 
 
 def _why_nothing(window: _Window) -> Reason:
     if window.known:
-        return "no_boundary"
+        return "no_safe_boundary"
     return "no_match" if window.prompts else "no_history"
 
 

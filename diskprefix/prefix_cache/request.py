@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -20,7 +20,7 @@ from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.policy.admission import Sighting
-from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
+from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE
 from diskprefix.policy.select import Selection, select
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes, ttl_at
@@ -58,12 +58,14 @@ class CachedRequest:
         self._store_id = names.store_id
         self._secret = names.secret
         self._nodes = self._nodes_of(prompt.token_ids)
-        self._bypass: MissReason | None = None
+        self._bypass: Literal["media", "unsupported", "off"] | None = None
         if prompt.media:
             self._bypass = "media"
         elif cache.layout.unsupported or options.scope.kind == "off":
             self._bypass = "unsupported" if cache.layout.unsupported else "off"
-        self.selection = Selection(scope=Scope("off"), prompt_tokens=len(prompt.token_ids), reason="bypassed")
+        self.selection = Selection(
+            scope=options.scope, prompt_tokens=len(prompt.token_ids), reason=self._bypass or "off"
+        )
         """What is kept; known once `restore` was called."""
         self.is_published = False
         """Whether the prompt was computed to its end and could be kept, were there a scope and a store for it."""
@@ -190,37 +192,25 @@ class CachedRequest:
             self._cache.counters["restored_bytes"] += restored.num_bytes
         elif self._miss_reason is not None:
             self._cache.misses[self._miss_reason] += 1
-        return CacheReport(
-            scope=str(self._options.scope),
-            reason=self.selection.reason,
-            window=self.selection.window,
-            recent=self.selection.recent,
-            common=self.selection.common,
-            seen=self.selection.seen,
-            lost=self.selection.lost,
-            continues=self.selection.continues,
-            trials=self.selection.trials,
-            again=self.selection.again,
-            price=self.selection.price,
-            selected=self.selection.selected,
-            aligned=self.selection.aligned,
-            checkpoints=self.selection.checkpoints,
+        report = CacheReport(
+            selection=self.selection,
             restored=restored.num_tokens,
+            source=restored.source,
+            miss_reason=self._miss_reason,
             matched=restored.matched,
             refused=restored.refused,
             retained=layout.retained(restored.num_tokens) if restored.num_tokens else {},
             exact=restored.exact,
-            source=restored.source,
             restore_ms=restored.restore_ms,
             saved=self._saved,
-            miss_reason=self._miss_reason,
-            diverged_at=self.selection.diverged_at if self._miss_reason == "diverged" else None,
         )
+        log.debug("%s", report.log_line())
+        return report
 
     @property
     def _keeps_reply(self) -> bool:
         options, layout = self._options, self._cache.layout
-        is_wanted = options.reuse_generated and options.save and self.selection.reason != "gate"
+        is_wanted = options.reuse_generated and options.save and self.selection.reason != "faster_to_compute"
         return is_wanted and self._bypass is None and not layout.is_one_pass
 
     def _nodes_of(self, token_ids: TokenIds) -> PromptNodes:
@@ -254,8 +244,10 @@ class CachedRequest:
         return refused
 
     def _select(self) -> Selection:
+        if self._bypass is not None:
+            return self.selection
         settings, layout = self._cache.settings, self._cache.layout
-        scope = Scope("off") if self._bypass else self._options.scope
+        scope = self._options.scope
         sighting = Sighting()
         if scope.kind == "auto":
             sighting = self._namespace.admission.look(self._prompt, self._nodes.block_names(), settings.block_size)
@@ -276,14 +268,10 @@ class CachedRequest:
         )
         if self._goes_on:
             selection = replace(selection, keep_tail=False)
-        if self._bypass not in (None, "off"):
-            selection = selection.keeping_nothing("bypassed")
-        elif not self._options.save and scope.kind != "off":
-            selection = selection.keeping_nothing("read_only")
-        elif selection.kept and not self._cache.is_worth(selection.kept, use="save"):
-            selection = selection.keeping_nothing("gate")
-        if self._bypass in (None, "off"):
-            log.info("%s", selection.log_line())
+        if not self._options.save:
+            return selection.keeping_nothing("read_only")
+        if selection.kept and not self._cache.is_worth(selection.kept, use="save"):
+            return selection.keeping_nothing("faster_to_compute")
         return selection
 
     def _try_restore(self, arena: KVArena) -> Restored:
@@ -313,12 +301,12 @@ class CachedRequest:
     def _explain_miss(self, restored: Restored) -> MissReason:
         """`diverged` only if the prompt leaves everything seen within its first block: from there on a block could
         have been restored, had it been stored."""
-        if restored.refused in ("no_checkpoint", "one_pass", "gate"):
+        if restored.refused in ("no_checkpoint", "whole_prompt_only", "faster_to_compute"):
             return restored.refused
         if len(self._prompt.token_ids) < self._cache.settings.kv_cache_min_tokens:
             return "too_short"
         if not self.selection.recent or self.selection.common >= self._nodes.block_size:
-            return "first_request"
+            return "not_stored"
         return "diverged"
 
     def _planner(self) -> Planner:

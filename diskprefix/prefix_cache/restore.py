@@ -172,12 +172,12 @@ class Restoration:
         if found.damaged:
             return "damaged"
         if self._is_slower:
-            return "gate"
+            return "faster_to_compute"
         deepest = found.deepest
         if deepest is None or deepest.end == num_tokens:
             return None
         if self._layout.is_one_pass:
-            return "one_pass"
+            return "whole_prompt_only"
         at_end = deepest.end == len(self._nodes.token_ids)
         return "no_logits" if at_end and deepest.end - num_tokens <= self._nodes.block_size else "no_checkpoint"
 

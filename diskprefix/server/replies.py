@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from diskprefix.cache_report import MissReason, Refused, Saved, Source
+from diskprefix.cache_report import MissReason, Saved, Source
 from diskprefix.engine.request import DoneEvent, FinishReason, TokenLogprob
+from diskprefix.policy.select import Reason
 
 
 class PromptTokensDetails(BaseModel):
@@ -28,57 +29,45 @@ class UsageReply(BaseModel):
 
 
 class CacheReply(BaseModel):
-    """What the disk cache did for this request."""
+    """What the disk cache did for this request. The debug log has more."""
 
     scope: str = Field(description="The scope that was used, in its canonical form.", examples=["auto:30"])
-    reason: str = Field(
-        description="Why so much is kept, in a stable word. Something is with `full` and `tokens` (the scope says so), "
-        "`marks` (the client does), `grows` (the prompt continues an earlier one), `likely` (prompts like it come "
-        "again), `untried` (too few like it came to know), `best_match` (it was seen before), `support` (the window "
-        "votes for it) and `system_guess` (a new system message); nothing with `off`, `nothing_new` (it is there "
-        "already), `no_history`, `no_match`, `no_boundary`, `below_min_tokens`, `one_pass` (the model's state has no "
-        "place to go on from), `bypassed` (the cache is not used), `read_only` (the request asks for that) and `gate` "
-        "(computing is faster).",
-        examples=["best_match"],
+    restored: int = Field(description="Prompt tokens whose state was restored, not computed; 0 for a miss.")
+    source: Source = Field(
+        default="none", description="Present for a hit: `disk`, or `memory` for what was still waiting to be written."
     )
-    window: int = Field(description="How many recent prompts `auto` looks at, at most; 0 for other scopes.")
-    recent: int = Field(description="How many recent prompts there were to look at.")
-    common: int = Field(description="The longest prefix shared with one of them, in tokens.")
-    seen: int = Field(description="How many tokens, in whole blocks, were seen before, in them or earlier.")
-    lost: int = Field(description="What this prompt lacks of the one that it shares most with, at its end, in tokens.")
-    continues: bool = Field(description="Whether it goes on from the end of an earlier prompt, as a conversation does.")
-    trials: int = Field(description="How many earlier prompts of its kind could have come again by now.")
-    again: int = Field(description="How many of them did.")
-    price: int = Field(
-        description="What a checkpoint must save to be worth its bytes, in tokens; 0 unless checkpoints are placed."
+    miss_reason: MissReason | None = Field(
+        default=None,
+        description="Present for a miss: why nothing was restored. `not_stored`: no block of the prompt is stored. "
+        "`diverged`: it differs from every recent prompt within its first block. `too_short`: it has fewer tokens than "
+        "the minimum. `no_checkpoint`: its blocks are stored, but no checkpoint to continue from. `whole_prompt_only`: "
+        "this model's state can be restored for an exact repeat only. `faster_to_compute`: computing is faster here. "
+        "`off`: the scope is off. `media`: the prompt holds images or sounds. `unsupported`: the model cannot be "
+        "cached. `error`: the cache failed; the daemon's log says how.",
     )
-    selected: int = Field(description="The boundary that the policy chose to save up to, in tokens.")
-    aligned: int = Field(description="The same, floored to the prefill grid.")
-    checkpoints: list[int] = Field(
-        description="Where this request saves state that cannot be cut, in tokens; empty for models without any."
-    )
-    restored: int = Field(description="Prompt tokens that were restored.")
-    matched: int = Field(description="Prompt tokens that were found in the store; at least as many as restored.")
-    refused: Refused | None = Field(
-        description="Why not all of them were restored: `no_logits` (at least one token must be computed), "
-        "`no_checkpoint`, `one_pass`, `damaged` or `gate` (computing is faster); null if they were."
-    )
-    retained: dict[str, tuple[int, int]] = Field(
-        description="Of which tokens the state was needed, as [first, end), by kind of state.",
-        examples=[{"full": [0, 1280], "window_512": [769, 1280], "checkpoint": [1280, 1280]}],
-    )
-    exact: bool = Field(
-        description="Whether what was restored is what a prefill computes, bit for bit; false only for a reply's state."
-    )
-    source: Source = Field(description="`disk`, `memory` (still in the writer's buffer) or `none`.")
-    restore_ms: float
-    saved: Saved = Field(
-        description="`queued` for the writer, `stored` already there, `dropped` (buffer or budget full) or `none`."
-    )
-    miss_reason: MissReason | None = Field(description="Why nothing was restored; null for a hit.")
     diverged_at: int | None = Field(
         default=None,
-        description="Present with `diverged`: the first token at which the prompt leaves everything seen before.",
+        description="Present with `diverged`: the index of the first token that differs from every recent prompt.",
+    )
+    boundary: int = Field(description="Prompt tokens, from the first one on, that this request keeps in the cache.")
+    boundary_reason: Reason = Field(
+        description="Why so many. Something is kept with `full` and `tokens` (the scope says so), `marks` (the client "
+        "marked it), `continues` (the prompt continues an earlier one), `likely_repeat` (most prompts like it came "
+        "again), `learning` (too few like it were seen to know), `shared_prefix` (an earlier prompt shares it), "
+        "`best_checkpoints` (these checkpoints are expected to save most) and `new_system_prompt`. Nothing is kept "
+        "with `off`, `already_saved`, `no_history` (no recent prompts), `no_match` (not even the first token was seen "
+        "before), `no_safe_boundary` (the shared prefix has no position to cut at), `below_min_tokens`, "
+        "`whole_prompt_only`, `media`, `unsupported`, `read_only` (the request asks to save nothing) and "
+        "`faster_to_compute`.",
+        examples=["continues"],
+    )
+    saved: Saved = Field(
+        description="`queued` for the writer, `stored` already, `dropped` (no room for it) or `none` (nothing to save)."
+    )
+    exact: bool = Field(
+        default=True,
+        description="Present if false: the restored state is that of a reply as it was decoded, which need not be, "
+        "bit for bit, what a prefill computes.",
     )
 
 
@@ -236,11 +225,17 @@ def usage_reply(done: DoneEvent) -> dict[str, Any]:
 
 
 def cache_reply(done: DoneEvent) -> dict[str, Any]:
-    report = asdict(done.cache)
-    report["restore_ms"] = round(done.cache.restore_ms, 2)
-    if report["diverged_at"] is None:
-        del report["diverged_at"]
-    return report
+    """The response's `prefix_cache` object: short enough for one line of a screen."""
+    report, selection = done.cache, done.cache.selection
+    reply: dict[str, Any] = {"scope": str(selection.scope), "restored": report.restored}
+    if report.miss_reason is None:
+        reply["source"] = report.source
+    else:
+        reply["miss_reason"] = report.miss_reason
+    if report.diverged_at is not None:
+        reply["diverged_at"] = report.diverged_at
+    reply |= {"boundary": selection.kept, "boundary_reason": selection.reason, "saved": report.saved}
+    return reply if report.exact else reply | {"exact": False}
 
 
 def timings_reply(done: DoneEvent) -> dict[str, float]:

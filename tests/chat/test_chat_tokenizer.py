@@ -157,5 +157,5 @@ def test_an_injected_marker_does_not_move_the_selected_boundary(tokenizer: Any) 
 def test_the_guess_of_the_first_request_is_the_boundary_of_the_second(tokenizer: Any) -> None:
     first, second = to_prompt(tokenizer, [SYSTEM, QUESTION]), to_prompt(tokenizer, [SYSTEM, INJECTED])
     guess, match = cut(first), cut(second, first)
-    assert (guess.reason, match.reason) == ("system_guess", "best_match")
+    assert (guess.reason, match.reason) == ("new_system_prompt", "shared_prefix")
     assert guess.aligned == match.aligned > 0

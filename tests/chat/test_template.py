@@ -271,7 +271,7 @@ def test_auto_keeps_plain_text_of_a_tokenizer_that_adds_a_bos(tokenizer_with_bos
     assert second.boundaries == ()
     auto = parse_scope("auto", param="scope")
     kept = select(auto, second, [first.token_ids], block_size=16, min_tokens=16, cold_max=1024, interval=1024)
-    assert kept.reason == "best_match"
+    assert kept.reason == "shared_prefix"
     assert kept.aligned > 64
 
 

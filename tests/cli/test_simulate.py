@@ -18,6 +18,7 @@ from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.cli import simulate_table
 from diskprefix.policy.scope import Scope
+from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.settings import find_policy, parse_size
 from diskprefix.simulate.baselines import whole_snapshots
@@ -138,7 +139,7 @@ def test_traces_of_all_kinds_are_replayed_in_one_go(run: Run, tmp_path: Path, to
         recorder.note(
             request.prompt,
             options,
-            CacheReport(scope="full"),
+            CacheReport(selection=Selection(scope=Scope("full"), prompt_tokens=50, reason="full")),
             root=b"r" * 16,
             when=request.when,
             output_tokens=1,
@@ -244,7 +245,7 @@ def record(path: Path, *, block_size: int, state_bytes: int = 0, bytes_per_token
         recorder.note(
             request.prompt,
             options,
-            CacheReport(scope="auto:30"),
+            CacheReport(selection=Selection(scope=Scope("full"), prompt_tokens=50, reason="full")),
             root=b"r" * 16,
             when=request.when,
             output_tokens=1,

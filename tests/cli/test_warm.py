@@ -305,7 +305,7 @@ SAVED = (
     200,
     {
         "usage": {"prompt_tokens": 1234},
-        "prefix_cache": {"restored": 0, "saved": "queued", "miss_reason": "first_request"},
+        "prefix_cache": {"restored": 0, "saved": "queued", "boundary_reason": "full"},
     },
 )
 

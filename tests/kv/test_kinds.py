@@ -119,7 +119,7 @@ def test_a_scan_that_takes_no_state_makes_one_pass(name: str, tmp_path: Path) ->
     assert torch.equal(warm.logits, cold.logits)
     shorter = runner.run(prompt[: 3 * BLOCK + 2].copy(), "full")
     assert (shorter.report.restored, shorter.report.matched) == (0, 3 * BLOCK)
-    assert (shorter.report.refused, shorter.report.miss_reason) == ("one_pass", "one_pass")
+    assert (shorter.report.refused, shorter.report.miss_reason) == ("whole_prompt_only", "whole_prompt_only")
     runner.close()
 
 
@@ -188,7 +188,7 @@ def test_several_checkpoints_of_one_prompt_live_side_by_side_and_the_next_shorte
     runner = Runner(tiny_model("qwen3_next", torch.float32), settings)
     prompt = random_prompt(1, 13 * BLOCK + 3)
     cold = runner.run(prompt, "full", boundaries=(2 * BLOCK, 11 * BLOCK + 1))
-    assert cold.report.checkpoints == tuple(BLOCK * n for n in (2, 4, 8, 11, 12, 13))
+    assert cold.report.selection.checkpoints == tuple(BLOCK * n for n in (2, 4, 8, 11, 12, 13))
     runner.reopen()
     for blocks, checkpoint in ((3, 2), (7, 4), (10, 8), (12, 12)):
         other = prompt[: blocks * BLOCK + 5].copy()

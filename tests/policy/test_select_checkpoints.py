@@ -51,13 +51,13 @@ def pick(prompt: Prompt, *recent: TokenIds, **changes: Any) -> Selection:
 
 
 def chosen(selection: Selection) -> dict[int, int]:
-    return dict(zip(selection.checkpoints, selection.support, strict=True))
+    return dict(zip(selection.checkpoints, selection.votes, strict=True))
 
 
 def test_each_recent_prompt_votes_for_what_it_shares() -> None:
     selection = pick(Prompt(ids(3000)), sharing(650), sharing(650), sharing(1720))
     assert chosen(selection) == {600: 3, 1700: 1}
-    assert (selection.selected, selection.aligned, selection.reason) == (1700, 1700, "support")
+    assert (selection.selected, selection.aligned, selection.reason) == (1700, 1700, "best_checkpoints")
     assert not selection.keep_tail
 
 
@@ -107,7 +107,7 @@ def test_what_is_stored_already_saves_nothing_more() -> None:
     assert chosen(pick(Prompt(ids(3000)), *recent, restored=600, checkpoint_tokens=200)) == {1200: 2}
     assert chosen(pick(Prompt(ids(3000)), *recent, restored=1200)) == {1300: 1}
     nothing = pick(Prompt(ids(3000)), *recent, restored=1300)
-    assert (nothing.checkpoints, nothing.aligned, nothing.reason) == ((), 0, "nothing_new")
+    assert (nothing.checkpoints, nothing.aligned, nothing.reason) == ((), 0, "already_saved")
 
 
 def test_what_was_seen_before_the_window_is_one_vote_if_it_is_longer() -> None:
@@ -120,7 +120,7 @@ def test_a_conversation_that_grew_votes_for_its_end_and_what_it_continues_does_n
     earlier = [prompt.token_ids[:1995], prompt.token_ids[:905]]
     selection = pick(prompt, *earlier)
     assert chosen(selection) == {2800: 1}
-    assert (selection.aligned, selection.reason) == (2800, "grows")
+    assert (selection.aligned, selection.reason) == (2800, "continues")
     assert chosen(pick(prompt, *earlier, leaving(prompt, 950))) == {900: 2, 2800: 1}
 
 
@@ -128,49 +128,49 @@ def test_a_conversation_that_went_on_beyond_the_window_votes_for_its_end() -> No
     prompt = parted(3000, 1, 900, 2000, 2800)
     selection = pick(prompt, leaving(prompt, 950), sighting=replace(CONTINUES, num_blocks=20))
     assert chosen(selection) == {900: 3, 2000: 2, 2800: 1}
-    assert selection.reason == "grows"
+    assert selection.reason == "continues"
 
 
 def test_a_prompt_whose_kind_comes_again_votes_for_its_end() -> None:
     selection = pick(parted(3000, 1, 900, 2000, system_end=900), sighting=LIKELY)
-    assert (chosen(selection), selection.reason) == ({900: 2, 2000: 1}, "likely")
+    assert (chosen(selection), selection.reason) == ({900: 2, 2000: 1}, "likely_repeat")
 
 
 def test_a_system_message_that_nobody_has_sent_yet_is_a_vote() -> None:
     prompt = parted(3000, 1, 900, 2000, system_end=900)
-    assert (chosen(pick(prompt)), pick(prompt).reason) == ({900: 1}, "system_guess")
+    assert (chosen(pick(prompt)), pick(prompt).reason) == ({900: 1}, "new_system_prompt")
     others = [as_token_ids([*range(n * 10**6, n * 10**6 + 500), MARKER]) for n in range(2, 10)]
-    assert pick(prompt, *others[:7]).reason == "system_guess"
+    assert pick(prompt, *others[:7]).reason == "new_system_prompt"
     assert (pick(prompt, *others).checkpoints, pick(prompt, *others).reason) == ((), "no_match")
     assert chosen(pick(prompt, leaving(prompt, 950))) == {900: 1}
-    assert pick(prompt, leaving(prompt, 950)).reason == "support"
+    assert pick(prompt, leaving(prompt, 950)).reason == "best_checkpoints"
 
 
 def test_a_system_message_that_nobody_has_sent_yet_is_a_vote_beside_the_prompts_end() -> None:
     """Else the next prompt with it, which asks another thing, restores nothing."""
     selection = pick(parted(3000, 1, 900, 2000, system_end=900), sighting=LIKELY)
     assert chosen(selection) == {900: 2, 2000: 1}
-    assert selection.reason == "likely"
+    assert selection.reason == "likely_repeat"
 
 
 def test_the_reason_is_that_of_the_last_checkpoint() -> None:
     prompt = parted(3000, 1, 900, 2000, 2800, system_end=900)
     goes_on = replace(CONTINUES, num_blocks=10)
-    assert pick(prompt, leaving(prompt, 950), sighting=goes_on).reason == "grows"
+    assert pick(prompt, leaving(prompt, 950), sighting=goes_on).reason == "continues"
     not_worth_it = pick(prompt, leaving(prompt, 2050), sighting=goes_on, min_tokens=2000, checkpoint_tokens=1000)
-    assert (chosen(not_worth_it), not_worth_it.reason) == ({2000: 2}, "support")
+    assert (chosen(not_worth_it), not_worth_it.reason) == ({2000: 2}, "best_checkpoints")
     at_the_same = pick(parted(2090, 1, 900, 2000, 2050), sighting=replace(LIKELY, num_blocks=20))
-    assert (chosen(at_the_same), at_the_same.reason) == ({2000: 2}, "likely"), "the same place on the grid"
+    assert (chosen(at_the_same), at_the_same.reason) == ({2000: 2}, "likely_repeat"), "the same place on the grid"
     no_boundary = parted(3000, 900, 2000, system_end=900)
     guess = pick(no_boundary, leaving(no_boundary, 850))
-    assert (chosen(guess), guess.reason) == ({900: 1}, "system_guess"), "what was shared holds no safe boundary"
+    assert (chosen(guess), guess.reason) == ({900: 1}, "new_system_prompt"), "what was shared holds no safe boundary"
 
 
 def test_a_conversation_with_a_reminder_that_moves_votes_for_what_comes_before_it() -> None:
     prompt = parted(3000, 1, 900, 2000, 2800, system_end=900)
     earlier = as_token_ids([*prompt.token_ids[:2000], *range(1_000_000, 1_000_200)])
     selection = pick(prompt, earlier)
-    assert (chosen(selection), selection.reason) == ({2000: 2, 2800: 1}, "grows")
+    assert (chosen(selection), selection.reason) == ({2000: 2, 2800: 1}, "continues")
     longer = as_token_ids([*earlier, *range(2_000_000, 2_000_050)])
     assert chosen(pick(prompt, longer)) == {2000: 2}, "250 tokens were lost, 200 stand behind the last boundary"
 
@@ -183,7 +183,7 @@ def test_what_is_likely_but_below_the_minimum_is_not_kept() -> None:
 def test_a_restored_conversation_that_barely_grew_is_not_worth_a_checkpoint() -> None:
     prompt = parted(3000, 1, 2000, 2150)
     selection = pick(prompt, prompt.token_ids[:2000], restored=2000, checkpoint_tokens=400)
-    assert (selection.checkpoints, selection.kept, selection.reason) == ((), 0, "nothing_new")
+    assert (selection.checkpoints, selection.kept, selection.reason) == ((), 0, "already_saved")
     assert chosen(pick(prompt, prompt.token_ids[:2000], restored=2000)) == {2100: 1}
 
 
@@ -197,8 +197,8 @@ def test_an_exact_repeat_of_whole_blocks_can_be_restored() -> None:
     [
         ((), UNLIKELY, "no_history"),
         ((sharing(0),), UNLIKELY, "no_match"),
-        ((sharing(850),), UNLIKELY, "no_boundary"),
-        ((), replace(UNLIKELY, num_blocks=8), "no_boundary"),
+        ((sharing(850),), UNLIKELY, "no_safe_boundary"),
+        ((), replace(UNLIKELY, num_blocks=8), "no_safe_boundary"),
         ((sharing(950),), UNLIKELY, "below_min_tokens"),
         ((), LIKELY, "below_min_tokens"),
     ],
@@ -244,7 +244,7 @@ def test_no_other_set_of_checkpoints_saves_more(
     best = max(map(gain, sets))
     assert gain(selection.checkpoints) == best
     assert not [some for some in sets if set(some) > set(selection.checkpoints) and gain(some) == best]
-    assert selection.support == tuple(sum(vote >= at for vote in votes) for at in selection.checkpoints)
+    assert selection.votes == tuple(sum(vote >= at for vote in votes) for at in selection.checkpoints)
 
 
 @given(POSITIONS, st.integers(1, 8))

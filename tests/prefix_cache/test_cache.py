@@ -69,7 +69,7 @@ def test_an_exact_repeat_after_a_reopen_runs_no_forward(runner: Runner) -> None:
     assert same(cold, warm)
     assert (cold.num_forwards, warm.num_forwards) == (11, 0)
     assert (warm.report.restored, warm.report.source, warm.report.miss_reason) == (len(prompt), "disk", None)
-    assert (cold.report.restored, cold.report.source, cold.report.miss_reason) == (0, "none", "first_request")
+    assert (cold.report.restored, cold.report.source, cold.report.miss_reason) == (0, "none", "not_stored")
     assert (cold.report.saved, warm.report.saved) == ("queued", "stored")
 
 
@@ -130,7 +130,7 @@ def test_a_saved_boundary_serves_another_tail(runner: Runner) -> None:
     anchor = random_prompt(8, 5 * BLOCK + 4)
     first = np.concatenate([anchor, random_prompt(9, 40)])
     second = np.concatenate([anchor, random_prompt(10, 40)])
-    assert runner.run(first, len(anchor)).report.aligned == 5 * BLOCK
+    assert runner.run(first, len(anchor)).report.selection.aligned == 5 * BLOCK
     runner.reopen()
     warm, cold = runner.run(second, len(anchor), reply=4), runner.run(second, "off", reply=4)
     assert same(cold, warm)
@@ -143,7 +143,7 @@ def test_auto_knows_its_history_in_the_first_request_after_a_restart(runner: Run
     runner.run(prompts[0], "auto:8", boundaries=(len(anchor),))
     runner.reopen()
     second = runner.run(prompts[1], "auto:8", boundaries=(len(anchor),))
-    assert (second.report.selected, second.report.aligned) == (len(anchor), len(anchor))
+    assert (second.report.selection.selected, second.report.selection.aligned) == (len(anchor), len(anchor))
     runner.reopen()
     third = runner.run(prompts[2], "auto:8", boundaries=(len(anchor),), reply=4)
     assert third.report.restored == len(anchor)
@@ -275,7 +275,7 @@ def test_another_root_never_hits(tmp_path: Path) -> None:
     model = tiny_llama()
     for name in ("one", "another"):
         runner = Runner(model, tiny_settings(tmp_path), name)
-        assert runner.run(prompt, "full").report.miss_reason == "first_request"
+        assert runner.run(prompt, "full").report.miss_reason == "not_stored"
         runner.close()
 
 
@@ -283,7 +283,7 @@ def test_the_miss_reason_says_what_would_help(runner: Runner) -> None:
     prompt = random_prompt(21, 4 * BLOCK)
     assert runner.run(prompt[: BLOCK - 1].copy(), "full").report.miss_reason == "too_short"
     assert runner.run(prompt, "off").report.miss_reason == "off"
-    assert runner.run(prompt, "full").report.miss_reason == "first_request"
+    assert runner.run(prompt, "full").report.miss_reason == "not_stored"
     edited = prompt.copy()
     edited[5] = (edited[5] + 1) % 100
     report = runner.run(edited, "full").report
@@ -294,7 +294,7 @@ def test_a_prompt_that_was_seen_but_not_kept_has_not_diverged(runner: Runner) ->
     prompt = random_prompt(29, 4 * BLOCK)
     for _ in range(2):
         report = runner.run(prompt, "auto:1", boundaries=(3,)).report
-        assert (report.miss_reason, report.diverged_at, report.saved) == ("first_request", None, "none")
+        assert (report.miss_reason, report.diverged_at, report.saved) == ("not_stored", None, "none")
 
 
 def test_a_hit_in_the_buffer_counts_once_the_prompt_is_stored(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +435,7 @@ def _model(dtype: torch.dtype, device: str) -> PreTrainedModel:
 def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> None:
     prompt = random_prompt(40, 4 * BLOCK)
     runner.run(prompt, "full")
-    assert runner.run(prompt, "auto").report.aligned > 0
+    assert runner.run(prompt, "auto").report.selection.aligned > 0
     runner.flush()
     purge(runner.cache.store, Selection(), time.time(), lambda _: None)
     again = runner.run(prompt, "auto")
@@ -492,7 +492,7 @@ def test_checkpoints_take_no_more_memory_than_may_wait_to_be_written(tmp_path: P
 
         patch.setattr(CachedRequest, "after_step", watched)
         answer = runner.run(random_prompt(1, 20 * BLOCK), "full")
-    assert len(answer.report.checkpoints) == 20
+    assert len(answer.report.selection.checkpoints) == 20
     assert max(held) == 3
     runner.close()
 

@@ -23,6 +23,7 @@ from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import Scope
+from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache import recording
 from diskprefix.prefix_cache.recording import RecordedRequest, Recorder, joined
 from diskprefix.prompt import Mark, Prompt
@@ -32,7 +33,8 @@ from diskprefix.tokens import TokenIds, common_prefix_length
 BLOCK = 16
 ROOT, OTHER_ROOT, GROUP = b"r" * 16, b"o" * 16, b"\1" * 8
 FULL = CacheOptions(scope=Scope("full"))
-REPORT = CacheReport(scope="full")
+CHOSEN = Selection(scope=Scope("full"), prompt_tokens=50, reason="full")
+REPORT = CacheReport(selection=CHOSEN)
 
 
 def random_prompt(seed: int, num_tokens: int) -> TokenIds:
@@ -91,7 +93,9 @@ def test_a_line_says_what_was_asked_for_and_what_the_cache_did(tmp_path: Path) -
     recorder = open_recorder(path, default_scope=Scope("auto", 30))
     prompt = Prompt(random_prompt(1, 40), (5, 20), 5, "secret words", marks=(Mark(20, 300.0), Mark(33)))
     options = CacheOptions(scope=Scope("auto", 8), tenant=SHARED.with_salt("me"), group=GROUP, save=False, ttl_s=60.0)
-    report = CacheReport(scope="auto:8", selected=20, aligned=16, restored=16, source="disk", restore_ms=1.234)
+    report = CacheReport(
+        selection=replace(CHOSEN, selected=20, aligned=16), restored=16, source="disk", restore_ms=1.234
+    )
     recorder.weigh(bytes_per_token=640, state_bytes=1024, logits_bytes=800)
     note(recorder, prompt, options, report, when=1234.5678)
     recorder.close()

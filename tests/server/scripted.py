@@ -20,6 +20,8 @@ from diskprefix.cache_report import CacheReport
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, TextEvent, Timings, Usage
+from diskprefix.policy.scope import Scope
+from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.server.app import create_app
 from diskprefix.server.daemon import Daemon
@@ -41,7 +43,7 @@ STATS: dict[str, Any] = {
     "budget_bytes": 4,
     "pending_bytes": 5,
     "hits": 6,
-    "misses": {"first_request": 7, "diverged": 8},
+    "misses": {"not_stored": 7, "diverged": 8},
     "restored_tokens": 9,
     "restored_bytes": 10,
     "saved_tokens": 11,
@@ -56,10 +58,14 @@ STATS: dict[str, Any] = {
 }
 
 
+CHOSEN = Selection(scope=Scope("auto", 30), prompt_tokens=10, reason="no_match", recent=2, common=3)
+
+
 def done(completion_tokens: int = 2, cached_tokens: int = 0, **report: Any) -> DoneEvent:
+    figures: dict[str, Any] = {"selection": CHOSEN, "restored": cached_tokens, **report}
     return DoneEvent(
         Usage(prompt_tokens=10, completion_tokens=completion_tokens, cached_tokens=cached_tokens),
-        CacheReport(scope="auto:30", restored=cached_tokens, **report),
+        CacheReport(**figures),
         Timings(
             queue_ms=1,
             lookup_ms=2,

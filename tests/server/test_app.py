@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import httpx
 import pytest
 
 from diskprefix.cache_options import group_of
-from diskprefix.engine.request import DoneEvent, FinishEvent, GenerateRequest, TextEvent
+from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError, ModelError, StoreUnavailable
 from diskprefix.server import body as reading
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import (
+    CHOSEN,
     AppServer,
     Emit,
     ScriptedEngine,
@@ -380,18 +382,46 @@ def test_with_include_usage_the_last_chunk_has_usage_and_no_choices(server: AppS
     assert {"prefix_cache", "timings"} <= last.keys()
 
 
-def test_diverged_at_is_there_only_when_it_is_known(server: AppServer, engine: ScriptedEngine) -> None:
-    def answer_with(last: DoneEvent) -> Any:
-        def script(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
-            emit(FinishEvent(0, "length"))
-            emit(last)
+KEEPS = {"boundary": 8, "boundary_reason": "continues", "saved": "queued"}
 
-        engine.script = script
-        with server.client() as client:
-            return client.post(CHAT, json=HELLO).json()["prefix_cache"]
 
-    assert "diverged_at" not in answer_with(done(miss_reason="first_request"))
-    assert answer_with(done(miss_reason="diverged", diverged_at=3))["diverged_at"] == 3
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        (
+            {"restored": 6, "source": "disk", "saved": "queued"},
+            {"scope": "auto:30", "restored": 6, "source": "disk"} | KEEPS,
+        ),
+        (
+            {"restored": 6, "source": "memory", "saved": "queued", "exact": False},
+            {"scope": "auto:30", "restored": 6, "source": "memory"} | KEEPS | {"exact": False},
+        ),
+        (
+            {"miss_reason": "not_stored", "saved": "queued"},
+            {"scope": "auto:30", "restored": 0, "miss_reason": "not_stored"} | KEEPS,
+        ),
+        (
+            {"miss_reason": "diverged", "saved": "queued"},
+            {"scope": "auto:30", "restored": 0, "miss_reason": "diverged", "diverged_at": 3} | KEEPS,
+        ),
+    ],
+    ids=["hit", "reply", "miss", "diverged"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_says_what_the_cache_did_on_one_line(
+    report: dict[str, Any], said: dict[str, Any], stream: bool, server: AppServer, engine: ScriptedEngine
+) -> None:
+    selection = replace(CHOSEN, reason="continues", selected=9, aligned=8)
+
+    def script(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
+        emit(FinishEvent(0, "length"))
+        emit(done(**{"selection": selection, **report}))
+
+    engine.script = script
+    with server.client() as client:
+        text = client.post(CHAT, json=HELLO | {"stream": stream}).text
+    answer = json.loads(events_of(text)[-2]) if stream else json.loads(text)
+    assert list(answer["prefix_cache"].items()) == list(said.items()), "in this order"
 
 
 def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServer, engine: ScriptedEngine) -> None:

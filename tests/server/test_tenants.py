@@ -60,7 +60,7 @@ class Chat:
 def assert_miss(reply: dict[str, Any]) -> None:
     """Nothing was restored, and all of it is saved anew."""
     report = reply["prefix_cache"]
-    assert (report["restored"], report["source"], report["saved"]) == (0, "none", "queued")
+    assert (report["restored"], report["saved"]) == (0, "queued")
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
@@ -121,7 +121,7 @@ def test_a_wrong_salt_is_a_400_that_names_its_field(daemon: DaemonProcess, field
 def test_what_one_tenant_sent_moves_no_boundary_of_another(daemon: DaemonProcess) -> None:
     """`auto` looks at recent prompts: with one window for all, boundaries and reasons of misses would tell of them."""
     chat = Chat(daemon)
-    seen = ("selected", "aligned", "restored", "saved", "miss_reason", "diverged_at")
+    seen = ("boundary", "boundary_reason", "restored", "saved", "miss_reason", "diverged_at")
 
     def reports(salt: str | None) -> list[dict[str, Any]]:
         options = {"scope": "auto:8"} | ({"salt": salt} if salt else {})
@@ -138,8 +138,8 @@ def test_what_one_tenant_sent_moves_no_boundary_of_another(daemon: DaemonProcess
         return told
 
     alone = reports("window-1")
-    assert alone[0]["miss_reason"] == "first_request"
-    assert alone[1]["restored"] == alone[0]["aligned"] > 0
+    assert alone[0]["miss_reason"] == "not_stored"
+    assert alone[1]["restored"] == alone[0]["boundary"] > 0
     assert alone[3]["miss_reason"] == "diverged"
     assert reports("window-2") == alone
     reports(None)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from diskprefix.cache_options import CacheOptions, group_of
 from diskprefix.policy.scope import Scope, parse_scope
+from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache import request as request_module
 from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.prompt import Mark, Prompt, raw_boundaries
@@ -244,23 +245,16 @@ class Daemon:
 
 
 def seen(answer: Answer) -> Seen:
-    report = answer.report
-    return Seen(
-        restored=report.restored,
-        reason=report.reason,
-        selected=report.selected,
-        aligned=report.aligned,
-        checkpoints=report.checkpoints,
-        window=report.window,
-        recent=report.recent,
-        common=report.common,
-    )
+    return _seen(answer.report.restored, answer.report.selection)
 
 
 def foreseen(outcome: Outcome) -> Seen:
-    selection = outcome.selection
+    return _seen(outcome.restored, outcome.selection)
+
+
+def _seen(restored: int, selection: Selection) -> Seen:
     return Seen(
-        restored=outcome.restored,
+        restored=restored,
         reason=selection.reason,
         selected=selection.selected,
         aligned=selection.aligned,
@@ -322,7 +316,7 @@ def test_a_long_workload_with_restarts_is_foretold_to_its_end(state: str, tmp_pa
     daemon = Daemon(tmp_path, model_of(state))
     happened = agreed(daemon, 1, an_hour())
     reasons = Counter(one.reason for one in happened)
-    expected = {"grows", "full", "tokens", "off", "best_match" if state == "sliceable" else "support"}
+    expected = {"continues", "full", "tokens", "off", "shared_prefix" if state == "sliceable" else "best_checkpoints"}
     assert expected <= reasons.keys()
     assert sum(one.restored > 0 for one in happened) > len(happened) // 4
 
@@ -333,7 +327,7 @@ def test_a_message_that_was_replaced_is_told_from_what_the_template_wrote(state:
     what is off is not remembered."""
     turns = [Turn("new", size=50, scope="off"), Turn("grow", size=8), Turn("within", size=9, group="a")]
     *_, last = agreed(Daemon(tmp_path, model_of(state)), 1, turns)
-    assert last.reason != "grows"
+    assert last.reason != "continues"
 
 
 BUDGET_BYTES = 16 << 20

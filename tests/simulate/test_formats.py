@@ -16,6 +16,7 @@ from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.policy.scope import Scope
+from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.prompt import Mark, Prompt
 from diskprefix.simulate.formats import JsonObject, read_trace
@@ -26,6 +27,7 @@ from diskprefix.tokens import as_token_ids, common_prefix_length
 BLOCK = 16
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
 DEFAULT = CacheOptions(scope=Scope("auto", 30))
+CHOSEN = Selection(scope=DEFAULT.scope, prompt_tokens=50, reason="no_match")
 MOONCAKE: JsonObject = {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [0, 1]}
 RECORDED: JsonObject = {
     "version": 1,
@@ -211,7 +213,7 @@ def test_bodies_need_a_tokenizer(tmp_path: Path) -> None:
 
 def record(path: Path, *prompts: Prompt, options: CacheOptions = DEFAULT, root: bytes = ROOT, **more: Any) -> Path:
     recorder = Recorder(path, secret_of=lambda: 7, block_size=BLOCK, min_tokens=BLOCK, default_scope=DEFAULT.scope)
-    report = more.pop("report", CacheReport(scope="auto:30"))
+    report = more.pop("report", CacheReport(selection=CHOSEN))
     details = {"when": 100.0, "output_tokens": 5, "prefill_ms": 1.0, "remembered": True} | more
     for prompt in prompts:
         recorder.note(prompt, options, report, root=root, **details)
@@ -248,7 +250,10 @@ def test_a_recording_says_what_its_daemon_was_like(tmp_path: Path) -> None:
     assert read_trace(path).daemon == RecordedDaemon(block_size=BLOCK, min_tokens=BLOCK, tokens_per_s=200.0)
     recorder = Recorder(path, secret_of=lambda: 7, block_size=32, min_tokens=64, default_scope=DEFAULT.scope)
     recorder.weigh(bytes_per_token=640, state_bytes=1024, logits_bytes=800)
-    for report, prefill_ms in ((CacheReport(scope="full", restored=60), 300.0), (CacheReport(scope="full"), 0.0)):
+    for report, prefill_ms in (
+        (CacheReport(selection=CHOSEN, restored=60), 300.0),
+        (CacheReport(selection=CHOSEN), 0.0),
+    ):
         recorder.note(
             prompt, DEFAULT, report, root=ROOT, when=200.0, output_tokens=5, prefill_ms=prefill_ms, remembered=True
         )
@@ -287,7 +292,7 @@ def test_roots_of_a_recording_are_tenants_that_share_nothing(tmp_path: Path) -> 
 
 
 def test_a_prompt_with_media_is_replayed_without_the_cache(tmp_path: Path) -> None:
-    report = CacheReport(scope="auto:30", miss_reason="media")
+    report = CacheReport(selection=CHOSEN, miss_reason="media")
     prompt = Prompt(as_token_ids(range(50)), media={"pixel_values": object()})
     (request,) = read_trace(record(tmp_path / "r.jsonl", prompt, report=report))
     assert request.scope == Scope("off")

@@ -44,8 +44,7 @@ class Fate:
     """What became of one request: tokens restored and kept, and why."""
 
     restored: int
-    selected: int
-    aligned: int
+    boundary: int
     reason: str
 
 
@@ -89,7 +88,7 @@ def run(
                 server.restart()
             cache = server.complete(request.prompt.token_ids.tolist(), max_tokens=1).cache
             server.wait_until_saved()
-            fates.append(Fate(cache["restored"], cache["selected"], cache["aligned"], cache["reason"]))
+            fates.append(Fate(cache["restored"], cache["boundary"], cache["boundary_reason"]))
             on_step(f"{number + 1} of {len(requests)}")
         _wait_for_lines(recording, len(requests))
         return fates, time.perf_counter() - started
@@ -118,7 +117,7 @@ def predict(requests: Iterable[TraceRequest]) -> list[Fate]:
     fates = []
     for request in requests:
         restored, selection, _ = simulator.step(request)
-        fates.append(Fate(restored, selection.selected, selection.aligned, selection.reason))
+        fates.append(Fate(restored, selection.kept, selection.reason))
     return fates
 
 
