@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -16,16 +17,16 @@ Report: TypeAlias = Callable[[str], None]
 
 @contextmanager
 def progress_bar(
-    label: str, total: float, report: Report, *, in_bytes: bool = False
+    label: str, total: float | None, report: Report, *, in_bytes: bool = False
 ) -> Iterator[Callable[[float], None]]:
-    """Yields a function that takes what is done so far, out of `total`; it never goes back.
+    """Yields a function that takes what is done so far, out of `total` or of an unknown amount (None).
 
-    On a terminal a bar on stderr that vanishes at the end; elsewhere `label` is reported at the start and again at
-    every quarter.
+    On a terminal a bar is shown on stderr until the end. Elsewhere `label` is reported at the start and at each
+    quarter. A smaller number than before changes nothing.
     """
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
-        yield _quarters(label, total, report)
+        yield _quarters(label, total or math.inf, report)
         return
     amount = DownloadColumn(binary_units=True) if in_bytes else TaskProgressColumn()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), amount, ElapsedColumn())

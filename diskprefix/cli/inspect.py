@@ -16,9 +16,11 @@ from diskprefix.cli.tooling import (
     opened_store,
     plain,
     print_json,
+    print_table,
     short_id,
     shortened,
     store_folder_option,
+    terminal_width,
 )
 from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
@@ -29,6 +31,7 @@ _PIPE_COLUMNS = 160
 """Width of the table where no terminal says one."""
 _OTHER_COLUMNS = 100
 """About what the columns beside the preview take with a long model name: they say more than a longer preview."""
+_NUMBERS = ("tokens", "checkpoints", "generated", "stored", "shared", "hits")
 
 
 @click.command(short_help="List what is saved, and what it shares.")
@@ -125,45 +128,38 @@ def _told_checkpoints(info: EntryInfo) -> str:
 
 
 def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, counts: NodeCounts) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPE_COLUMNS
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    # Most stores have no tenants, and then no column for them.
-    with_tenants = any(info.tenant for info in entries)
-    for title in ("id", "model", "scope", *(["tenant"] if with_tenants else [])):
-        table.add_column(title, no_wrap=True)
-    with_checkpoints = any(info.checkpoints for info in entries)
-    with_generated = any(info.generated_tokens for info in entries)
-    more = [*(["checkpoints"] if with_checkpoints else []), *(["generated"] if with_generated else [])]
-    for title in ("tokens", *more, "stored", "shared", "hits"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("last used", no_wrap=True)
-    table.add_column("preview", overflow="ellipsis", no_wrap=True)
-    preview_chars = max(20, console.width - _OTHER_COLUMNS)
-    for info in entries:
-        table.add_row(
-            short_id(info.id),
-            plain(info.model),
-            info.scope,
-            *([short_tenant(info.tenant)] if with_tenants else []),
-            f"{info.num_tokens:,}",
-            *([str(len(info.checkpoints))] if with_checkpoints else []),
-            *([f"{info.generated_tokens:,}"] if with_generated else []),
-            format_size(info.stored_bytes),
-            format_size(info.shared_bytes),
-            str(info.hits),
-            _age(info.last_used_at),
-            plain(shortened(info.preview, preview_chars)),
-        )
+    width = terminal_width(_PIPE_COLUMNS)
+    preview_chars = max(20, width - _OTHER_COLUMNS)
+    cells: dict[str, list[Any]] = {
+        "id": [short_id(info.id) for info in entries],
+        "model": [plain(info.model) for info in entries],
+        "scope": [info.scope for info in entries],
+        "tenant": [short_tenant(info.tenant) for info in entries],
+        "tokens": [f"{info.num_tokens:,}" for info in entries],
+        "checkpoints": [str(len(info.checkpoints)) for info in entries],
+        "generated": [f"{info.generated_tokens:,}" for info in entries],
+        "stored": [format_size(info.stored_bytes) for info in entries],
+        "shared": [format_size(info.shared_bytes) for info in entries],
+        "hits": [str(info.hits) for info in entries],
+        "last used": [_age(info.last_used_at) for info in entries],
+        "preview": [plain(shortened(info.preview, preview_chars)) for info in entries],
+    }
+    # Most stores have none of these, and then no column for them.
+    for title, is_needed in (
+        ("tenant", any(info.tenant for info in entries)),
+        ("checkpoints", any(info.checkpoints for info in entries)),
+        ("generated", any(info.generated_tokens for info in entries)),
+    ):
+        if not is_needed:
+            del cells[title]
     if entries:
-        # rich has a way of its own with a pipe that nobody reads.
-        with console.capture() as printed:
-            console.print(table)
-        click.echo(printed.get(), nl=False)
+        columns = [
+            Column(title, justify="right" if title in _NUMBERS else "left", no_wrap=True, overflow="ellipsis")
+            for title in cells
+        ]
+        print_table(columns, list(zip(*cells.values(), strict=True)), width=width)
     prompts = counted(len(entries), "saved prompt")
     blocks = counted(counts.blocks, "block") + (
         f" ({counts.generated_blocks:,} generated)" if counts.generated_blocks else ""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import click
 
-from diskprefix.cli.tooling import counted, json_option, plain, print_json
+from diskprefix.cli.tooling import counted, json_option, plain, print_json, print_table, status, terminal_width
 from diskprefix.errors import ModelError, SettingsError
 
 if TYPE_CHECKING:
@@ -33,6 +31,7 @@ _RESTORED: dict[str, Restored] = {
     "unsupported": "not",
 }
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+_TITLES = ("architecture", "layers", "restored", "verified", "note")
 _PIPE_COLUMNS = 200
 """Width of the table where no terminal says one."""
 
@@ -78,7 +77,12 @@ def models(names: tuple[str, ...], as_json: bool) -> None:
     Exit codes: 0 done; 2 wrong usage, or no such NAME; 3 the configuration in a folder cannot be read or served.
     """
     table = _read_table()
-    with _status():
+    # Importing transformers and reading two hundred configurations takes seconds.
+    with status("asking transformers …"):
+        from diskprefix.model.gguf import quiet_transformers
+
+        # The default configurations of some architectures make transformers complain.
+        quiet_transformers()
         rows = [_row_of(name, table) for name in names] if names else _all_rows(table)
     verified_with = {name: table[name] for name in installed_versions()}
     if as_json:
@@ -180,50 +184,26 @@ def _surveyed(name: str, config: PreTrainedConfig) -> ModelRow:
 
 
 def _show(rows: Sequence[ModelRow], verified_with: dict[str, str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPE_COLUMNS
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("architecture", "layers", "restored", "verified"):
-        table.add_column(title, no_wrap=title != "layers")
-    table.add_column("note")
-    for row in rows:
-        verified = ", ".join(_SHORT_DTYPES.get(dtype, dtype) for dtype in row.verified) or "no"
-        table.add_row(plain(row.architecture), row.layers, row.restored, verified, plain(row.note))
-    # rich has a way of its own with a pipe that nobody reads.
-    with console.capture() as printed:
-        console.print(table)
-    click.echo(printed.get(), nl=False)
+    columns = [Column(title, no_wrap=title not in ("layers", "note")) for title in _TITLES]
+    cells = [
+        (
+            plain(row.architecture),
+            row.layers,
+            row.restored,
+            ", ".join(_SHORT_DTYPES.get(dtype, dtype) for dtype in row.verified) or "no",
+            plain(row.note),
+        )
+        for row in rows
+    ]
+    print_table(columns, cells, width=terminal_width(_PIPE_COLUMNS))
     number = sum(bool(row.verified) for row in rows)
     click.echo(f"{counted(len(rows), 'architecture')}, {number} verified with {_versions(verified_with)}")
     installed = installed_versions()
     if installed != verified_with:
-        click.echo(f"installed are {_versions(installed)}: run tools/bench exactness to verify them")
+        click.echo(f"installed are {_versions(installed)}: run tools/exactness to verify them")
 
 
 def _versions(versions: dict[str, str]) -> str:
     return " and ".join(f"{name} {number}" for name, number in versions.items())
-
-
-@contextmanager
-def _status() -> Iterator[None]:
-    """Importing transformers and asking two hundred configurations takes seconds: say so at a terminal."""
-    if not sys.stderr.isatty():
-        _quiet()
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("asking transformers …"):
-        _quiet()
-        yield
-
-
-def _quiet() -> None:
-    """Default configurations of some architectures make transformers complain."""
-    from diskprefix.model.gguf import quiet_transformers
-
-    quiet_transformers()

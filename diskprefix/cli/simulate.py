@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import click
 from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_values, setting_option
 from diskprefix.cli.simulate_plot import PLOT_FORMATS, draw, require_matplotlib
 from diskprefix.cli.simulate_table import show
-from diskprefix.cli.tooling import print_json
+from diskprefix.cli.tooling import print_json, progress, status
 from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.printable import printable_only
@@ -170,37 +168,34 @@ def simulate(
 ) -> None:
     """Replay recorded workloads without a model, and show what each setting would have restored and written.
 
-    What is kept and what is evicted is decided by the code that the daemon runs; only the model, the disk and the clock
-    are made up. Scopes, marks and times to live that single requests ask for hold in every row.
+    The code of the daemon decides what is kept and what is evicted. Only the model, the disk and the clock are
+    simulated. The scopes, marks and times to live that single requests ask for hold in every row.
 
-    Not simulated are --kv-cache-gate, --reuse-generated, --kv-cache-min-free and --kv-cache-write-buffer: all that is
-    wanted is restored, replies are not kept, and what is written is written at once.
-
-    \b
-    TRACE  a file with one JSON object a line:
-             what `diskprefix serve --record FILE` writes
-             request bodies, as OpenAI has them, or lists of messages;
-               `timestamp` (ms) is heeded
-             Mooncake's: timestamp, input_length, output_length, hash_ids
-           or synthetic:NAME or synthetic:NAME:REQUESTS, made up: shared-anchor,
-           interleaved, retrieval, moving-reminder, edits, one-off
+    Not simulated are --kv-cache-gate, --reuse-generated, --kv-cache-min-free and --kv-cache-write-buffer: everything
+    that is found is restored, replies are not kept, and writing takes no time.
 
     \b
-    hits           requests of which something was restored
-    restored       prompt tokens that need not be computed
-    written        tokens written to disk, for each prompt token
-    selected       tokens that the policy wants kept of the average prompt
-    bytes          written to disk
-    amplif.        how often the average byte of them was written
-    evictions      blocks, checkpoints or snapshots given up for room
-    saved          time that prefill would have taken for what was restored
-    Narrow terminals show fewer of these.
+    TRACE is a file with one JSON object on each line:
+      a recording of `diskprefix serve --record FILE`
+      request bodies in OpenAI's form, or lists of messages; `timestamp` is in ms
+      Mooncake's form: timestamp, input_length, output_length, hash_ids
+    or a generated workload, synthetic:NAME or synthetic:NAME:REQUESTS, with NAME
+      shared-anchor, interleaved, retrieval, moving-reminder, edits, one-off
 
     \b
-    whole-snapshots  for comparison, the plain best-match rule: what a prompt shares with
-                     one of the 30 before, saved whole, found under its exact hash
-    upper-bound      what no rule passes: all tokens that a prompt shares with one
-                     before it, kept for ever, cut anywhere
+    hits       requests of which something was restored
+    restored   prompt tokens that need not be computed
+    written    tokens written to disk, in % of the prompt tokens
+    bytes      bytes written to disk
+    evictions  blocks, checkpoints or snapshots that were evicted
+    saved      the time that prefill would have taken for what was restored
+    --json has more of them.
+
+    \b
+    whole-snapshots  for comparison, a simple rule: what a prompt shares with one of
+                     the 30 before it is saved whole, under its exact hash
+    upper-bound      what no rule exceeds: every token that a prompt shares with one
+                     before it, kept for ever
     """
     if tokens_per_s is not None and not (math.isfinite(tokens_per_s) and tokens_per_s > 0):
         raise SettingsError("--tokens-per-s: it must be more than 0", param="--tokens-per-s")
@@ -340,7 +335,7 @@ def _read(names: Sequence[str], read_body: ReadBody, limit: int | None) -> list[
         if name.startswith(_SYNTHETIC):
             trace = _synthetic(name)
         else:
-            with _status(f"reading {title}"):
+            with status(f"reading {title}"):
                 trace = read_trace(Path(name).expanduser(), read_body, name=title, warn=_warn)
         traces.append(trace if limit is None else trace.head(limit))
     return traces
@@ -370,30 +365,6 @@ def _synthetic(name: str) -> Trace:
 
 
 def _run(planned: Sequence[tuple[Trace, list[Case]]]) -> list[Row]:
-    from diskprefix.progress import progress_bar
-
     total = sum(len(trace) * len(runs) for trace, runs in planned)
-    done = 0
-    rows: list[Row] = []
-    with progress_bar("simulating", total, lambda _line: None) as advance:
-
-        def on_requests(number: int) -> None:
-            nonlocal done
-            done += number
-            advance(done)
-
-        for trace, runs in planned:
-            rows += compare(trace, runs, on_requests)
-    return rows
-
-
-@contextmanager
-def _status(text: str) -> Iterator[None]:
-    """Rendering request bodies takes a while: say so at a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(text):
-        yield
+    with progress("simulating", total, in_bytes=False) as advance:
+        return [row for trace, runs in planned for row in compare(trace, runs, advance)]

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import math
-import shutil
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import click
 
-from diskprefix.cli.tooling import counted, shortened
+from diskprefix.cli.tooling import counted, shortened, terminal_width
 from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
 from diskprefix.simulate.comparison import Row
 from diskprefix.simulate.trace import RecordedDaemon, Trace
 
 _GAP = "  "
-_WIDEST_SCOPE = 60
-_NARROWEST_SCOPE = 15
-
-
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    values: list[str]
-
-    @property
-    def width(self) -> int:
-        return max(map(len, (self.title, *self.values)))
+_WIDEST = 120
+"""Columns where no terminal says how many there are."""
+_NARROWEST_NAME = 15
 
 
 def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
-    """Print what was done to each trace. `rows` of a trace bear its name."""
+    """Print a table for each trace. The `rows` of a trace bear its name."""
     for index, trace in enumerate(traces):
         of_trace = [row for row in rows if row.trace == trace.name]
         requests, tokens = counted(of_trace[0].requests, "request"), counted(of_trace[0].prompt_tokens, "prompt token")
@@ -47,7 +35,7 @@ def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
 
 
 def _assumed(trace: Trace, rows: Sequence[Row]) -> str:
-    """What the figures rest on, and which of it the recording says."""
+    """The assumptions behind the figures, and which of them the recording says."""
     daemon = trace.daemon or RecordedDaemon(block_size=0, min_tokens=0)
     first = next(row for row in rows if row.policy is None)
     is_recorded = (first.block_size, first.min_tokens) == (daemon.block_size, daemon.min_tokens)
@@ -68,7 +56,7 @@ def _said(text: str, is_recorded: bool) -> str:
 
 
 def _asked(trace: Trace) -> Iterator[str]:
-    """What single requests asked for themselves: it holds in every row."""
+    """What single requests asked for themselves. It holds in every row."""
     num_scopes = num_marked = num_read_only = 0
     for request in trace:
         num_scopes += request.scope is not None
@@ -85,58 +73,38 @@ def _asked(trace: Trace) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    """Sections of one regime and budget each, under common columns. Figures are never cut: where they do not fit, those
-    that matter least are left out, and then names are shortened."""
+    """A section for each regime and budget, under common columns. Names are cut to the terminal, figures never."""
     sections: dict[str, list[Row]] = {}
     for row in rows:
         sections.setdefault(f"{row.regime}, {_told_budget(row.budget_bytes)}", []).append(row)
-    ordered = [row for section in sections.values() for row in section]
-    names = _Column("scope", [shortened(printable_only(row.label), _WIDEST_SCOPE) for row in ordered])
-    room = _room()
-    figures = _fitting(_figures(ordered), room, min(names.width, _NARROWEST_SCOPE))
-    taken = sum(len(_GAP) + column.width for column in figures)
-    name_width = names.width if room is None else min(names.width, max(room - taken, _NARROWEST_SCOPE))
-    header = names.title.ljust(name_width) + "".join(_GAP + column.title.rjust(column.width) for column in figures)
+    figures = {row: _figures(row) for row in rows}
+    widths = {title: max(len(title), *(len(figures[row][title]) for row in rows)) for title in figures[rows[0]]}
+    room = terminal_width(_WIDEST) - sum(len(_GAP) + width for width in widths.values())
+    longest = max(len(printable_only(row.label)) for row in rows)
+    name_width = min(longest, max(room, _NARROWEST_NAME))
+
+    def line(name: str, cells: Iterable[str]) -> str:
+        padded = (_GAP + cell.rjust(width) for cell, width in zip(cells, widths.values(), strict=True))
+        return shortened(name, name_width).ljust(name_width) + "".join(padded)
+
     yield ""
-    yield click.style(header, bold=True)
-    number = 0
+    yield click.style(line("scope", widths), bold=True)
     for title, section in sections.items():
         yield ""
         yield click.style(title, bold=True)
-        for _ in section:
-            name = shortened(names.values[number], name_width).ljust(name_width)
-            yield name + "".join(_GAP + column.values[number].rjust(column.width) for column in figures)
-            number += 1
+        for row in section:
+            yield line(printable_only(row.label), figures[row].values())
 
 
-def _room() -> int | None:
-    """Columns of the terminal; None where there is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def _figures(rows: Sequence[Row]) -> list[_Column]:
-    return [
-        _Column("hits", [f"{row.hit_rate:.1%}" for row in rows]),
-        _Column("restored", [f"{row.restored_share:.1%}" for row in rows]),
-        _Column("written", [f"{row.written_share:.1%}" for row in rows]),
-        _Column("selected", [f"{row.selected_tokens / max(row.requests, 1):,.0f}" for row in rows]),
-        _Column("bytes", [format_size(row.written_bytes) for row in rows]),
-        _Column("amplif.", [f"{row.write_amplification:.2f}" for row in rows]),
-        _Column("evictions", [f"{row.evictions:,}" for row in rows]),
-        _Column("saved", [_duration(row.seconds_saved) for row in rows]),
-    ]
-
-
-_DROPPED_FIRST = "selected", "amplif.", "evictions", "bytes"
-
-
-def _fitting(figures: list[_Column], room: int | None, name_width: int) -> list[_Column]:
-    """Those for which there is room beside the names."""
-    for title in _DROPPED_FIRST:
-        if room is None or name_width + sum(len(_GAP) + column.width for column in figures) <= room:
-            break
-        figures = [column for column in figures if column.title != title]
-    return figures
+def _figures(row: Row) -> dict[str, str]:
+    return {
+        "hits": f"{row.hit_rate:.1%}",
+        "restored": f"{row.restored_share:.1%}",
+        "written": f"{row.written_share:.1%}",
+        "bytes": format_size(row.written_bytes),
+        "evictions": f"{row.evictions:,}",
+        "saved": _duration(row.seconds_saved),
+    }
 
 
 def _told_budget(budget_bytes: int | None) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,7 +19,9 @@ from diskprefix.store.folder import DATA
 from diskprefix.store.listing import EntryInfo
 from diskprefix.store.store import Store
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from rich.status import Status
+    from rich.table import Column
 
 _SHOWN_ID_DIGITS, _MIN_ID_DIGITS = 12, 4
 
@@ -117,21 +120,58 @@ def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:
 
 
 @contextmanager
-def progress(label: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while work goes on, where stderr is a terminal. Yields what is told that `n` more bytes are done.
+def progress(label: str, total: int | None, *, in_bytes: bool = True) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr while work goes on, if stderr is a terminal. Yields a function that takes what was done
+    since its last call.
 
-    `total_bytes` None: nobody knows how many they will be.
+    `total` is None where nobody knows how much there is to do.
     """
     if not sys.stderr.isatty():
-        yield lambda _num_bytes: None
+        yield lambda _number: None
+        return
+    from diskprefix.progress import progress_bar
+
+    done = 0
+    with progress_bar(label, total, lambda _line: None, in_bytes=in_bytes) as advance:
+
+        def add(number: int) -> None:
+            nonlocal done
+            done += number
+            advance(done)
+
+        yield add
+
+
+@contextmanager
+def status(text: str) -> Iterator[Status | None]:
+    """Show on stderr what is being done, if stderr is a terminal. Yields what can change the text, or None."""
+    if not sys.stderr.isatty():
+        yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total_bytes)
-        yield lambda num_bytes: bar.advance(task, num_bytes)
+    with Console(stderr=True).status(text) as shown:
+        yield shown
+
+
+def terminal_width(otherwise: int) -> int:
+    """The columns of the terminal to which standard output goes; `otherwise` if it goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else otherwise
+
+
+def print_table(columns: Sequence[Column], rows: Iterable[Sequence[Any]], *, width: int) -> None:
+    """Print a table without lines. A cell is a text in the markup of `rich`, or what `plain` returns."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=width)
+    # rich ends the process when nobody reads a pipe; click raises an error, which becomes the exit code.
+    with console.capture() as printed:
+        console.print(table)
+    click.echo(printed.get(), nl=False)
 
 
 def confirm(question: str, *, yes: bool) -> bool:
