@@ -1,4 +1,4 @@
-"""The `diskprefix` command. Subcommands are imported when they are called: `inspect` must not wait for torch."""
+"""The `diskprefix` command. A subcommand is imported when it is called, so that `inspect` does not wait for torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMANDS = {
 """Name of a subcommand → `module:attribute`."""
 
 _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 4, 130, 141
-"""The last two are those of a shell for whoever is killed by SIGINT or SIGPIPE."""
+"""A shell reports the last two for a process that SIGINT or SIGPIPE killed."""
 
 
 class LazyGroup(click.Group):
@@ -47,7 +47,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # click would make it exit code 1, which has a meaning of its own.
+            # click would turn it into exit code 1, which has another meaning here.
             raise click.exceptions.Exit(_BROKEN_PIPE_EXIT_CODE) from None
 
 
@@ -56,20 +56,21 @@ class LazyGroup(click.Group):
 def cli() -> None:
     """Serve a language model whose prefix (KV) cache lives on disk.
 
-    A prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart.
+    The beginning of a prompt that was computed before is restored, bit for bit, and not computed again. This also works
+    after a restart.
 
     \b
     Examples:
-      diskprefix serve                          the embedded SmolLM2-135M-Instruct
-      diskprefix serve --model ~/models/qwen    a folder, a hub id or a .gguf file
-      diskprefix inspect                        what the cache holds
-      diskprefix purge --older-than 7d          forget what was not used for a week
-      diskprefix simulate day.jsonl             what other settings would have done
+      diskprefix serve                          serve the embedded SmolLM2-135M-Instruct
+      diskprefix serve --model ~/models/qwen    serve a folder, a hub id or a .gguf file
+      diskprefix inspect                        list what is saved
+      diskprefix purge --older-than 7d          remove what was not used for a week
+      diskprefix simulate day.jsonl             show what other settings would have done
     """
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The console script: runs a command and exits. An error is one line on stderr, never a traceback."""
+    """Run a command and exit. This is the console script. An error is one line on stderr and never a traceback."""
     sys.exit(_run(None if args is None else list(args)))
 
 
@@ -89,7 +90,7 @@ def _run(args: list[str] | None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", _INTERRUPTED_EXIT_CODE)
     except OSError as error:
-        # Only the error of an open file, such as the output, names no file.
+        # The error of a file that is open already, such as the output, names no file.
         what = error.filename or "cannot write the output"
         return _fail(f"{what}: {error.strerror or error}", _SYSTEM_EXIT_CODE)
     return result if isinstance(result, int) else 0

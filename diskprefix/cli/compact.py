@@ -1,4 +1,4 @@
-"""`diskprefix compact`: give the disk back what the store no longer uses."""
+"""`diskprefix compact`: return the unused room of the store's file to the disk."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from diskprefix.store.compact import Compacted, compact_folder, compacted_bytes,
 from diskprefix.store.folder import DATA, FolderLock, refuse_shared_folder
 
 
-@click.command(short_help="Give unused room in the store's file back to the disk.")
+@click.command(short_help="Return unused room of the store's file to the disk.")
 @click.option(
     "--to",
     "target",
     metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Leave the store as it is and write the compacted copy there; works beside a running daemon.",
+    help="Leave the store unchanged and write the compacted copy to this folder. This works beside a running daemon.",
 )
 @store_folder_option
 @json_option
 def compact(target: Path | None, kv_cache_dir: Path, as_json: bool) -> None:
-    """Write the store's file anew without the room that deleted blocks left in it.
+    """Write the store's file anew without the room that removed blocks left in it.
 
-    The file of a store never shrinks by itself: what is evicted or purged leaves room for what comes. Compact it to get
-    that room back, or to have what was purged gone from the file: until it is used again, that room still holds it.
+    The file never shrinks by itself: new blocks use the room of blocks that were evicted or purged. Until then the room
+    still holds the old bytes. Compact the store to return that room to the disk, and to erase what was purged.
 
-    The daemon must not run: its file is replaced. It needs as much free disk as the new file takes, and may be
-    interrupted at any moment: the old file stays in place until the new one is complete, checked and on disk.
+    The daemon must not run, because its file is replaced. The command needs as much free disk as the new file takes.
+    It may be interrupted at any moment: the old file stays until the new one is complete, checked and on disk.
 
     \b
     diskprefix compact

@@ -1,4 +1,4 @@
-"""`diskprefix export`: one saved prompt as a `.safetensors` file."""
+"""`diskprefix export`: write one saved prompt to a `.safetensors` file."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ from diskprefix.tenant import short_tenant
     "--output",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    show_default="the beginning of the id, in this folder",
-    help="The file to write, or a folder for it.",
+    show_default="the beginning of the id, in the current folder",
+    help="The file to write, or the folder to write it into.",
 )
-@click.option("--force", is_flag=True, help="Overwrite the file.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @store_folder_option
 @json_option
 def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_json: bool) -> None:
-    """Write the saved prompt ENTRY, an id or the beginning of one, with all its blocks to one .safetensors file.
+    """Write the saved prompt ENTRY with all its blocks to one .safetensors file.
 
-    `diskprefix import` brings it into another store: of this machine, or of one whose model and libraries are the
-    same. Other programs can read it: layers.0.keys, layers.0.values and so on have shape [1, heads, tokens, head_dim]
-    and the model's dtype, token_ids are the prompt, logits those of the token that follows it. Of layers whose state
-    exists at one position only, all checkpoints of the prompt go along: layers.0.conv0 and the like, a row for each.
+    ENTRY is an id or the beginning of one. `diskprefix import` adds the file to another store, on this machine or on
+    one with the same model and libraries. Other programs can read it too: layers.0.keys, layers.0.values and so on have
+    the shape [1, heads, tokens, head_dim] and the model's dtype, token_ids are the prompt, and logits are those of the
+    next token. Where the state of a layer exists at one position only, the file has every checkpoint of the prompt:
+    layers.0.conv0 and so on, with a row for each.
 
-    What was decoded (--reuse-generated) is not what a prefill computes, and is not exported.
+    State of replies (--reuse-generated) is not exported, because it is not what a prefill computes.
 
     The prompt stays with its tenant: in the other store too, only requests with the same key and salt find it.
 
-    Safe beside a running daemon. Every block is verified on the way; nothing is left behind if one is damaged. Only
-    you may read the file: it holds the prompt.
+    This is safe beside a running daemon. Every block is verified, and no file is left if one is damaged. The file holds
+    the prompt, so only its owner may read it.
 
     \b
     diskprefix inspect                            lists the ids

@@ -1,4 +1,4 @@
-"""`diskprefix import`: exported prompts into the store."""
+"""`diskprefix import`: add exported prompts to the store."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from diskprefix.store.maintenance.exchange import (
 from diskprefix.tenant import short_tenant
 
 
-@click.command("import", short_help="Bring exported prompts into the store.")
+@click.command("import", short_help="Add exported prompts to the store.")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--dry-run", is_flag=True, help="Verify the files and say what would be imported; change nothing.")
+@click.option("--dry-run", is_flag=True, help="Verify the files, show what would be imported, and change nothing.")
 @click.option(
     "--force",
     is_flag=True,
-    help="Import state of a model that this store has not seen, and create the store if there is none. Only a daemon "
-    "with the same model, libraries and settings can ever use it.",
+    help="Import the state of a model that no daemon of this store has served, and create the store if there is none. "
+    "Only a daemon with the same model, libraries and settings can use it.",
 )
 @store_folder_option
 @setting_option(
@@ -63,17 +63,17 @@ def import_(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Bring prompts that `diskprefix export` wrote into the store.
+    """Add prompts that `diskprefix export` wrote to the store.
 
-    Safe beside a running daemon, whose next request with such a prompt is restored. Everything in all files is
-    verified before anything is written. What the store holds already is kept and not stored again. Least recently used
-    prompts make room if it is full; a file that is larger than the budget is refused before that.
+    This is safe beside a running daemon, and its next request with such a prompt is restored. All files are verified
+    before anything is written. Blocks that the store holds already are not stored again. If the store is full, other
+    blocks are evicted. A file larger than the budget is refused before that.
 
     A prompt stays with the tenant that it was exported from: only requests with the same key and salt find it.
 
-    A file of a model that no daemon with this store has served is refused, as nothing could be restored from it:
-    weights, libraries, device and settings must all be the same. Import only what you trust: the model answers from
-    this state, and no checksum tells whether somebody changed it on purpose.
+    A file of a model that no daemon of this store has served is refused: nothing could be restored from it, because
+    weights, libraries, device and settings must be the same. Import only files that you trust: the model answers from
+    this state, and a checksum does not show that somebody changed it on purpose.
 
     \b
     diskprefix import manual.safetensors

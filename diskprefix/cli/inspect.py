@@ -1,4 +1,4 @@
-"""`diskprefix inspect`: what is in the cache folder, while the daemon runs or not."""
+"""`diskprefix inspect`: list what the store holds, while the daemon runs or not."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ from diskprefix.store.listing import EntryInfo, NodeCounts, count_nodes, entry_n
 from diskprefix.tenant import short_tenant
 
 _PIPE_COLUMNS = 160
-"""Width of the table where no terminal says one."""
+"""Width of the table where the output is no terminal."""
 _OTHER_COLUMNS = 100
-"""About what the columns beside the preview take with a long model name: they say more than a longer preview."""
+"""About the width of the columns beside the preview, with a long model name."""
 _NUMBERS = ("tokens", "checkpoints", "generated", "stored", "shared", "hits")
 
 
-@click.command(short_help="List what is saved, and what it shares.")
+@click.command(short_help="List the saved prompts, and what they share.")
 @click.argument("entry", required=False)
 @store_folder_option
 @json_option
 def inspect(entry: str | None, kv_cache_dir: Path, as_json: bool) -> None:
     """List the saved prompts in the cache folder, the most recently used first.
 
-    Safe beside a running daemon: it reads one consistent view and changes nothing. With ENTRY, an id or the beginning
-    of one, shows that entry alone, with its blocks.
+    With ENTRY, an id or the beginning of one, show that entry alone, with its blocks. This is safe beside a running
+    daemon: the command reads one consistent view and changes nothing.
 
     \b
-    stored       bytes on disk along the entry's whole path
-    shared       the part of them that other entries use too: it is stored once
+    stored       bytes on disk of all blocks of the entry
+    shared       the part of them that other entries use too; it is stored once
     hits         requests that restored this prefix
-    tenant       whose it is, as `purge --salt` takes it; shown where there are any
-    checkpoints  at how many tokens before its end the prompt can be restored, of a model
-                 whose state cannot be cut anywhere; shown where there are any
-    generated    tokens of it that were decoded (see --reuse-generated): restoring them is
-                 not exact; shown where there are any
+    last column  the beginning and the end of the prompt's text
+    These columns are shown only if an entry has a value in them:
+    tenant       the id of the tenant, as `purge --salt` takes it
+    checkpoints  the number of positions at which the prompt can be restored, for a
+                 model with state that exists at one position only
+    generated    tokens of replies (see --reuse-generated); restoring them is not exact
 
     \b
     diskprefix inspect
@@ -96,12 +97,12 @@ def _show_entry(info: EntryInfo, blocks: list[dict[str, Any]], as_json: bool) ->
         ("tokens", f"{info.num_tokens:,}"),
         ("stored", f"{format_size(info.stored_bytes)} (raw {format_size(info.raw_bytes)})"),
         ("shared", format_size(info.shared_bytes)),
-        ("checkpoints", _told_checkpoints(info)),
+        ("checkpoints", _checkpoints_text(info)),
         ("generated", f"{info.generated_tokens:,} tokens" if info.generated_tokens else "none"),
         ("hits", str(info.hits)),
         ("created", _age(info.created_at)),
         ("last used", _age(info.last_used_at)),
-        ("kept for", _told_ttl(info)),
+        ("kept for", _ttl_text(info)),
         ("scope", info.scope),
         ("tenant", info.tenant or "none"),
         ("preview", info.preview),
@@ -115,13 +116,13 @@ def _show_entry(info: EntryInfo, blocks: list[dict[str, Any]], as_json: bool) ->
         click.echo(f"  {block['hash']}  {block['kind']:<10}  {where}{generated}")
 
 
-def _told_ttl(info: EntryInfo) -> str:
+def _ttl_text(info: EntryInfo) -> str:
     if info.ttl_s is None:
         return "what --kv-cache-ttl says"
     return f"{info.ttl_s:,} s after its last use" + (", or what --kv-cache-ttl says" if info.default_ttl else "")
 
 
-def _told_checkpoints(info: EntryInfo) -> str:
+def _checkpoints_text(info: EntryInfo) -> str:
     if not info.checkpoints:
         return "none"
     return f"{format_size(info.checkpoint_bytes)} at {', '.join(f'{position:,}' for position in info.checkpoints)}"

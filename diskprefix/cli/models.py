@@ -1,4 +1,4 @@
-"""`diskprefix models`: which architectures there are, what their layers keep, and what was verified of them."""
+"""`diskprefix models`: list the architectures, what their layers keep, and what was verified of them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ _RESTORED: dict[str, Restored] = {
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 _TITLES = ("architecture", "layers", "restored", "verified", "note")
 _PIPE_COLUMNS = 200
-"""Width of the table where no terminal says one."""
+"""Width of the table where the output is no terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """One architecture. `layers` are those of the default configuration, or of the folder's own. `verified`: the dtypes
-    in which a restored run was the cold run, bit for bit."""
+    """One architecture.
+
+    `layers` describes the default configuration, or that of a folder. `verified` has the dtypes in which a restored run
+    was equal to the cold run, bit for bit.
+    """
 
     architecture: str
     layers: str
@@ -55,18 +58,18 @@ def models(names: tuple[str, ...], as_json: bool) -> None:
     """List the decoder architectures of the installed transformers: what their layers keep, how a prefix is restored,
     and whether that was verified.
 
-    NAME is an architecture, as the model_type in a model's config.json says it, or the folder of a model: then the
-    layers are those of its own configuration. Nothing is downloaded, and no weights are read.
+    NAME is an architecture, which is the model_type in a model's config.json, or the folder of a model. For a folder
+    the layers are those of its configuration. Nothing is downloaded, and no weights are read.
 
     \b
-    layers     full, sliding(window), indexed: a state per token, which can be cut at every block
-               linear: linear attention, Mamba, short convolutions: a state at one position, kept at checkpoints
+    layers     full, sliding(window), indexed: a state for each token, which can be cut at every block
+               linear (linear attention, Mamba, short convolutions): a state at one position, kept at checkpoints
                shared, stateless: the layer keeps nothing of its own
     restored   anywhere: at every block; at checkpoints: where one was saved; at the end only: an exact repeat
                not: requests run on transformers' own cache
-    verified   dtypes in which the answer after a restart was that of a cold run, bit for bit (tools/bench exactness)
+    verified   dtypes in which the answer after a restart was equal to a cold run, bit for bit (tools/bench exactness)
 
-    When a model is loaded, a restore is rehearsed on it: what fails is not cached, verified or not.
+    When a model is loaded for the first time, the daemon tests a restore on it. A model that fails is not cached.
 
     \b
     diskprefix models
@@ -94,12 +97,12 @@ def models(names: tuple[str, ...], as_json: bool) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Of what computes: without the label of a build, such as `+cpu`."""
+    """The versions of the libraries that compute, without the label of a build such as `+cpu`."""
     return {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
 
 
 def _read_table() -> dict[str, Any]:
-    """The verified architectures, also by the type that their text decoder's configuration has."""
+    """The table of verified architectures, also keyed by the model type of their text decoder."""
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     found = table["architectures"]
     table["architectures"] = {entry["model_type"]: entry for entry in found.values()} | found
@@ -114,7 +117,7 @@ def _all_rows(table: dict[str, Any]) -> list[ModelRow]:
 
 
 def _row_of(name: str, table: dict[str, Any]) -> ModelRow:
-    """Raises `SettingsError` for what is neither an architecture nor a folder, `ModelError` for an unfit folder."""
+    """Raises `SettingsError` for a name that is no architecture and no folder, `ModelError` for an unfit folder."""
     from transformers import CONFIG_MAPPING
 
     path = Path(os.path.expanduser(name))
@@ -149,13 +152,13 @@ def _row_of_type(name: str, table: dict[str, Any]) -> ModelRow:
 
     try:
         config = CONFIG_MAPPING[name]()
-    except Exception:  # noqa: BLE001 - some have no configuration that is valid by default
+    except Exception:  # noqa: BLE001 - some have no valid default configuration
         return ModelRow(architecture=name, layers="", restored="unknown", note="it has no default configuration")
     return _row(name, config, table)
 
 
 def _row(name: str, config: PreTrainedConfig, table: dict[str, Any]) -> ModelRow:
-    """What the configuration says, and over that what was verified."""
+    """The row that the configuration gives, with what was verified of the architecture."""
     found = _surveyed(name, config)
     text = config.get_text_config(decoder=True)
     entry = table["architectures"].get(name) or table["architectures"].get(text.model_type)
@@ -174,7 +177,7 @@ def _surveyed(name: str, config: PreTrainedConfig) -> ModelRow:
         return replace(row, note="not served: an encoder–decoder model")
     try:
         layers, unknown = survey(config)
-    except Exception:  # noqa: BLE001 - configurations of any age and author may fail in any way
+    except Exception:  # noqa: BLE001 - a configuration of any age and author may raise anything
         return replace(row, restored="unknown", note="transformers makes no cache from its configuration alone")
     row = replace(row, layers=describe_layers(layers, config))
     if reasons := (*unknown, *moving_ropes_of(config)):
@@ -202,7 +205,7 @@ def _show(rows: Sequence[ModelRow], verified_with: dict[str, str]) -> None:
     click.echo(f"{counted(len(rows), 'architecture')}, {number} verified with {_versions(verified_with)}")
     installed = installed_versions()
     if installed != verified_with:
-        click.echo(f"installed are {_versions(installed)}: run tools/exactness to verify them")
+        click.echo(f"installed are {_versions(installed)}: run tools/bench exactness to verify them")
 
 
 def _versions(versions: dict[str, str]) -> str:

@@ -1,6 +1,6 @@
-"""Options of the commands: those that stand for a field of `Settings`, and others in groups of the help.
+"""Options of the commands, under headings in the help. Some of them stand for a field of `Settings`.
 
-An option of a setting may also be given as an environment variable, or as a key of a policy file.
+The value of such an option may also come from an environment variable or a policy file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CLICK_TYPES: Mapping[str, Any] = {
     "file": click.Path(path_type=Path, dir_okay=False),
     "folder": click.Path(path_type=Path, file_okay=False),
 }
-"""Sizes and durations stay text here: `build_settings` reads them, wherever they come from."""
+"""Sizes and durations stay text. `build_settings` reads them, whether they come from a flag or a policy file."""
 _METAVARS = {"size": "SIZE", "duration": "DURATION", "file": "FILE"}
 
 
@@ -35,20 +35,20 @@ def variable_of(flag: str) -> str:
 
 
 class GroupedOption(click.Option):
-    """An option that knows the heading under which the help shows it."""
+    """An option with the heading under which the help shows it."""
 
     def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Names the variable where the value came from there: the flag was not given."""
+        """Names the environment variable in an error if the value came from it."""
         source = ctx.get_parameter_source(self.name) if ctx and self.name else None
         return f"'{self.envvar}'" if source is ParameterSource.ENVIRONMENT else super().get_error_hint(ctx)
 
 
 class NonemptyOption(GroupedOption):
-    """An option that refuses an empty value, also from its variable, where others take it for none."""
+    """An option that refuses an empty value. Others take an empty variable for one that is not set."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, callback=nonempty, **kwargs)
@@ -58,7 +58,7 @@ class NonemptyOption(GroupedOption):
 
 
 def nonempty(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """Callback of an option or an argument of text. Raises `BadParameter` for an empty one."""
+    """Callback of a text option. Raises `BadParameter` for an empty text."""
     if value == "":
         raise click.BadParameter("it is empty; give a value, or leave it out")
     return value
@@ -116,14 +116,14 @@ def setting_options(names: Iterable[str], **attributes: Any) -> Callable[[Decora
 
 
 def _size_text(num_bytes: int) -> str:
-    """`4GiB`: the largest unit of which it is a whole number, so that `parse_size` gives it back."""
+    """`4GiB`: in the largest unit that divides it, so that `parse_size` returns the same number."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = max(power for power in range(len(units)) if num_bytes % 1024**power == 0)
     return f"{num_bytes // 1024**power}{units[power]}"
 
 
 def policy_option(group: str) -> Callable[[Decorated], Decorated]:
-    """`--policy`: the values in the file become the defaults, so that variables and flags still override them."""
+    """`--policy`. The values in the file become defaults, so that variables and flags override them."""
 
     def apply(ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
         if value is not None:
@@ -148,7 +148,7 @@ def policy_values(name_or_path: str) -> dict[str, Any]:
 
 
 def _policy_value(name: str, value: object) -> Any:
-    """What the flag of the field `name` makes of `value`. Raises `DiskPrefixError`."""
+    """Returns what the flag of the field `name` would make of `value`. Raises `DiskPrefixError`."""
     command = setting_option(name)(click.Command(name))
     try:
         converted = command.params[0].process_value(click.Context(command), str(value))

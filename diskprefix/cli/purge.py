@@ -1,4 +1,4 @@
-"""`diskprefix purge`: forget on purpose."""
+"""`diskprefix purge`: remove saved prompts on purpose."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from diskprefix.store.schema import RootRecord
 from diskprefix.tenant import matches, short_tenant
 
 _SHOWN = 20
-"""Saved prompts that are listed before the question; models or tenants in a message."""
+"""The most saved prompts that are listed before the question, and models or tenants in a message."""
 _PREVIEW_CHARS = 60
 _NOT_DONE = 1
 """Exit code."""
 
 
-@click.command(short_help="Forget saved prompts, a model, a tenant, or what is old.")
+@click.command(short_help="Remove saved prompts, a model, a tenant, or what is old.")
 @click.argument("entries", metavar="[ENTRY]...", nargs=-1)
-@click.option(
-    "--model", metavar="NAME", callback=nonempty, help="Only what belongs to this model, as inspect names it."
-)
+@click.option("--model", metavar="NAME", callback=nonempty, help="Only prompts of this model, as inspect names it.")
 @click.option(
     "--salt",
     metavar="VALUE",
     callback=nonempty,
-    help="Only what belongs to this tenant: an API key, with all its users; a salt, under every key; or an id as "
-    "inspect shows it, where KEYID/SALTID is the user of one key.",
+    help="Only prompts of this tenant: an API key with all its users, a salt under every key, or an id as inspect "
+    "shows it, where KEYID/SALTID is one user of one key.",
 )
-@click.option("--older-than", metavar="DURATION", help="Only what was not used for that long: 90s, 15m, 12h, 7d, 2w.")
-@click.option("--all", "everything", is_flag=True, help="All that is stored.")
-@click.option("--dry-run", is_flag=True, help="Show what would go, and change nothing.")
+@click.option(
+    "--older-than", metavar="DURATION", help="Only prompts that were not used for this long: 90s, 15m, 12h, 7d, 2w."
+)
+@click.option("--all", "everything", is_flag=True, help="Everything that is stored.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and change nothing.")
 @yes_option
 @store_folder_option
 @json_option
@@ -69,15 +69,14 @@ def purge(
     kv_cache_dir: Path,
     as_json: bool,
 ) -> int:
-    """Remove what meets every condition that is given, beside a running daemon or not.
+    """Remove the saved prompts that meet all given conditions. This is safe beside a running daemon.
 
-    ENTRY is an id, or the beginning of one, as inspect shows it. With a saved prompt go its blocks, but those that
-    other saved prompts or other blocks need, and the recent prompts that begin with it. With --model or --salt go the
-    recent prompts and the record of who they belong to as well: nothing of them can be found any more.
+    ENTRY is an id, or the beginning of one, as inspect shows it. The blocks of a prompt are removed with it, except
+    those that other saved prompts or blocks need, and so are the recent prompts that begin with it. --model and --salt
+    also remove all recent prompts and the record of the model or tenant, so nothing of it can be found any more.
 
-    The file keeps its size, and the removed bytes lie in it until their room is used again; `diskprefix compact`
-    writes it anew without them. A daemon that runs forgets what it remembers of it with
-    its next request.
+    The file keeps its size, and the removed bytes stay in it until their room is used again. `diskprefix compact`
+    writes the file anew without them. A running daemon drops what it remembers of them at its next request.
 
     \b
     diskprefix purge 3fa9 42d1
@@ -87,14 +86,12 @@ def purge(
     diskprefix purge --all --yes && diskprefix compact
 
     \b
-    Exit codes: 0 done, or there was nothing; 1 it was declined, or blocks are left; 2 wrong
+    Exit codes: 0 done, or nothing to do; 1 declined, or blocks are left; 2 wrong
     usage, or no such ENTRY, model or tenant; 4 the store cannot be opened or written.
     """
     narrowed = bool(entries) or (model, salt, older_than) != (None, None, None)
     if narrowed == everything:
-        wrong = (
-            "--all goes without conditions" if everything else "say what: ENTRY, --model, --salt, --older-than or --all"
-        )
+        wrong = "--all takes no conditions" if everything else "give ENTRY, --model, --salt, --older-than or --all"
         raise SettingsError(f"{wrong}; see `diskprefix purge --help`")
     older_than_s = None if older_than is None else parse_duration(older_than, param="--older-than")
     now = time.time()
@@ -107,7 +104,7 @@ def purge(
             _require_known([record for _, record in snapshot.roots()], model, salt)
         chosen = [info for info in infos if bytes.fromhex(info.id) in plan.entries]
         if not as_json:
-            _show_plan(plan, chosen, "would go" if dry_run else "to go")
+            _show_plan(plan, chosen, "would be removed" if dry_run else "to remove")
         purged = None
         if not dry_run:
             if plan and not confirm(
@@ -125,15 +122,15 @@ def purge(
 
 
 def _require_known(records: list[RootRecord], model: str | None, salt: str | None) -> None:
-    """Raises `SettingsError` for a model or a tenant of which nothing is here: a wrong name must not pass for done."""
+    """Raises `SettingsError` for an unknown model or tenant, so that a wrong name does not look like success."""
     if model is not None and all(record.model != model for record in records):
         there = _listed({record.model for record in records})
-        raise SettingsError(f"--model: nothing is here of {model!r}; the models there are: {there}", param="--model")
+        raise SettingsError(f"--model: nothing is stored of {model!r}; the models are: {there}", param="--model")
     if salt is not None and not any(matches(record.tenant, salt) for record in records):
         # The value may be a secret, so it is not repeated.
         raise SettingsError(
-            "--salt: nothing is here of this tenant (the name of a key in the file of --api-keys is none); the tenants "
-            f"there are: {_listed({short_tenant(record.tenant) for record in records})}",
+            "--salt: nothing is stored of this tenant (an API key is given itself and not by its name); the tenants "
+            f"are: {_listed({short_tenant(record.tenant) for record in records})}",
             param="--salt",
         )
 
@@ -162,29 +159,29 @@ def _show_plan(plan: Plan, chosen: list[EntryInfo], title: str) -> None:
         f"{counted(len(plan.prompts), 'recent prompt')}"
     )
     if plan.shared_blocks:
-        click.echo(f"{counted(plan.shared_blocks, 'block')} of theirs stay: other saved prompts share them")
+        click.echo(f"{counted(plan.shared_blocks, 'block')} of them stay: other saved prompts share them")
     if plan.continued_blocks:
-        click.echo(f"{counted(plan.continued_blocks, 'block')} of theirs stay: other blocks continue them")
+        click.echo(f"{counted(plan.continued_blocks, 'block')} of them stay: other blocks continue them")
 
 
 def _show_purged(folder: Path, purged: Purged) -> None:
     amounts = _amounts(purged.entries, purged.blocks, purged.stored_bytes)
     click.echo(f"purged {amounts}, {counted(purged.prompts, 'recent prompt')}")
     click.echo(
-        "their bytes lie in the file until that room is used again; `diskprefix compact` rewrites it without them"
+        "the bytes stay in the file until their room is used again; `diskprefix compact` writes it anew without them"
     )
     if purged.left_blocks:
         click.echo(
-            f"{counted(purged.left_blocks, 'block')} could not be removed: a daemon continues them, or their counts "
-            "are wrong; run `diskprefix verify --fix`, then purge again",
+            f"{counted(purged.left_blocks, 'block')} could not be removed, because a daemon continues them or their "
+            "counts are wrong; run `diskprefix verify --fix`, then purge again",
             err=True,
         )
     if (folder / DAMAGED).exists():
-        click.echo(f"{folder / DAMAGED}, moved aside by a daemon, may hold them too: delete it", err=True)
+        click.echo(f"{folder / DAMAGED}, which a daemon moved aside, may hold them too; delete it", err=True)
 
 
 def _report(plan: Plan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:
-    """What --json prints: what went, or without `purged` what would go."""
+    """Returns what --json prints: what was removed, or without `purged` what would be."""
     report: dict[str, Any] = {
         "dry_run": purged is None,
         "entries": [asdict(info) for info in chosen],

@@ -1,4 +1,4 @@
-"""Request bodies in a file, read as the daemon would read them over HTTP."""
+"""Reads request bodies from a file as the daemon reads them from HTTP."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def body_reader(renderer: PromptRenderer) -> Callable[[dict[str, Any]], TraceRequest]:
-    """From a body, of chats or of raw prompts, to what it asks for at time 0.
+    """Returns a function that turns the body of a chat or text completion into a request at time 0.
 
-    The reader raises `InvalidRequest` for what the daemon would refuse.
+    The function raises `InvalidRequest` for a body that the daemon would refuse.
     """
     from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
     from diskprefix.server.body import parse_json

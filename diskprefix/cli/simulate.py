@@ -1,4 +1,4 @@
-"""`diskprefix simulate`: what each setting would have done to a recorded workload."""
+"""`diskprefix simulate`: show what each setting would have done with a recorded workload."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from diskprefix.simulate.simulator import Policy
 from diskprefix.simulate.synthetic import CATALOG
 from diskprefix.simulate.trace import RecordedDaemon, Trace, TraceRequest
 
-_SETTINGS, _STATE, _WORKLOAD, _OUTPUT = "What to compare", "What the model's state weighs", "Workload", "Output"
+_SETTINGS, _STATE, _WORKLOAD, _OUTPUT = "What to compare", "The model's state", "Workload", "Output"
 _DEFAULTS = Settings()
 _SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")
 _BUDGETS = ("unlimited", "4GiB")
@@ -39,33 +39,33 @@ _SYNTHETIC = "synthetic:"
 _MOST_REQUESTS = 1_000_000
 _MOST_BYTES_PER_TOKEN, _MOST_STATE_BYTES = 2**30, 2**40
 _UNBOUNDED_POSITIONS = 1 << 30
-"""What fits into a model is not for the simulation to judge."""
+"""The simulation does not limit the length of a prompt."""
 _TOKENS_PER_S = 1000.0
 
 
 def _recorded(otherwise: int) -> dict[str, Any]:
-    """No default of its own: the recording says it, or else the setting's default holds."""
+    """Attributes of an option whose default comes from the recording, or else is `otherwise`."""
     return {"default": None, "show_default": f"the recording's, else {otherwise}"}
 
 
 _EPILOG = """\b
 Examples:
   diskprefix simulate day.jsonl
-      seven scopes, two kinds of models, with 4 GiB and without limit
+      compares seven scopes for two kinds of models, with 4 GiB and without a limit
   diskprefix simulate day.jsonl --regime sliceable --scope auto:30 --scope full --budget 1GiB --budget 8GiB
-      how much room does it take?
+      shows how much room each scope needs
   diskprefix simulate day.jsonl --scope off --policy chat --policy agent
-      which preset fits?
+      compares presets
   diskprefix simulate synthetic:interleaved:500 --json | jq '.[] | {scope, restored_share, written_share}'
-      no workload at hand: a made-up one
+      replays a generated workload
   diskprefix serve --record day.jsonl
-      the workload of your own daemon: lengths and hashes, no text
+      records the workload of your own daemon: lengths and hashes, no text
 
 Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenizer for request bodies.
 """
 
 
-@click.command(cls=GroupedCommand, short_help="Replay a workload: what would each setting do?", epilog=_EPILOG)
+@click.command(cls=GroupedCommand, short_help="Replay a workload, and show what each setting would do.", epilog=_EPILOG)
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
 @option(
     "--scope",
@@ -73,7 +73,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     metavar="SCOPE",
     multiple=True,
     default=_SCOPES,
-    help="As --disk-prefix-cache of serve: off, full, auto:N or N. May be given several times.",
+    help="As --disk-prefix-cache of serve: off, full, auto:N or N. Can be given several times.",
 )
 @option(
     "--regime",
@@ -81,8 +81,8 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     type=click.Choice(REGIMES, case_sensitive=False),
     multiple=True,
     default=REGIMES,
-    help="sliceable: a model whose state can be cut anywhere. checkpoints: one with recurrent or linear attention. "
-    "May be given twice.",
+    help="The kind of model. sliceable: its state can be cut at every block. checkpoints: it has recurrent or linear "
+    "attention layers. Can be given twice.",
 )
 @option(
     "--budget",
@@ -90,15 +90,15 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     metavar="SIZE",
     multiple=True,
     default=_BUDGETS,
-    help="As --kv-cache-budget of serve, or unlimited. May be given several times.",
+    help="As --kv-cache-budget of serve, or unlimited. Can be given several times.",
 )
 @option(
     "--policy",
     group=_SETTINGS,
     metavar="NAME|FILE",
     multiple=True,
-    help="A preset, such as agent, or a .toml file becomes a row of its own. What it leaves open is as for the others. "
-    "May be given several times.",
+    help="A preset, such as agent, or a .toml file. It becomes a row of its own; settings that it does not have are "
+    "those of the other rows. Can be given several times.",
 )
 @setting_option("block_size", group=_SETTINGS, envvar=None, **_recorded(_DEFAULTS.block_size))
 @setting_option("kv_cache_min_tokens", group=_SETTINGS, envvar=None, **_recorded(_DEFAULTS.kv_cache_min_tokens))
@@ -109,22 +109,21 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     metavar="SIZE",
     show_default="the recording's, else "
     f"{SLICEABLE.bytes_per_token} sliceable, {CHECKPOINTS.bytes_per_token} checkpoints",
-    help="State that each token adds. A recording says it of its daemon's model, as `/props` does; without one it is "
-    "that of SmolLM2-135M and of Qwen3-Next-80B-A3B.",
+    help="The bytes of state that each token adds. The defaults are those of SmolLM2-135M and Qwen3-Next-80B-A3B.",
 )
 @option(
     "--state-bytes",
     group=_STATE,
     metavar="SIZE",
     show_default=f"the recording's, else {format_size(CHECKPOINTS.state_bytes)}",
-    help="Of models with checkpoints: what one checkpoint weighs.",
+    help="The bytes of one checkpoint, for models with checkpoints.",
 )
 @option(
     "--tokens-per-s",
     group=_STATE,
     type=float,
     show_default=f"as recorded, else {_TOKENS_PER_S:.0f}",
-    help="Speed of prefill: only the seconds saved depend on it.",
+    help="The speed of prefill. Only the time saved depends on it.",
 )
 @setting_option(
     "model",
@@ -139,7 +138,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     metavar="N",
     type=click.IntRange(min=1),
     show_default="all of them",
-    help="Replay the first N requests of each trace only.",
+    help="Replay only the first N requests of each trace.",
 )
 @option("--json", group=_OUTPUT, is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
@@ -148,7 +147,8 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
     show_default="nothing is drawn",
-    help="Draw restored share against bytes written, with a curve for each scope, to a .png or .svg. Needs matplotlib.",
+    help="Draw the restored share against the bytes written, with a curve for each scope, to a .png or .svg file. "
+    "Needs matplotlib.",
 )
 def simulate(
     traces: tuple[str, ...],
@@ -198,7 +198,7 @@ def simulate(
                      before it, kept for ever
     """
     if tokens_per_s is not None and not (math.isfinite(tokens_per_s) and tokens_per_s > 0):
-        raise SettingsError("--tokens-per-s: it must be more than 0", param="--tokens-per-s")
+        raise SettingsError("--tokens-per-s: it must be a number above 0", param="--tokens-per-s")
     if plot is not None:
         _check_plot(plot)
     asked = _Asked(
@@ -211,7 +211,7 @@ def simulate(
         state_bytes=_given_size(state_bytes, "--state-bytes", _MOST_STATE_BYTES),
         tokens_per_s=tokens_per_s,
     )
-    # What is wrong with an option need not wait for the traces.
+    # An error in an option is reported before the traces are read.
     asked.cases(None)
     replayed = _read(traces, _lazy_reader(model, chat_template), limit)
     rows = _run([(trace, _cases(asked, trace)) for trace in replayed])
@@ -225,20 +225,20 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """What to compare, as the options say it. None is left to the recording, or else to the default."""
+    """What to compare, as the options say. None stands for the recording's value, or else for the default."""
 
     scopes: Sequence[Scope]
     regimes: Sequence[Regime]
     budgets: Sequence[int | None]
     presets: Mapping[str, Mapping[str, Any]]
-    """What each policy file says."""
+    """The settings in each policy file, by its name."""
     flags: Mapping[str, Any]
     bytes_per_token: int | None
     state_bytes: int | None
     tokens_per_s: float | None
 
     def cases(self, daemon: RecordedDaemon | None) -> list[Case]:
-        """The runs over a workload that `daemon` recorded. Raises `SettingsError`."""
+        """Returns the runs over a workload that `daemon` recorded. Raises `SettingsError`."""
         recorded = {"block_size": daemon.block_size, "kv_cache_min_tokens": daemon.min_tokens} if daemon else {}
         flags = recorded | {name: value for name, value in self.flags.items() if value is not None}
         tokens_per_s = self.tokens_per_s or (daemon and daemon.tokens_per_s) or _TOKENS_PER_S
@@ -272,7 +272,7 @@ def _cases(asked: _Asked, trace: Trace) -> list[Case]:
 
 
 def _check_plot(path: Path) -> None:
-    """Before a long simulation. Raises `SettingsError` for a place or a kind of file that cannot be written."""
+    """Check before a long simulation. Raises `SettingsError` for a file that cannot be drawn or written."""
     if path.suffix.lower() not in PLOT_FORMATS:
         raise SettingsError(f"--plot: {path} must end in {' or '.join(PLOT_FORMATS)}", param="--plot")
     if not path.absolute().parent.is_dir():
@@ -294,7 +294,7 @@ def _policy(settings: Settings, tokens_per_s: float) -> Policy:
 
 
 def _budget(text: str) -> int | None:
-    """In bytes; None is without end."""
+    """Returns bytes, or None for no limit."""
     return None if text.strip().lower() == "unlimited" else _size(text, "--budget", MIN_BUDGET, MAX_BUDGET)
 
 
@@ -310,7 +310,7 @@ def _size(text: str, flag: str, least: int, most: int) -> int:
 
 
 def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
-    """Reads request bodies with a tokenizer that is loaded for the first of them."""
+    """Returns a function that reads request bodies. It loads the tokenizer for the first of them."""
     read: ReadBody | None = None
 
     def read_body(body: JsonObject) -> TraceRequest:
@@ -329,7 +329,7 @@ def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
 
 
 def _read(names: Sequence[str], read_body: ReadBody, limit: int | None) -> list[Trace]:
-    """All of them before the first is replayed: what is wrong with the last is not said an hour later."""
+    """Read all traces before the first is replayed, so that an error in the last one is reported at once."""
     traces = []
     for name, title in zip(names, _titles(names), strict=True):
         if name.startswith(_SYNTHETIC):
@@ -346,7 +346,7 @@ def _warn(line: str) -> None:
 
 
 def _titles(names: Sequence[str]) -> list[str]:
-    """The names of the files without folder and suffix, where that tells them apart."""
+    """Returns the names without folder and suffix, where these are different."""
     stems = [Path(name).stem for name in names]
     return [name if stems.count(stem) > 1 else stem for name, stem in zip(names, stems, strict=True)]
 

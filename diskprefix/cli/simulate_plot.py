@@ -1,4 +1,4 @@
-"""The plot of `diskprefix simulate`: what each policy restores for what it writes."""
+"""The plot of `diskprefix simulate`: what each policy restores against what it writes."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ _OTHER_COLORS = "tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink", 
 _STYLES: dict[str, Literal["--", ":"]] = {UPPER_BOUND: "--", WHOLE_SNAPSHOTS: ":"}
 _SHAPES = "osD^v<>phX"
 _PRESET_SHAPES, _PRESET_SIZE = "Dos^v<>p", 12.0
-"""Hollow and large, so that what lies under one is seen."""
+"""These are hollow and large, so that a point under one stays visible."""
 _MOST_TICKS = 8
 _MARGIN = 0.1
-"""Beside the outermost ticks, as a power of two."""
+"""The room beside the outermost ticks, as a power of two."""
 
 
 def require_matplotlib() -> None:
-    """Raises `SettingsError` that says how to get it."""
+    """Raises a `SettingsError` that says how to install it."""
     if find_spec("matplotlib") is None:
-        raise SettingsError("--plot needs matplotlib; get it with: pip install matplotlib", param="--plot")
+        raise SettingsError("--plot needs matplotlib; install it with: pip install matplotlib", param="--plot")
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Restored share against bytes written: a panel for each trace and regime, a curve for each policy, a point for
-    each budget. A policy file has a hollow point of its own. What wrote nothing has no place on it. The same rows give
-    the same file. Raises `OSError`."""
+    """Draw the restored share against the bytes written to `path`. Raises `OSError`.
+
+    There is a panel for each trace and regime, a curve for each policy and a point for each budget. A policy file has a
+    hollow point of its own. Rows that wrote nothing are left out. The same rows give the same file, byte for byte.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -67,7 +69,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _colors(labels: Sequence[str]) -> dict[str, Any]:
-    """Windows of `auto` from dark to light, so that the trade-off is seen; the others each of its own."""
+    """Returns shades from dark to light for the windows of `auto`, and a colour of its own for each other label."""
     from matplotlib import colormaps
 
     def window(label: str) -> int:
@@ -117,7 +119,7 @@ def _draw_panel(
 
 
 def _between_powers(least: int, most: int) -> tuple[float, float]:
-    """The powers of two around them, with room beside the outer points: at least two of them are ticks."""
+    """Returns limits of the axis: the powers of two around both, at least two of them, with room beside the points."""
     low, high = math.floor(math.log2(least)), math.ceil(math.log2(most))
     return 2.0 ** (low - _MARGIN), 2.0 ** (max(high, low + 1) + _MARGIN)
 
@@ -132,7 +134,7 @@ def _legend(colors: Mapping[str, Any], shapes: Mapping[int | None, str], presets
         for name, color in colors.items()
     ]
     points = [
-        Line2D([], [], color=_GREY, linestyle="", marker=shape, label=_told_budget(budget))
+        Line2D([], [], color=_GREY, linestyle="", marker=shape, label=_budget_text(budget))
         for budget, shape in shapes.items()
     ]
     return [*curves, *points]
@@ -142,7 +144,7 @@ def _size_of(budget_bytes: int | None) -> float:
     return math.inf if budget_bytes is None else budget_bytes
 
 
-def _told_budget(budget_bytes: int | None) -> str:
+def _budget_text(budget_bytes: int | None) -> str:
     return "no limit" if budget_bytes is None else f"budget {_short_size(budget_bytes)}"
 
 

@@ -39,19 +39,19 @@ def _assumed(trace: Trace, rows: Sequence[Row]) -> str:
     daemon = trace.daemon or RecordedDaemon(block_size=0, min_tokens=0)
     first = next(row for row in rows if row.policy is None)
     is_recorded = (first.block_size, first.min_tokens) == (daemon.block_size, daemon.min_tokens)
-    parts = [_said(f"blocks of {first.block_size} tokens, {first.min_tokens} at least", is_recorded)]
+    parts = [_marked(f"blocks of {first.block_size} tokens, {first.min_tokens} at least", is_recorded)]
     for row in {row.regime: row for row in rows}.values():
         checkpoint = f" and {format_size(row.state_bytes)} a checkpoint" if row.state_bytes else ""
         is_recorded = (row.bytes_per_token, row.state_bytes) == (daemon.bytes_per_token, daemon.state_bytes)
         parts.append(
-            _said(f"{row.regime} state of {format_size(row.bytes_per_token)} a token{checkpoint}", is_recorded)
+            _marked(f"{row.regime} state of {format_size(row.bytes_per_token)} a token{checkpoint}", is_recorded)
         )
     is_recorded = math.isclose(first.tokens_per_s, daemon.tokens_per_s)
-    parts.append(_said(f"prefill of {first.tokens_per_s:,.0f} tokens/s", is_recorded))
+    parts.append(_marked(f"prefill of {first.tokens_per_s:,.0f} tokens/s", is_recorded))
     return f"assumed: {'; '.join(parts)}"
 
 
-def _said(text: str, is_recorded: bool) -> str:
+def _marked(text: str, is_recorded: bool) -> str:
     return f"{text} (recorded)" if is_recorded else text
 
 
@@ -76,7 +76,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     """A section for each regime and budget, under common columns. Names are cut to the terminal, figures never."""
     sections: dict[str, list[Row]] = {}
     for row in rows:
-        sections.setdefault(f"{row.regime}, {_told_budget(row.budget_bytes)}", []).append(row)
+        sections.setdefault(f"{row.regime}, {_budget_text(row.budget_bytes)}", []).append(row)
     figures = {row: _figures(row) for row in rows}
     widths = {title: max(len(title), *(len(figures[row][title]) for row in rows)) for title in figures[rows[0]]}
     room = terminal_width(_WIDEST) - sum(len(_GAP) + width for width in widths.values())
@@ -107,7 +107,7 @@ def _figures(row: Row) -> dict[str, str]:
     }
 
 
-def _told_budget(budget_bytes: int | None) -> str:
+def _budget_text(budget_bytes: int | None) -> str:
     return "unlimited" if budget_bytes is None else format_size(budget_bytes)
 
 

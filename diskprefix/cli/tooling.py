@@ -1,4 +1,4 @@
-"""What the commands that work on a store share: its folder, JSON for scripts, text for people, progress, questions."""
+"""Parts that commands share: the folder of the store, output as JSON and text, progress, questions."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ store_folder_option = click.option(
     envvar="DISKPREFIX_KV_CACHE_DIR",
     show_default=DEFAULT_DIR,
     show_envvar=True,
-    # As serve does: a file of environment variables has no shell to expand it.
+    # No shell expands a variable from an environment file, so this does.
     callback=lambda _context, _parameter, path: path.expanduser(),
-    help="Folder of the store; policy files are not read.",
+    help="The folder of the store. Policy files are not read.",
 )
-"""`--kv-cache-dir`, handed to the command as `kv_cache_dir: Path`."""
+"""`--kv-cache-dir`, passed to the command as `kv_cache_dir: Path`."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts, and nothing else.")
-"""`--json`, handed to the command as `as_json: bool`."""
+"""`--json`, passed to the command as `as_json: bool`."""
 
 yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-"""`--yes`, handed to the command as `yes: bool`; goes with `confirm`."""
+"""`--yes`, passed to the command as `yes: bool`, for `confirm`."""
 
 
 def require_store(folder: Path) -> None:
-    """Raises `StoreUnavailable` if there is no store in `folder`: a command must not create one by looking at it."""
+    """Raises `StoreUnavailable` if there is no store in `folder`, so that a command that looks does not create one."""
     if not (folder / DATA).is_file():
         raise StoreUnavailable(f"{folder} holds no diskprefix store; give its folder with --kv-cache-dir")
 
 
 @contextmanager
 def opened_store(folder: Path, *, write: bool = False) -> Iterator[Store]:
-    """The store in `folder`, closed in the end; read-only unless `write`. Raises `CacheError`."""
+    """Open the store in `folder`, read-only unless `write`, and close it at the end. Raises `CacheError`."""
     require_store(folder)
     with advised():
         store = Store.open(folder, read_only=not write)
@@ -65,51 +65,51 @@ def opened_store(folder: Path, *, write: bool = False) -> Iterator[Store]:
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Around opening a store: where its file is damaged, `StoreCorrupt` says what to do about that."""
+    """Goes around the opening of a store. A `StoreCorrupt` raised inside also says what to do about it."""
     try:
         yield
     except StoreCorrupt as error:
         raise StoreCorrupt(
-            f"{error.message}; `verify --fix` cannot mend this: `diskprefix serve` moves the file aside and starts an "
-            "empty store, or delete it"
+            f"{error.message}; `verify --fix` cannot repair this: delete the file, or let `diskprefix serve` move it "
+            "aside and start an empty store"
         ) from error
 
 
 def print_json(value: object) -> None:
-    """JSON to read and to parse: letters of all scripts as they are, what a terminal would act on escaped."""
+    """Print JSON. Letters of all scripts stay as they are; control characters are escaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     click.echo("".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text))
 
 
 def plain(text: str) -> Any:
-    """A `rich` text: what others wrote must neither be read as markup nor steer the terminal."""
+    """Returns a `rich` text in which nothing is markup and nothing controls the terminal."""
     from rich.text import Text
 
     return Text(printable_only(text))
 
 
 def shortened(text: str, width: int) -> str:
-    """Beginning and end: conversations of one agent begin alike."""
+    """Returns `text` cut in its middle to `width` characters. Conversations of one agent often begin alike."""
     head = width // 3
     return text if len(text) <= width else f"{text[:head]}…{text[len(text) - (width - head - 1) :]}"
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """`1 block`, `2,000 blocks`, `2 entries`."""
+    """Returns `1 block`, `2,000 blocks`, `2 entries`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def short_id(id_: str) -> str:
-    """As much of an entry's id as tells it from others."""
+    """The beginning of an entry's id, long enough to tell it from others."""
     return id_[:_SHOWN_ID_DIGITS]
 
 
 def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:
-    """The entry whose id is or begins with what was typed. Raises `SettingsError` if none does, or several."""
+    """Returns the entry whose id begins with `beginning`. Raises `SettingsError` for none, and for several."""
     if len(beginning) < _MIN_ID_DIGITS:
         raise SettingsError(
-            f"{beginning!r} is too short for an id: give at least {_MIN_ID_DIGITS} digits of what `diskprefix inspect` "
-            "shows",
+            f"{beginning!r} is too short for an id; give at least {_MIN_ID_DIGITS} digits, as `diskprefix inspect` "
+            "shows them",
             param="ENTRY",
         )
     found = [info for info in entries if info.id.startswith(beginning.lower())]
@@ -175,9 +175,11 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[Any]], *, wid
 
 
 def confirm(question: str, *, yes: bool) -> bool:
-    """Whether to go on: `--yes`, or what is answered at the terminal. Raises `SettingsError` where there is none."""
+    """Returns whether to go on: with `--yes`, or as answered at the terminal. Raises `SettingsError` without one."""
     if yes:
         return True
     if not sys.stdin.isatty():
-        raise SettingsError("nobody is there to ask (standard input is no terminal): add --yes, or --dry-run to look")
+        raise SettingsError(
+            "cannot ask, because standard input is no terminal; add --yes, or --dry-run to change nothing"
+        )
     return click.confirm(question, default=False, err=True)

@@ -1,4 +1,4 @@
-"""`diskprefix verify`: is everything in the store what it says it is?"""
+"""`diskprefix verify`: check the store, and repair it."""
 
 from __future__ import annotations
 
@@ -26,35 +26,37 @@ from diskprefix.store.maintenance.verify_payloads import PayloadReport, verify_p
 from diskprefix.store.store import Store
 
 _SHOWN = 20
-"""Problems, and removed prompts, that are listed in text; --json has them all."""
+"""The most problems, and removed prompts, that the text lists. --json has them all."""
 _FOUND, _LEFT = 1, 4
-"""Exit codes, as fsck has them: errors that are corrected are 1, those that are left 4."""
+"""Exit codes, as fsck has them: 1 for problems that were repaired, 4 for those that are left."""
 
 
-@click.command(short_help="Check index and payloads, and mend what is damaged.")
-@click.option("--fix", is_flag=True, help="Remove what is damaged, with all that continues it, and count anew.")
-@click.option("--index-only", is_flag=True, help="Do not read the payloads: seconds instead of minutes.")
+@click.command(short_help="Check index and payloads, and repair what is damaged.")
+@click.option(
+    "--fix", is_flag=True, help="Remove what is damaged, with the blocks that continue it, and correct the counts."
+)
+@click.option("--index-only", is_flag=True, help="Do not read the payloads. This takes seconds instead of minutes.")
 @store_folder_option
 @json_option
 def verify(fix: bool, index_only: bool, kv_cache_dir: Path, as_json: bool) -> int:
-    """Check that the store is what it says it is.
+    """Check that the store holds what its records say.
 
-    First the structure of the file; then each record (checksum, name, place in the tree, counts, sizes), and whether
-    what belongs together is there; then every payload, which is read, verified and decoded. Safe beside a running
-    daemon, with --fix too. A daemon checks what it restores anyway: this finds damage before a request does.
+    The command checks the structure of the file, then each record (checksum, name, place in the tree, counts, sizes)
+    and its relations to other records, and then reads, verifies and decodes every payload. It is safe beside a running
+    daemon, with --fix too. A daemon checks everything that it restores; this command finds damage before a request.
 
-    With --fix a damaged block goes together with the blocks that continue it; what is left can be restored. Prompts
-    that lost blocks are computed again when they come. Without --fix nothing is changed: that is its dry run.
+    With --fix a damaged block is removed together with the blocks that continue it. What is left can be restored.
+    Prompts that lost blocks are computed again. Without --fix nothing is changed.
 
     \b
-    damaged      it cannot be read, or its checksum does not match
-    misnamed     its name is not the hash of what it holds
-    detached     what it continues is not there, ends elsewhere, or cannot be continued so
-    rootless     nothing says which model and layout it belongs to
+    damaged      the record cannot be read, or its checksum does not match
+    misnamed     its name is not the hash of its content
+    detached     the block before it is missing, ends elsewhere, or cannot be continued
+    rootless     the record of its model and layout is missing
     misshapen    its sizes are not those of its layout
     incomplete   a piece of its payload is missing, or there is one too many
-    miscounted   its usage record does not say what is there
-    orphaned     it belongs to something that is not there
+    miscounted   its usage record has wrong counts
+    orphaned     the record that it belongs to is missing
 
     \b
     diskprefix verify
@@ -62,8 +64,8 @@ def verify(fix: bool, index_only: bool, kv_cache_dir: Path, as_json: bool) -> in
     diskprefix verify --fix
 
     \b
-    Exit codes: 0 clean; 1 problems were found, with --fix: and all of them mended; 2 wrong usage;
-    4 the store cannot be opened, or --fix had to leave a problem.
+    Exit codes: 0 clean; 1 problems were found, and with --fix all were repaired; 2 wrong usage;
+    4 the store cannot be opened, or --fix could not repair a problem.
     """
     with opened_store(kv_cache_dir, write=fix) as store:
         index = verify_index(store)
@@ -89,7 +91,7 @@ def _verify_payloads(store: Store, index: IndexReport, index_only: bool) -> Payl
 def _report(
     index: IndexReport, payloads: PayloadReport, problems: tuple[Problem, ...], mended: Mended | None
 ) -> dict[str, Any]:
-    """What --json prints; `mended` is what --fix did, None without it."""
+    """Returns what --json prints. `mended` is what --fix did, or None without --fix."""
     report = {
         "clean": not problems,
         "blocks": index.num_nodes,
@@ -126,7 +128,7 @@ def _show(
 
 def _show_mended(mended: Mended, num_problems: int) -> None:
     click.echo(
-        f"mended {num_problems - len(mended.left)} of {counted(num_problems, 'problem')}; removed "
+        f"repaired {num_problems - len(mended.left)} of {counted(num_problems, 'problem')}; removed "
         f"{counted(len(mended.entries), 'saved prompt')}, {counted(mended.blocks, 'block')}, "
         f"{counted(mended.prompts, 'recent prompt')}"
     )

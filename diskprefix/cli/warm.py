@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from diskprefix.cli.options import (
     variable_of,
 )
 from diskprefix.cli.serve import configure_logging
-from diskprefix.cli.tooling import counted, plain, print_json
+from diskprefix.cli.tooling import counted, plain, print_json, status
 from diskprefix.cli.warm_input import WarmItem, read_items
 from diskprefix.cli.warm_target import Answer, InProcess, OverHttp, Target
 from diskprefix.errors import DiskPrefixError, InvalidRequest, NotReady, SettingsError
@@ -35,26 +33,27 @@ if TYPE_CHECKING:
 
 _ALONE, _WARM, _DAEMON = "With --alone: ", "Warm", "A running daemon"
 _NOT_OF_WARM = {"disk_prefix_cache", "reuse_generated", "record"}
-"""These settings make no sense here, because each prompt is warmed under --scope, nor do those of the server."""
+"""Settings without a meaning here, where --scope says what is kept of each prompt and nobody else sends requests."""
 _OF_SERVE = [name for name, setting in SETTINGS.items() if setting.group != SERVER and name not in _NOT_OF_WARM]
 _DEFAULT_URL = f"http://{Settings.host}:{Settings.port}"
 _FAILED = 1
 """Exit code."""
 _PATIENCE_S = 600.0
-"""For how long a prompt is sent again that a full queue refuses."""
+"""How long a prompt is sent again while the queue is full, and how long a write is waited for."""
 _LONGEST_PAUSE_S = 10.0
 _POLL_S = 0.05
-_UNTOLD = (401, 403)
+_FORBIDDEN = (401, 403)
 _KEPT = ("queued", "stored")
 
 _EPILOG = """\b
 Examples:
   diskprefix warm system-prompt.txt                    a raw prompt, as /v1/completions takes it
   diskprefix warm conversation.json                    a list of messages, or a request body
-  diskprefix warm yesterday.jsonl                      one request body or list of messages a line
+  diskprefix warm yesterday.jsonl                      one request body or list of messages on each line
   diskprefix warm --alone --model ~/models/qwen *.json without a daemon: the model is loaded here
 
-Exit codes: 0 done; 1 a prompt failed, or no daemon answers; 2 wrong usage; 3, 4 as serve, with --alone.
+Exit codes: 0 done; 1 a prompt failed, or no daemon answers; 2 wrong usage; with --alone also 3 the model cannot be
+loaded, 4 the store cannot be used.
 """
 
 
@@ -68,8 +67,11 @@ def _alone_options(command: Decorated) -> Decorated:
 
 @dataclass(frozen=True, kw_only=True)
 class Warmed:
-    """What became of one prompt. `saved` as in the response; `reason` says why it is none of it, `error` why the prompt
-    was not computed. `seconds` until it was computed."""
+    """The outcome of one prompt.
+
+    `saved` is that of the response. `reason` says why the prompt was not saved, `error` why it was not computed.
+    `seconds` is the time that computing it took.
+    """
 
     where: str
     prompt_tokens: int = 0
@@ -89,7 +91,7 @@ class Warmed:
     group=_WARM,
     metavar="SCOPE",
     default="full",
-    help="What to keep of each prompt: full, auto:N or N, instead of what its body says.",
+    help="How much of each prompt is kept: full, auto:N or N. What the body says does not count.",
 )
 @option("--json", group=_WARM, is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
@@ -98,7 +100,7 @@ class Warmed:
     metavar="URL",
     default=_DEFAULT_URL,
     envvar=variable_of("--url"),
-    help="Where it is; also DISKPREFIX_URL.",
+    help="The address of the daemon. The variable is DISKPREFIX_URL.",
 )
 @option(
     "--api-key",
@@ -106,8 +108,8 @@ class Warmed:
     metavar="KEY",
     envvar=variable_of("--api-key"),
     show_default="none is sent",
-    help="The key to send, for a daemon with --api-keys: what is saved is that key's. In DISKPREFIX_API_KEY no list of "
-    "processes shows it.",
+    help="The key to send to a daemon with --api-keys. The prompts are saved for this key. Give it in the variable "
+    "DISKPREFIX_API_KEY, where the list of processes does not show it.",
 )
 @option("--alone", group=_DAEMON, is_flag=True, help="Load the model here instead of asking a daemon.")
 @_alone_options
@@ -123,26 +125,28 @@ def warm(
     alone: bool,
     **flags: Any,
 ) -> int:
-    """Have prompts computed and kept on disk before anybody asks for them.
+    """Compute prompts and keep their state on disk before anybody sends them.
 
-    Each FILE is a text, a JSON list of messages or request body, or a .jsonl with one of these a line; - is standard
-    input. They are sent to a running daemon, or with --alone computed in this process, on the folder that a daemon with
-    the same options would use, also beside one that runs. A prompt that is known already is only read.
+    Each FILE is a text, a JSON list of messages, a JSON request body, or a .jsonl file with one of the latter two on
+    each line. The name - is standard input. The prompts are sent to a running daemon. With --alone they are computed in
+    this process, in the folder that a daemon with the same options uses, and one may be running beside it. A prompt
+    that is saved already is only read.
 
-    Of a body, what has no say in the prompt is dropped: model, response_format, and all about the reply (max_tokens,
-    stream, n, stop, logprobs, sampling ...), and of prefix_cache scope, window and save.
+    Fields of a body that do not change the prompt are dropped: model, response_format, everything about the reply
+    (max_tokens, stream, n, stop, logprobs, sampling and so on), and scope, window and save of prefix_cache.
 
-    It returns when everything is on disk. A prompt that fails is named by its file and line, and the others go on.
+    The command returns when everything is on disk. It names a prompt that fails by file and line, and goes on.
     """
     _refuse_what_is_not_used(context, alone)
     kept = parse_scope(scope, param="--scope")
     if kept.kind == "off":
-        raise SettingsError("--scope: off would keep nothing", param="--scope")
+        raise SettingsError("--scope: off keeps nothing, so there is nothing to warm", param="--scope")
     configure_logging("warning")
     target: Target = InProcess(_settings(flags)) if alone else OverHttp(url, api_key)
     items = list(_read(files))
     try:
-        with _display(json) as show:
+        with status("starting") as shown_status:
+            show = _Show(json, shown_status)
             target.wait_ready(show.say)
             warming = _Warming(target, str(kept), show)
             for number, item in enumerate(items, start=1):
@@ -155,24 +159,26 @@ def warm(
 
 
 def _refuse_what_is_not_used(context: click.Context, alone: bool) -> None:
-    """Raises `UsageError` for an option of the other way."""
+    """Raises `UsageError` for an option of a daemon with --alone, and the other way round."""
     for parameter in context.command.params:
         group = getattr(parameter, "group", "")
         is_given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
         if is_given and not alone and group.startswith(_ALONE):
-            raise click.UsageError(f"{parameter.opts[0]} is for --alone; a running daemon has its own", context)
+            raise click.UsageError(
+                f"{parameter.opts[0]} goes with --alone; a running daemon has its own settings", context
+            )
         if is_given and alone and parameter.name in ("url", "api_key"):
-            raise click.UsageError(f"{parameter.opts[0]} is for a running daemon; --alone asks none", context)
+            raise click.UsageError(f"{parameter.opts[0]} is for a running daemon; it does not go with --alone", context)
 
 
 def _settings(flags: dict[str, Any]) -> Settings:
-    # Bodies come from this process: no stranger can fill its memory with them.
+    # The bodies come from this process, so their size needs no limit.
     return replace(build_settings(flags), max_body_bytes=2**40)
 
 
 @dataclass(frozen=True)
 class _Unread:
-    """A file that could not be read."""
+    """A file that could not be read, and why."""
 
     where: str
     error: str
@@ -189,7 +195,7 @@ def _read(files: Sequence[str]) -> Iterator[WarmItem | _Unread]:
 
 
 class _Warming:
-    """Sends prompts, one after the other, and counts."""
+    """Sends the prompts one after the other, and counts."""
 
     def __init__(self, target: Target, scope: str, show: _Show) -> None:
         self._target = target
@@ -205,8 +211,7 @@ class _Warming:
         return bool(self._lost) or any(warmed.error for warmed in self._done)
 
     def add(self, item: WarmItem | _Unread) -> None:
-        """Have it computed, and wait until it is on disk: the daemon's buffer of writes would refuse what it cannot
-        hold."""
+        """Compute one prompt, and wait until it is on disk: the daemon drops what its write buffer cannot hold."""
         warmed = self._warm(item)
         self._done.append(warmed)
         self._show.done(warmed)
@@ -237,7 +242,7 @@ class _Warming:
         )
 
     def _ask(self, path: str, body: object) -> Answer:
-        """Again and again while too many others wait."""
+        """Send a request, again and again while the queue is full."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             answer = self._target.call("POST", path, body)
@@ -248,30 +253,32 @@ class _Warming:
             time.sleep(min(float(wanted) if wanted.isdecimal() else 1.0, _LONGEST_PAUSE_S))
 
     def _settle(self) -> None:
-        """Until what waits to be written now is written. Others may keep the daemon writing for ever."""
+        """Wait until what waits to be written now is written. Other clients may keep the daemon writing for ever."""
         first = self._after = self._state()
         deadline = time.monotonic() + _PATIENCE_S
         while self._after is not None and first is not None and self._after["pending_bytes"]:
             if self._after["saved_bytes"] - first["saved_bytes"] >= first["pending_bytes"]:
                 return
             if time.monotonic() > deadline:
-                raise NotReady("the daemon has not written what it has to in a long time; its log may say why")
+                raise NotReady(
+                    f"the daemon has not written what was pending within {_PATIENCE_S:.0f} s; its log may say why"
+                )
             self._show.say("writing")
             time.sleep(_POLL_S)
             self._after = self._state()
 
     def _state(self) -> dict[str, Any] | None:
-        """The cache's counts; None where the key must not see them."""
+        """The counts of the cache, or None where the key may not read them."""
         answer = self._target.call("GET", "/props")
-        if answer.status in _UNTOLD:
+        if answer.status in _FORBIDDEN:
             return None
         if answer.status != 200:
-            raise NotReady(f"the daemon does not tell what it has written: {answer.message}")
+            raise NotReady(f"the daemon does not say what it has written: {answer.message}")
         state: dict[str, Any] = answer.body["full_cache"]["state"]
         return state
 
     def _counted(self, name: str) -> int:
-        """How much a count of the daemon has grown."""
+        """How much a count of the daemon has grown since the start."""
         if self._before is None or self._after is None:
             return 0
         return int(self._after[name] - self._before[name])
@@ -281,7 +288,7 @@ class _Warming:
         return self._counted("dropped")
 
     def report(self, *, as_json: bool) -> None:
-        """Print the summary, or everything as JSON."""
+        """Print a summary and warnings, or everything as JSON."""
         done = [warmed for warmed in self._done if warmed.error is None]
         total = {
             "prompts": len(self._done),
@@ -303,14 +310,14 @@ class _Warming:
 
     def _warnings(self, total: dict[str, Any]) -> Iterator[str]:
         if self._after is None:
-            yield "only the key named admin may ask whether all is on disk: it is written within seconds"
+            yield "only the key named admin may ask whether everything is on disk; the daemon writes within seconds"
         elif self._after["error"]:
             yield f"nothing is kept on disk: {shown(str(self._after['error']))}"
         if total["dropped"]:
-            yield f"{counted(total['dropped'], 'prompt')} of this time did not fit: see the daemon's log"
+            yield f"{counted(total['dropped'], 'prompt')} did not fit into the cache meanwhile; see the daemon's log"
         if total["evicted_blocks"]:
             blocks = counted(total["evicted_blocks"], "block")
-            yield f"{blocks} had to go meanwhile: the budget (--kv-cache-budget) is too small for everything"
+            yield f"{blocks} had to be evicted meanwhile; --kv-cache-budget is too small for everything"
 
 
 def _summary(total: dict[str, Any]) -> str:
@@ -325,7 +332,7 @@ def _summary(total: dict[str, Any]) -> str:
 
 
 class _Show:
-    """What people see while it goes on: a line for each prompt, and on a terminal what is done right now."""
+    """What people see meanwhile: a line for each prompt, and on a terminal what is being done."""
 
     def __init__(self, is_quiet: bool, status: Status | None) -> None:
         self._is_quiet = is_quiet
@@ -339,14 +346,14 @@ class _Show:
         self._update(self._prompt)
 
     def say(self, line: str) -> None:
-        """What is waited for."""
+        """Show what is waited for."""
         self._update(f"{self._prompt}: {line}" if self._prompt else line)
 
     def done(self, warmed: Warmed) -> None:
         self._tokens += warmed.prompt_tokens
         self._restored += warmed.restored
         if self._status is not None:
-            # The line stands on the same terminal as the status.
+            # The line is printed to the terminal that shows the status.
             self._status.stop()
         where = printable_only(warmed.where)
         if warmed.error is not None:
@@ -362,18 +369,7 @@ class _Show:
 
 
 def _described(warmed: Warmed) -> str:
-    saved = {"queued": "saved", "stored": "known already", "dropped": "not saved: no room"}.get(warmed.saved)
+    saved = {"queued": "saved", "stored": "saved before", "dropped": "not saved: no room"}.get(warmed.saved)
     saved = saved or f"not saved: {warmed.reason or 'nothing to keep'}".replace("_", " ")
     tokens = counted(warmed.prompt_tokens, "token")
     return f"{tokens}, {warmed.restored:,} restored, {saved}, {warmed.seconds:.1f} s"
-
-
-@contextmanager
-def _display(is_quiet: bool) -> Iterator[_Show]:
-    if not sys.stderr.isatty():
-        yield _Show(is_quiet, None)
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("starting") as status:
-        yield _Show(is_quiet, status)

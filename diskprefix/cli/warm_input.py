@@ -1,4 +1,4 @@
-"""What `diskprefix warm` is given: files of prompts, and the requests that they become."""
+"""The files of prompts that `diskprefix warm` reads, and the requests that it makes of them."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ NOT_OF_PROMPTS = (
     "modalities",
     "parallel_tool_calls",
 )
-"""Fields of a request that have no say in the prompt: what was sent to another model, for another kind of reply, is
-warmed too."""
+"""Fields of a request that do not change its prompt. Without them a body for another model, or for another kind of
+reply, can be warmed too."""
 
 
 @dataclass(frozen=True)
 class WarmItem:
-    """A prompt as it was given: `where` it stands, as `file` or `file:line`, and whether its text is JSON."""
+    """One prompt of a file. `where` is `file` or `file:line`; `is_json` says whether the text is JSON."""
 
     where: str
     text: str
     is_json: bool
 
     def request(self, scope: str) -> tuple[str, Json]:
-        """The route, and the body that has the whole prompt computed and kept under `scope`.
+        """Returns the route, and a body with which the daemon computes the prompt and keeps it under `scope`.
 
         Raises `InvalidRequest` for JSON that is neither a request body nor a list of messages.
         """
@@ -67,15 +67,15 @@ class WarmItem:
         body = _body(_parsed(self.text))
         if ("messages" in body) == ("prompt" in body):
             which = "both of" if "prompt" in body else "neither of"
-            raise InvalidRequest(f"it has {which} messages and prompt: a request body has one of them")
+            raise InvalidRequest(f"it has {which} messages and prompt; a request body has one of them")
         return CHAT if "messages" in body else COMPLETION, _warming(body, scope)
 
 
 def read_items(name: str) -> Iterator[WarmItem]:
-    """The prompts in a file, or in standard input if it is named `-`. Raises `InvalidRequest`, and `OSError`.
+    """Yields the prompts of a file, or of standard input if the name is `-`. Raises `InvalidRequest` and `OSError`.
 
-    Of .jsonl each line is one, a .json holds one, other files are one as they stand. In standard input it is told by
-    what is there: JSON, lines of JSON, or text.
+    A .jsonl file holds a prompt on each line, a .json file holds one, and any other file is one as it stands. The kind
+    of standard input follows from its content: JSON, lines of JSON, or text.
     """
     raw = sys.stdin.buffer.read() if name == _STDIN else Path(name).read_bytes()
     try:
@@ -89,14 +89,14 @@ def read_items(name: str) -> Iterator[WarmItem]:
     if suffix not in _LINES:
         yield WarmItem(where, text, is_json=suffix == _JSON)
         return
-    # Not splitlines: JSON may hold other separators of lines inside its strings.
+    # splitlines would also split at separators that may stand inside a JSON string.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield WarmItem(f"{where}:{number}", line, is_json=True)
 
 
 def _suffix_of(text: str) -> str:
-    """What a file of this content would be called."""
+    """The suffix that a file with this content would have."""
     if text.lstrip()[0] not in "{[":
         return ""
     if _is_json(text):
@@ -125,20 +125,22 @@ def _parsed(text: str) -> Any:
 
 
 def _body(value: Any) -> Json:
-    """A request body, also inside a line of OpenAI's batch format; messages alone become one."""
+    """The request body in `value`, which is the body itself, a line of OpenAI's batch format or a list of messages."""
     if isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value):
         return {"messages": value}
     if isinstance(value, dict):
         inner = value.get("body")
         return inner if isinstance(inner, dict) else value
-    raise InvalidRequest("it is neither a request body nor a list of messages (several go into a .jsonl, one a line)")
+    raise InvalidRequest(
+        "it is neither a request body nor a list of messages; put several into a .jsonl file, one on each line"
+    )
 
 
 def _warming(body: Json, scope: str) -> Json:
-    """The shortest reply there is, and all of the prompt kept; what else has a say in the prompt stays."""
+    """A body for the same prompt that asks for one token of reply and has the prompt kept under `scope`."""
     kept = {name: value for name, value in body.items() if name not in NOT_OF_PROMPTS}
     cache = body.get("prefix_cache") or {}
     if isinstance(cache, dict):
-        # What would contradict the scope, or keep nothing.
+        # These would contradict the scope.
         cache = {name: value for name, value in cache.items() if name not in ("window", "save")} | {"scope": scope}
     return kept | {"max_tokens": 1, "temperature": 0, "prefix_cache": cache}

@@ -1,6 +1,6 @@
-"""Where `diskprefix warm` sends its requests: to a running daemon, or to the same application inside this process.
+"""Where `diskprefix warm` sends its requests: to a running daemon, or to the same application in this process.
 
-Either way the requests are those of any client, so what is saved is what a later request restores.
+In both cases the requests are like those of any client, so a later request restores what they saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-"""Takes one line about what is waited for."""
+"""Takes a line that says what is waited for."""
 
 _CONNECT_S = 10.0
 _POLL_S = 0.1
@@ -38,34 +38,34 @@ _INTERRUPTED_EXIT_CODE = 130
 
 @dataclass(frozen=True)
 class Answer:
-    """An HTTP answer; `body` is its JSON, None if it is none."""
+    """An HTTP response. `body` is the parsed JSON, or None if it is no JSON."""
 
     status: int
     body: Any
     headers: Mapping[str, str] = field(default_factory=dict)
-    """By names in lower case."""
+    """The names are in lower case."""
 
     @property
     def message(self) -> str:
-        """What an error says, on one line."""
+        """The message of an error, on one line."""
         error = self.body.get("error") if isinstance(self.body, dict) else None
         text = error.get("message") if isinstance(error, dict) else None
         return shown(text, 1000) if isinstance(text, str) else f"HTTP status {self.status}"
 
 
 class Target(Protocol):
-    """Something that answers as the daemon does."""
+    """Something that answers requests as the daemon does."""
 
     def call(self, method: str, path: str, body: object = None) -> Answer:
-        """Raises `NotReady` if there is no answer at all."""
+        """Send one request. Raises `NotReady` if there is no answer at all."""
         ...
 
     def wait_ready(self, say: Say) -> None:
-        """Return once requests are served. Raises `DiskPrefixError` if they will not be."""
+        """Return when requests are served. Raises `DiskPrefixError` if they will never be."""
         ...
 
     def close(self) -> None:
-        """Nothing more will be sent."""
+        """Release everything. No request may follow."""
         ...
 
 
@@ -73,7 +73,7 @@ class OverHttp:
     """A running daemon."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        """Raises `SettingsError` for what is no URL of a server, or no key that a header can hold."""
+        """Raises `SettingsError` for a URL without a server, and for a key that a header cannot hold."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port
@@ -82,11 +82,11 @@ class OverHttp:
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise SettingsError(f"--url: {url!r} is not a URL such as http://127.0.0.1:8642", param="--url")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise SettingsError("--api-key: it holds a character that no key has", param="--api-key")
+            raise SettingsError("--api-key: a key has printable ASCII characters only", param="--api-key")
         self.url = url
         self._is_https = parts.scheme == "https"
         self._host, self._port = parts.hostname, port
-        # Clients of OpenAI are given the address with /v1 behind it.
+        # OpenAI's clients take the address with /v1 at its end, so people may give it here too.
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -102,8 +102,8 @@ class OverHttp:
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise NotReady(
-                f"no daemon answers at {self.url} ({shown(reason)}): start one with `diskprefix serve`, say where it "
-                "is with --url, or load the model here with --alone"
+                f"no daemon answers at {self.url} ({shown(reason)}); start one with `diskprefix serve`, give its "
+                "address with --url, or load the model here with --alone"
             ) from error
         headers = {name.lower(): value for name, value in response.getheaders()}
         return Answer(response.status, _json_or_none(content), headers)
@@ -112,7 +112,7 @@ class OverHttp:
         kind = http.client.HTTPSConnection if self._is_https else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=_CONNECT_S)
         connection.connect()
-        # An answer takes as long as the prompt does.
+        # The time limit is for connecting only: an answer takes as long as the prompt.
         connection.sock.settimeout(None)
         return connection
 
@@ -123,9 +123,11 @@ class OverHttp:
             if status in ("ok", "degraded"):
                 return
             if status not in ("loading", "stopping", "failed"):
-                raise NotReady(f"what answers at {self.url} is no diskprefix daemon; say where it is with --url")
+                raise NotReady(
+                    f"what answers at {self.url} is no diskprefix daemon; give the address of one with --url"
+                )
             if status != "loading":
-                raise NotReady(f"the daemon at {self.url} serves nothing: its status is {status}")
+                raise NotReady(f"the daemon at {self.url} serves no requests: its status is {status}")
             say(f"the daemon is loading its model: {shown(str(body.get('message') or '…'))}")
             time.sleep(_POLL_S)
 
@@ -134,7 +136,7 @@ class OverHttp:
 
 
 class InProcess:
-    """The application that `diskprefix serve` runs, without a socket: nobody else can reach it."""
+    """The application that `diskprefix serve` runs, in this process. There is no socket, so nobody else reaches it."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -149,7 +151,7 @@ class InProcess:
         return daemon
 
     def wait_ready(self, say: Say) -> None:
-        # It imports for a second, and torch for more.
+        # The imports below take seconds.
         say("starting")
         self._app = app.create_application(self._settings)
         self._lifespan = self._app.router.lifespan_context(self._app)
@@ -180,7 +182,7 @@ class InProcess:
             if not sent.is_set():
                 sent.set()
                 return {"type": "http.request", "body": data, "more_body": False}
-            # The application waits here for the client to leave, which this one does not.
+            # Here the application waits for the client to disconnect, which this one never does.
             await asyncio.Event().wait()
             raise AssertionError
 
@@ -209,11 +211,11 @@ class InProcess:
         return Answer(started["status"], _json_or_none(bytes(content)), headers)
 
     def close(self) -> None:
-        """Writes what is pending."""
+        """Write what is pending, and stop."""
         if self._lifespan is not None:
             self._runner.run(self._lifespan.__aexit__(None, None, None))
             if self._daemon.is_loading:
-                # It was interrupted. The thread that loads cannot be stopped, and Python would wait for it.
+                # Loading was interrupted. Its thread cannot be stopped, and Python would wait for it at exit.
                 sys.stderr.write("error: interrupted\n")
                 sys.stderr.flush()
                 os._exit(_INTERRUPTED_EXIT_CODE)

@@ -200,7 +200,7 @@ def test_a_store_whose_file_is_damaged_says_what_helps(
 ) -> None:
     data = target / "data.mdb"
     data.write_bytes(data.read_bytes()[: 2 * 4096] + b"\xff" * (data.stat().st_size - 2 * 4096))
-    one_line(invoke("import", file, "--kv-cache-dir", target, *flags), 4, "is damaged", "`verify --fix` cannot mend")
+    one_line(invoke("import", file, "--kv-cache-dir", target, *flags), 4, "is damaged", "`verify --fix` cannot repair")
 
 
 def test_a_prompt_stays_with_its_tenant_and_both_say_so(invoke: Invoke, target: Path, tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def test_an_entry_goes_by_the_beginning_of_its_id(run: Run, folder: Path, pubs: 
     ended = run("purge", name(pubs[0])[:10], "--yes", "--kv-cache-dir", folder)
     assert (ended.exit_code, ended.stderr) == (0, "")
     assert f"{name(pubs[0])[:12]} tiny 48 tokens a conversation about 0 [31mbirds" in ended.stdout
-    assert "to go: 1 saved prompt, 2 blocks, " in ended.stdout
-    assert "2 blocks of theirs stay: other saved prompts share them" in ended.stdout
+    assert "to remove: 1 saved prompt, 2 blocks, " in ended.stdout
+    assert "2 blocks of them stay: other saved prompts share them" in ended.stdout
     assert "purged 1 saved prompt, 2 blocks, " in ended.stdout
     assert "`diskprefix compact`" in ended.stdout
     assert entries_left(run, folder) == {name(pubs[1]), name(pubs[2])}
@@ -109,7 +109,7 @@ def test_where_nothing_meets_every_condition_there_is_nothing_to_purge(
 def test_a_dry_run_changes_nothing_and_tells_the_same(run: Run, folder: Path, pubs: list[Publication]) -> None:
     before = (folder / "data.mdb").read_bytes()
     planned = json.loads(run("purge", "--all", "--dry-run", "--json", "--kv-cache-dir", folder).stdout)
-    assert "would go: 3 saved prompts" in run("purge", "--all", "--dry-run", "--kv-cache-dir", folder).stdout
+    assert "would be removed: 3 saved prompts" in run("purge", "--all", "--dry-run", "--kv-cache-dir", folder).stdout
     assert (folder / "data.mdb").read_bytes() == before
     done = json.loads(run("purge", "--all", "--yes", "--json", "--kv-cache-dir", folder).stdout)
     assert (planned.pop("dry_run"), done.pop("dry_run"), done.pop("left_blocks")) == (True, False, 0)
@@ -135,9 +135,9 @@ def test_json_of_nothing_says_so(run: Run, folder: Path, pubs: list[Publication]
 @pytest.mark.parametrize(
     ("flag", "value", "there"),
     [
-        ("--model", "tiyn", "'tiyn'; the models there are: other, tiny"),
-        ("--salt", "swordfish", f"none); the tenants there are: {str(ALICE)[:8]}"),
-        ("--salt", f"{str(ALICE)[:8]}/{str(ALICE)[:8]}", f"the tenants there are: {str(ALICE)[:8]}"),
+        ("--model", "tiyn", "'tiyn'; the models are: other, tiny"),
+        ("--salt", "swordfish", f"by its name); the tenants are: {str(ALICE)[:8]}"),
+        ("--salt", f"{str(ALICE)[:8]}/{str(ALICE)[:8]}", f"the tenants are: {str(ALICE)[:8]}"),
     ],
 )
 @pytest.mark.parametrize("how", ["--yes", "--dry-run", "--json"])
@@ -146,7 +146,7 @@ def test_an_unknown_model_or_tenant_is_no_success_and_shows_those_that_there_are
 ) -> None:
     ended = run("purge", flag, value, how, "--kv-cache-dir", folder)
     assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert f"error: {flag}: nothing is here of " in ended.stderr
+    assert f"error: {flag}: nothing is stored of " in ended.stderr
     assert ended.stderr.endswith(f"{there}\n")
     assert "swordfish" not in ended.stderr
     assert len(entries_left(run, folder)) == len(pubs)
@@ -155,7 +155,7 @@ def test_an_unknown_model_or_tenant_is_no_success_and_shows_those_that_there_are
 def test_a_store_without_tenants_says_so(run: Run, tmp_path: Path) -> None:
     open_store(tmp_path).close()
     ended = run("purge", "--salt", "alice", "--yes", "--kv-cache-dir", tmp_path)
-    assert (ended.exit_code, ended.stderr.endswith("the tenants there are: none\n")) == (2, True)
+    assert (ended.exit_code, ended.stderr.endswith("the tenants are: none\n")) == (2, True)
 
 
 def test_a_long_list_of_tenants_is_cut(run: Run, tmp_path: Path) -> None:
@@ -178,17 +178,17 @@ def test_the_plan_shows_whose_each_prompt_is(run: Run, folder: Path, pubs: list[
 
 def test_the_help_says_that_a_salt_is_that_of_every_key(run: Run) -> None:
     shown = " ".join(run("purge", "--help").stdout.split())
-    assert "a salt, under every key" in shown
-    assert "KEYID/SALTID is the user of one key" in shown
+    assert "a salt under every key" in shown
+    assert "KEYID/SALTID is one user of one key" in shown
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "say what: ENTRY, --model, --salt, --older-than or --all"),
-        (["--dry-run"], "say what"),
-        (["--all", "--model", "tiny"], "--all goes without conditions"),
-        (["--all", "3fa9"], "--all goes without conditions"),
+        ([], "give ENTRY, --model, --salt, --older-than or --all"),
+        (["--dry-run"], "give ENTRY"),
+        (["--all", "--model", "tiny"], "--all takes no conditions"),
+        (["--all", "3fa9"], "--all takes no conditions"),
         (["zzzz"], "no entry starts with 'zzzz'"),
         (["--salt", ""], "'--salt': it is empty"),
         (["--model", ""], "'--model': it is empty"),
@@ -224,7 +224,7 @@ def test_blocks_that_cannot_go_are_told(run: Run, folder: Path, pubs: list[Publi
 def test_a_file_that_was_moved_aside_is_told_of(run: Run, folder: Path, pubs: list[Publication]) -> None:
     (folder / "damaged.mdb").write_bytes(b"whatever it held")
     ended = run("purge", "--salt", "alice", "--yes", "--kv-cache-dir", folder)
-    assert f"{folder / 'damaged.mdb'}, moved aside by a daemon, may hold them too" in ended.stderr
+    assert f"{folder / 'damaged.mdb'}, which a daemon moved aside, may hold them too" in ended.stderr
     assert pubs
 
 

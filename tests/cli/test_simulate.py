@@ -403,7 +403,7 @@ def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
     monkeypatch.setattr(diskprefix.cli.simulate_plot, "find_spec", lambda _name: None)
     ended = run("simulate", tmp_path / "missing.jsonl", "--plot", tmp_path / "plot.png")
     assert (ended.exit_code, ended.stdout) == (2, "")
-    assert ended.stderr == "error: --plot needs matplotlib; get it with: pip install matplotlib\n"
+    assert ended.stderr == "error: --plot needs matplotlib; install it with: pip install matplotlib\n"
 
 
 @pytest.mark.parametrize(
@@ -427,9 +427,9 @@ def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
         (["synthetic:edits", "--kv-cache-ttl", "soon"], "--kv-cache-ttl: 'soon' is not a duration"),
         (["synthetic:edits", "--bytes-per-token", "0"], "--bytes-per-token: 0 is out of range"),
         (["synthetic:edits", "--state-bytes", "2TiB"], "--state-bytes: 2TiB is out of range"),
-        (["synthetic:edits", "--tokens-per-s", "0"], "--tokens-per-s: it must be more than 0"),
-        (["synthetic:edits", "--tokens-per-s", "nan"], "--tokens-per-s: it must be more than 0"),
-        (["synthetic:edits", "--tokens-per-s", "inf"], "--tokens-per-s: it must be more than 0"),
+        (["synthetic:edits", "--tokens-per-s", "0"], "--tokens-per-s: it must be a number above 0"),
+        (["synthetic:edits", "--tokens-per-s", "nan"], "--tokens-per-s: it must be a number above 0"),
+        (["synthetic:edits", "--tokens-per-s", "inf"], "--tokens-per-s: it must be a number above 0"),
         (["synthetic:edits", "--limit", "0"], "'--limit'"),
         (["synthetic:edits", "--policy", "nobody"], "--policy: no preset 'nobody'"),
         (["synthetic:edits", "--plot", "plot.pdf"], "--plot: plot.pdf must end in .png or .svg"),

@@ -107,7 +107,7 @@ def test_a_damaged_file_is_one_line_that_says_what_helps(
     ended = run(*args, "--kv-cache-dir", folder)
     assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (4, "", 1)
     assert f"{folder / 'data.mdb'} is damaged: " in ended.stderr
-    assert "`verify --fix` cannot mend this: `diskprefix serve` moves the file aside" in ended.stderr
+    assert "`verify --fix` cannot repair this: delete the file, or let `diskprefix serve` move it aside" in ended.stderr
     assert (folder / "data.mdb").read_bytes() == data
 
 

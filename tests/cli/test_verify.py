@@ -80,7 +80,7 @@ def test_fix_mends_and_says_so(run: Run, folder: Path, pubs: list[Publication]) 
     assert ended.exit_code == 1
     assert pubs[0].tip is not None
     removed = f"removed 1 saved prompt, 3 blocks, 0 recent prompts\n  {pubs[0].tip.hex()[:12]}\n"
-    assert ended.stdout.endswith(f"mended 2 of 2 problems; {removed}")
+    assert ended.stdout.endswith(f"repaired 2 of 2 problems; {removed}")
     assert run("verify", "--kv-cache-dir", folder).exit_code == 0
     store = open_store(folder)
     assert store.counts()["blocks"] == 5

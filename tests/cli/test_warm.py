@@ -125,7 +125,7 @@ def test_a_prompt_that_is_known_already_is_only_read(run: Run, daemon: DaemonPro
     (first,) = rows(run("warm", path, "--url", daemon.url, "--json"))
     ended = run("warm", path, "--url", daemon.url)
     tokens = first["prompt_tokens"]
-    assert f"{tokens} tokens, {tokens} restored, known already, " in ended.stdout
+    assert f"{tokens} tokens, {tokens} restored, saved before, " in ended.stdout
     assert f"1 prompt of {tokens} tokens, {tokens} restored and 0 computed in " in ended.stdout
 
 
@@ -355,8 +355,8 @@ def test_a_queue_that_stays_full_fails_the_prompt(run: Run, text: Path, monkeypa
 @pytest.mark.parametrize(
     ("after", "exit_code", "words"),
     [
-        (props(dropped=1), 1, "1 prompt of this time did not fit"),
-        (props(evicted_blocks=7), 0, "7 blocks had to go meanwhile"),
+        (props(dropped=1), 1, "1 prompt did not fit into the cache meanwhile"),
+        (props(evicted_blocks=7), 0, "7 blocks had to be evicted meanwhile"),
         (props(error="no space"), 0, "nothing is kept on disk: no space"),
     ],
 )
@@ -463,10 +463,8 @@ def test_a_key_is_sent_where_one_is_asked_for(
         assert refused.stderr.startswith("error: --api-key: an API key is needed")
         ended = run("warm", text, "--url", url, "--api-key", KEY)
         assert ended.exit_code == 0
-        assert (
-            ended.stderr
-            == "warning: only the key named admin may ask whether all is on disk: it is written within seconds\n"
-        )
+        warning = "only the key named admin may ask whether everything is on disk; the daemon writes within seconds"
+        assert ended.stderr == f"warning: {warning}\n"
         monkeypatch.setenv("DISKPREFIX_API_KEY", ADMIN_KEY)
         ended = run("warm", text, "--url", url)
         assert (ended.exit_code, ended.stderr) == (0, "")

@@ -105,6 +105,7 @@ def test_every_architecture_is_restored_bit_for_bit(tmp_path: Path) -> None:
 
 def test_the_verified_table_is_about_the_architectures_that_there_are() -> None:
     table = verified()
+    assert TABLE.read_text(encoding="utf-8") == exactness.table_text(table), "one architecture on each line"
     assert table["architectures"].keys() == ARCHITECTURES.keys()
     not_exact = {name for name, entry in table["architectures"].items() if set(entry["dtypes"]) != set(DTYPES)}
     assert not_exact == UNSUPPORTED & ARCHITECTURES.keys()

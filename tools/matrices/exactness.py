@@ -89,6 +89,18 @@ def verified_table(rows: list[Row]) -> dict[str, Any]:
     }
 
 
+def table_text(table: dict[str, Any]) -> str:
+    """The table as JSON, with one architecture on each line."""
+    parts = []
+    for key, value in table.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, dict):
+            lines = (f"    {json.dumps(name)}: {json.dumps(row, ensure_ascii=False)}" for name, row in value.items())
+            text = "{\n" + ",\n".join(lines) + "\n  }"
+        parts.append(f"  {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def _verified(rows: list[Row]) -> dict[str, Any]:
     first = rows[0]
     reasons = list(dict.fromkeys(row.reason for row in rows if row.reason))
@@ -198,7 +210,7 @@ def main(
                 with step(console, f"{title}: {len(chosen)} rows") as note:
                     rows += run_jobs(chosen, folder, lanes, note if console.is_terminal else _quiet)
     if write_table is not None:
-        write_table.write_text(json.dumps(verified_table(rows), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_table.write_text(table_text(verified_table(rows)), encoding="utf-8")
     if as_json:
         click.echo(json.dumps([row.as_dict() for row in rows], indent=2, ensure_ascii=False))
     else:
