@@ -8,6 +8,8 @@
     ├── QueueFull                       503          too many requests wait; Retry-After is sent
     │   └── ShareFull                   429          too many of one API key's requests wait; Retry-After is sent
     ├── NotReady                        503          the model is still loading, or the daemon is stopping
+    ├── DeviceLost                      500  exit 5  the accelerator failed; only a new process can use it again
+    ├── NonFiniteLogits                 500          the model computed NaN or infinity instead of logits
     ├── SettingsError                        exit 2  a flag, an environment variable or a policy file is wrong
     ├── ModelError                           exit 3  the model cannot be found, fetched, read or fitted
     └── CacheError                      500  exit 4  the store cannot be used; a request goes on without it
@@ -84,6 +86,15 @@ class ShareFull(QueueFull):
 class NotReady(DiskPrefixError):
     http_status = 503
     code = "not_ready"
+
+
+class DeviceLost(DiskPrefixError):
+    exit_code = 5
+    code = "device_lost"
+
+
+class NonFiniteLogits(DiskPrefixError):
+    code = "non_finite_logits"
 
 
 class SettingsError(DiskPrefixError):

@@ -15,6 +15,7 @@ import torch
 
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.detokenize import TextStream
+from diskprefix.engine.device import is_device_lost
 from diskprefix.engine.prefill import Cancelled, State, forward, prefill
 from diskprefix.engine.request import (
     DoneEvent,
@@ -334,7 +335,7 @@ def _naming_media(request: GenerateRequest) -> Iterator[None]:
     except (DiskPrefixError, Cancelled):
         raise
     except Exception as error:
-        if not request.prompt.media or is_out_of_memory(error):
+        if not request.prompt.media or is_out_of_memory(error) or is_device_lost(error):
             raise
         log.warning("[engine] %s: the model's own code fails over its media: %s", request.id, first_line(error))
         raise InvalidRequest(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -15,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from diskprefix.engine.request import SamplingParams, TokenLogprob
+from diskprefix.errors import DiskPrefixError, InvalidRequest, NonFiniteLogits
 from diskprefix.tokens import TokenIds
 
 
@@ -49,14 +52,25 @@ class Sampler:
         self._ids = torch.from_numpy(prompt).to(device, torch.long).unsqueeze(0) if self._processors else None
 
     def sample(self, logits: torch.Tensor) -> int:
-        """The next token for next-token `logits`, shape [vocab]."""
+        """Returns the next token for next-token `logits`, shape [vocab].
+
+        Raises `NonFiniteLogits` for logits with NaN or +inf or with nothing but -inf, and `InvalidRequest` where only
+        the request's sampling parameters make the scores so.
+        """
         scores = logits.float().unsqueeze(0)
         if self._ids is not None:
             scores = self._processors(self._ids, scores)
         if self._greedy:
-            chosen = scores.argmax(dim=-1, keepdim=True)
+            decisive, chosen = scores.max(dim=-1, keepdim=True)
         else:
-            chosen = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)
+            probabilities = scores.softmax(dim=-1)
+            # Any probability will do: what is not finite in the scores makes the sum NaN, and so each of them.
+            decisive = probabilities[:, :1]
+        # On a GPU, `multinomial` would end the device instead of raising.
+        if not math.isfinite(decisive):
+            raise _explained(logits)
+        if not self._greedy:
+            chosen = torch.multinomial(probabilities, 1, generator=self._generator)
         if self._ids is not None:
             self._ids = torch.cat([self._ids, chosen], dim=-1)
         return int(chosen)
@@ -73,6 +87,20 @@ class Sampler:
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best else ()
         alternatives = tuple(TokenLogprob(i, "", value) for i, value in top)
         return (TokenLogprob(token, "", float(values[token]), alternatives),)
+
+
+def _explained(logits: torch.Tensor) -> DiskPrefixError:
+    """The error for scores from which no token can be chosen: the model's, or that of the request's parameters."""
+    values = logits.float()
+    if values.max().isfinite():
+        return InvalidRequest(
+            "the sampling parameters leave no finite score for any token; choose penalties, biases and a temperature "
+            "nearer to their defaults"
+        )
+    return NonFiniteLogits(
+        "the model computed logits that are not finite (NaN or infinity); its weights may be damaged, or its dtype too "
+        "small: try --dtype bfloat16 or float32"
+    )
 
 
 def _processors(params: SamplingParams, prompt_tokens: int) -> LogitsProcessorList:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from diskprefix.engine.device import is_device_lost
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
-from diskprefix.errors import DiskPrefixError, NotReady, QueueFull, ShareFull
+from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull, ShareFull
+from diskprefix.model.gguf import first_line
 from diskprefix.model.media import prepared_bytes
 from diskprefix.tenant import SHARED, Tenant
 
@@ -60,10 +62,18 @@ class Ticket:
 
 
 class Scheduler:
-    """Owns the engine thread. `emit` of a request is called from that thread."""
+    """Owns the engine thread. `emit` of a request is called from that thread.
 
-    def __init__(self, engine: Runs, max_queue: int) -> None:
+    When the accelerator is lost, the running and the waiting requests fail, the thread ends, and it calls `on_fatal`
+    with the error, once: the process cannot serve any more.
+    """
+
+    def __init__(
+        self, engine: Runs, max_queue: int, on_fatal: Callable[[DeviceLost], None] = lambda _error: None
+    ) -> None:
         self._engine = engine
+        self._on_fatal = on_fatal
+        self._lost: DeviceLost | None = None
         self._max_queue = max_queue
         self._waiting: deque[Ticket] = deque()
         self._current: Ticket | None = None
@@ -117,7 +127,7 @@ class Scheduler:
 
     def _check_room(self, num_ahead: int, limit: int) -> None:
         if self._stopping:
-            raise NotReady("the daemon is stopping")
+            raise self._refusal()
         if num_ahead >= limit:
             raise QueueFull(
                 f"{num_ahead} requests are waiting already; try again later or raise --max-queue",
@@ -140,21 +150,36 @@ class Scheduler:
     def stop(self, timeout_s: float) -> bool:
         """Refuse what waits, let the running request finish for `timeout_s`, then cancel it. True if it finished."""
         with self._changed:
-            self._stopping = True
-            refused = list(self._waiting)
-            self._waiting.clear()
-            self._changed.notify_all()
-            for ticket in refused:
-                ticket.emit(ErrorEvent(NotReady("the daemon is stopping")))
+            self._refuse_all()
             finished = self._changed.wait_for(lambda: self._current is None, timeout_s)
             if self._current is not None:
                 self._current.cancel()
-                self._current.emit(ErrorEvent(NotReady("the daemon is stopping")))
+                self._current.emit(ErrorEvent(self._refusal()))
         if self._thread.is_alive():
             self._thread.join()
         return finished
 
+    def _refuse_all(self) -> None:
+        """Fails the waiting requests, and those that come from now on. The caller holds the lock."""
+        self._stopping = True
+        refused = list(self._waiting)
+        self._waiting.clear()
+        self._changed.notify_all()
+        for ticket in refused:
+            ticket.emit(ErrorEvent(self._refusal()))
+
+    def _refusal(self) -> NotReady:
+        if self._lost is not None:
+            return NotReady("the daemon lost its device and ends; try again when it was started again")
+        return NotReady("the daemon is stopping")
+
     def _loop(self) -> None:
+        self._serve()
+        if self._lost is not None:
+            self._on_fatal(self._lost)
+
+    def _serve(self) -> None:
+        """Runs requests until the scheduler is stopped or the device is lost."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._stopping)
@@ -168,6 +193,9 @@ class Scheduler:
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
+                if self._lost is not None:
+                    self._refuse_all()
+                    return
 
     def _run(self, ticket: Ticket) -> None:
         try:
@@ -176,7 +204,13 @@ class Scheduler:
         except Cancelled:
             log.info("[engine] %s cancelled", ticket.request.id)
         except DiskPrefixError as error:
+            if error.http_status >= 500:
+                log.error("[engine] %s failed: %s", ticket.request.id, error.message)
             ticket.emit(ErrorEvent(error))
-        except Exception:  # the engine thread must outlive any request
+        except Exception as error:  # the engine thread must outlive any request
             log.exception("[engine] %s failed", ticket.request.id)
+            if is_device_lost(error):
+                self._lost = DeviceLost(f"the accelerator failed and cannot be used any more: {first_line(error)}")
+                ticket.emit(ErrorEvent(self._lost))
+                return
             ticket.emit(ErrorEvent(DiskPrefixError("internal error; the daemon's log has the details")))

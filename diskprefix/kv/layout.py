@@ -234,5 +234,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is how Python or torch say that there is no memory left, on any device."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Returns whether Python, torch or a driver reports with `error` that no memory is left, on any device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # cuBLAS allocates memory of its own, and torch raises a plain RuntimeError when that fails.
+    said = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in said)

@@ -21,7 +21,7 @@ from diskprefix.engine import engine as generate
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
-from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, StoreUnavailable
+from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, NonFiniteLogits, StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.model import memory
 from diskprefix.model import rehearsal as probe
@@ -230,6 +230,19 @@ def test_cancelling_stops_within_a_step_and_publishes_nothing_of_the_prefill(eng
     assert engine.cache.writer.flush(30)
     assert engine.cache.stats()["blocks"] == 0
     assert done(run(engine, prompt(100))).usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_request_whose_logits_are_not_finite_fails_alone_and_is_not_saved(
+    engine: Engine, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model.lm_head, "forward", lambda hidden: hidden.new_full((1, 1, 300), float("nan")))
+        with pytest.raises(NonFiniteLogits):
+            run(engine, prompt(100), temperature=temperature)
+    assert engine.cache.writer.flush(30)
+    assert engine.cache.stats()["blocks"] == 0
+    assert tokens_of(run(engine, prompt(100)))
 
 
 def test_a_reply_that_outgrows_the_memory_at_hand_is_not_changed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from diskprefix.engine.request import SamplingParams
 from diskprefix.engine.sampler import Sampler
+from diskprefix.errors import InvalidRequest, NonFiniteLogits
 
 CPU = torch.device("cpu")
 PROMPT = np.array([1, 2, 3], dtype=np.int32)
@@ -81,3 +82,43 @@ def test_logprobs_are_the_models_own() -> None:
     assert [top.token_id for top in item.top] == [3, 4]
     assert sampler(logprobs=0).logprobs(LOGITS, 1)[0].top == ()
     assert sampler().logprobs(LOGITS, 1) == ()
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    "wrong", [[0.0, NAN, 2.0, 3.0, 2.5], [0.0, INFINITY, 2.0, 3.0, 2.5], [-INFINITY] * 5, [NAN] * 5], ids=str
+)
+def test_logits_that_are_not_finite_are_the_models_fault(wrong: list[float], temperature: float) -> None:
+    with pytest.raises(NonFiniteLogits, match=r"^the model computed logits that are not finite [^\n]+$"):
+        sampler(temperature=temperature).sample(torch.tensor(wrong))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1e-45},
+        {"temperature": 1e-45},
+        {"logit_bias": {4: INFINITY}},
+        {"logit_bias": {4: NAN}, "temperature": 0},
+        {"logit_bias": dict.fromkeys(range(5), -INFINITY)},
+    ],
+    ids=str,
+)
+def test_scores_that_are_not_finite_by_the_parameters_are_the_requests_fault(params: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="sampling parameters"):
+        sampler(np.array([0, 1, 2, 3, 4], dtype=np.int32), **params).sample(LOGITS)
+
+
+def test_tokens_that_the_model_excludes_are_not_chosen() -> None:
+    logits = torch.tensor([-INFINITY, 1.0, -INFINITY, -INFINITY, -INFINITY])
+    assert draws(5, logits) == draws(5, logits, temperature=0) == [1] * 5
+
+
+def test_of_equal_scores_the_first_is_taken() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        logits = torch.randint(0, 4, (997,), generator=generator).float()
+        assert draws(1, logits, temperature=0) == [int((logits == logits.max()).nonzero()[0])]

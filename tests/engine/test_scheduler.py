@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, SamplingParams
 from diskprefix.engine.scheduler import Scheduler
-from diskprefix.errors import ContextTooLong, NotReady, QueueFull, ShareFull
+from diskprefix.errors import ContextTooLong, DeviceLost, NonFiniteLogits, NotReady, QueueFull, ShareFull
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prompt import Prompt
 from diskprefix.tenant import SHARED, Tenant
@@ -220,3 +221,52 @@ def test_stopping_refuses_what_waits_and_cancels_what_takes_too_long(steps: Step
         assert isinstance(event.error, NotReady)
     with pytest.raises(NotReady):
         scheduler.submit(request("c"), Events())
+
+
+def test_a_lost_device_fails_all_requests_and_is_reported_once(steps: Steps) -> None:
+    steps.failure = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    fatal: list[DeviceLost] = []
+    reported = threading.Event()
+
+    def on_fatal(error: DeviceLost) -> None:
+        fatal.append(error)
+        reported.set()
+
+    scheduler = Scheduler(steps, 8, on_fatal)
+    scheduler.start()
+    running, waiting = Events(), Events()
+    scheduler.submit(request("running"), running)
+    steps.wait_until(lambda: bool(steps.started))
+    scheduler.submit(request("waiting"), waiting)
+    steps.go.set()
+    assert reported.wait(30)
+    assert fatal[0].exit_code != 0
+    assert running == [ErrorEvent(fatal[0])]
+    assert isinstance(waiting[0], ErrorEvent)
+    assert isinstance(waiting[0].error, NotReady)
+    with pytest.raises(NotReady, match="lost its device"):
+        scheduler.submit(request("later"), Events())
+    assert scheduler.stop(30)
+    assert (steps.started, len(fatal), scheduler.running) == (["running"], 1, False)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("shapes do not match"), NonFiniteLogits("NaN")],
+    ids=str,
+)
+def test_an_error_of_one_request_is_not_fatal(steps: Steps, failure: Exception) -> None:
+    fatal: list[DeviceLost] = []
+    steps.failure = failure
+    steps.go.set()
+    scheduler = Scheduler(steps, 8, fatal.append)
+    scheduler.start()
+    failed, served = Events(), Events()
+    scheduler.submit(request("failed"), failed)
+    assert failed.last.wait(30)
+    assert isinstance(failed[0], ErrorEvent)
+    steps.failure = None
+    scheduler.submit(request("served"), served)
+    steps.wait_until(lambda: steps.ended == ["served"])
+    assert scheduler.stop(30)
+    assert (served, fatal) == ([FinishEvent(0, "stop")], [])
