@@ -1,0 +1,65 @@
+"""How long a request asks for its state to be kept, from the body of the request to the record in the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.app import load_engine
+from diskprefix.prefix_cache.cache import PrefixCache
+from tests.server.daemon_process import wait_until
+from tests.server.scripted import AppServer, started_app
+
+BLOCK = 16
+TTL_S = 300
+BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Name three rivers and tell me where each of them begins. " * 2}],
+    "max_tokens": 1,
+    "temperature": 0,
+    "prefix_cache": {"scope": "full", "ttl": "5m"},
+}
+
+
+@pytest.fixture
+def server(chat_model: Path, tmp_path: Path) -> Iterator[AppServer]:
+    """A daemon that keeps what asks for no other time for ever."""
+    settings: dict[str, Any] = {"kv_cache_dir": tmp_path / "kv", "block_size": BLOCK, "kv_cache_min_tokens": BLOCK}
+    with started_app(chat_model, load_engine, kv_cache_budget=64 << 20, kv_cache_gate="off", **settings) as server:
+        server.wait_ready()
+        yield server
+
+
+def ask(server: AppServer) -> dict[str, Any]:
+    with server.client() as client:
+        answer = client.post("/v1/chat/completions", json=BODY)
+    assert answer.status_code == 200, answer.text
+    report: dict[str, Any] = answer.json()["prefix_cache"]
+    return report
+
+
+def records(cache: PrefixCache) -> Any:
+    with cache.store.snapshot() as snapshot:
+        return snapshot.usages().records
+
+
+def test_an_entry_with_a_time_to_live_expires_although_it_was_reused(
+    server: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.daemon.serving is not None
+    cache = server.daemon.serving.engine.cache
+    assert ask(server)["saved"] == "queued"
+    wait_until(lambda: len(records(cache)) and not cache.writer.pending, "the prompt is stored")
+    num_nodes = len(records(cache))
+    assert ask(server)["restored"] > 0
+    wait_until(lambda: (records(cache)["restores"] == 1).all(), "the reuse is recorded")
+    assert (records(cache)["ttl_s"] == TTL_S).all(), "every node of it, still"
+    later = time.time() + TTL_S - 60
+    monkeypatch.setattr(cache.store, "_clock", lambda: later)
+    assert cache.store.expire(0) == 0, "not before its time"
+    monkeypatch.setattr(cache.store, "_clock", lambda: later + 120)
+    assert cache.store.expire(0) == num_nodes
+    assert ask(server)["miss_reason"] == "not_stored"
