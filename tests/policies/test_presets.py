@@ -13,7 +13,7 @@ from diskprefix.settings import Settings, find_policy, parse_duration, parse_siz
 from diskprefix.simulate.comparison import REGIMES, Regime
 from diskprefix.simulate.simulator import Policy, Totals, simulate
 from diskprefix.simulate.trace import Trace
-from tools.research.policy import GEOMETRIES, open_workload, preset_policy
+from tools.research.policy_runs import GEOMETRIES, open_workload, preset_policy
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"
 PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml"))

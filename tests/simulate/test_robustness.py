@@ -12,7 +12,8 @@ from diskprefix.simulate.comparison import REGIMES, Regime
 from diskprefix.simulate.simulator import Policy, Totals, simulate
 from diskprefix.simulate.synthetic import CATALOG
 from diskprefix.simulate.trace import Trace
-from tools.research.policy import DISTURBED, GEOMETRIES, SHAPES, budget_of, open_workload, simulate_disturbed
+from tools.research.disturbed import DISTURBED, simulate_disturbed
+from tools.research.policy_runs import GEOMETRIES, SHAPES, budget_of, open_workload
 
 AUTO, FULL = Scope("auto", 30), Scope("full")
 NUM_REQUESTS = 120

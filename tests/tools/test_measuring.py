@@ -1,4 +1,4 @@
-"""The tools that measure, with as little as they can be run with. What they measure here means nothing."""
+"""The benchmarks, as small as they can be run. Their figures mean nothing here; what they restore and compare does."""
 
 from __future__ import annotations
 
@@ -35,21 +35,13 @@ def test_churn_keeps_the_file_within_its_budget_and_every_restore_right(tmp_path
 
 
 @pytest.mark.slow
-def test_the_store_benchmark_measures_all_that_it_has_goals_for(tmp_path: Path) -> None:
-    turns = ("user", "assistant") * 4
-    conversation = [{"role": role, "content": "Which shelf holds the maps? " * 60} for role in turns]
-    workload = tmp_path / "workload.json"
-    workload.write_text(json.dumps([{"traj": conversation}]))
-    small = ("--tokens", "1024", "--blocks", "500", "--runs", "1", "--workload", str(workload))
-    report = run("store", *small, "--folder", str(tmp_path))
+def test_the_store_benchmark_measures_restores_lookups_and_codecs(tmp_path: Path) -> None:
+    report = run("store", "--tokens", "1024", "--blocks", "500", "--runs", "1", "--folder", str(tmp_path))
     assert report["codecs"].keys() == report["restore"]["codecs"].keys() == {"raw", "zstd", "planes"}
     ratios = {name: codec["ratio"] for name, codec in report["codecs"].items()}
     assert 0.999 < ratios["raw"] <= 1.0 < ratios["zstd"] < ratios["planes"]
     assert report["match"]["blocks"] >= 500
-    assert [found["requests"] for found in report["sharing"]] == [4, 4]
-    assert all(found["snapshot_bytes"] > found["stored_bytes"] > 0 for found in report["sharing"])
-    goals = {goal["what"]: goal["holds"] for goal in report["goals"]}
-    assert goals["planes: times smaller than raw"] is None, "made-up KV proves nothing"
+    assert all(codec["again_gb_s"] > 0 and codec["cold_gb_s"] > 0 for codec in report["restore"]["codecs"].values())
 
 
 @pytest.fixture
@@ -64,7 +56,7 @@ def long_model(chat_model: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_turns_of_a_conversation_are_restored_and_say_the_same(long_model: Path) -> None:
-    report = run("conversation", "--model", str(long_model), "--rounds", "1")
+    report = run("conversation", "--model", str(long_model), "--rounds", "1", "--no-restart")
     assert report["texts_equal"]
     first, second, third = report["turns"]
     assert first["restored"] == 0
@@ -84,4 +76,3 @@ def test_a_prompt_is_restored_exactly_and_up_to_where_its_end_differs(long_model
     texts = {sample["case"]: sample["text"] for sample in report["samples"]}
     assert texts["cold"] == texts["exact"]
     assert texts["cold_nearest"] == texts["nearest"]
-    assert report["goals"] == [], "goals are for the real models"

@@ -7,7 +7,7 @@ of a server that was killed and started again. Each text is compared with that o
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ PUBLISHED = {
     100_000: {"cold": 269.0, "exact": 13.3, "nearest": 17.1},
 }
 """Seconds, by prompt length: mlx-lm, a model of 0.6B in 4 bits, M1 Max."""
-GOALS = {("gemma3-270m", 20_000, "exact"): 100.0, ("gemma3-270m", 20_000, "nearest"): 30.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +157,6 @@ def measure(
         "machine": machine(),
         "texts_equal": all(prompt["texts_equal"] for prompt in prompts),
         "prompts": prompts,
-        "goals": list(_goals(prompts)),
         "samples": [asdict(sample) for sample in samples],
     }
 
@@ -215,15 +213,6 @@ def _comparison(cold: Sequence[Sample], restored: Sequence[Sample]) -> dict[str,
     }
 
 
-def _goals(prompts: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for prompt in prompts:
-        for case, ratio in prompt["ratios"].items():
-            key = (prompt["model"], prompt["tokens"], case)
-            if key in GOALS:
-                facts = {"model": key[0], "tokens": key[1], "case": case}
-                yield facts | {"ratio": ratio["ttft"], "goal": GOALS[key], "holds": ratio["ttft"] >= GOALS[key]}
-
-
 def show(report: dict[str, Any], console: Console) -> None:
     for model in dict.fromkeys(prompt["model"] for prompt in report["prompts"]):
         console.print(_table(model, report))
@@ -234,12 +223,6 @@ def show(report: dict[str, Any], console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    for goal in report["goals"]:
-        console.print(
-            f"goal: {goal['model']}, {goal['tokens']} tokens, {CASES[goal['case']]}: {short(goal['ratio'])}× of "
-            f"{goal['goal']:.0f}× {'reached' if goal['holds'] else '[red]missed[/red]'}",
-            highlight=False,
-        )
     if not report["texts_equal"]:
         console.print("[red]a text differs from that of the cold run[/red]")
     show_machine(report["machine"], console)

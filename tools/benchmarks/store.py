@@ -1,4 +1,4 @@
-"""The store benchmark: restores against a memory copy and a direct read, lookups, codecs, and what sharing saves.
+"""The store benchmark: restores against a memory copy and a direct read, lookups and codecs.
 
 What is compared is measured in turns in one run, so that a drift of the machine cancels.
 """
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from rich.table import Table
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.kv.arena import Bytes
-from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.nodes import Node
 from diskprefix.store.codec.codec import Codec, Piece, decode_piece, encode_piece
 from diskprefix.store.folder import DATA
@@ -33,8 +32,6 @@ from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
 from tests.synthetic_model import SyntheticModel, dense_layout, open_restorer
-from tools.benchmarks import sharing
-from tools.benchmarks.sharing import Sharing, Tokenizer
 from tools.measuring import kv_sample, page_cache
 from tools.measuring.kv_sample import BLOCK_SIZE, KVSample
 from tools.measuring.live_server import step
@@ -45,37 +42,17 @@ THREADS = 2
 """As many as a restore uses."""
 MATCH_TOKENS = 100_000
 MATCH_REPEATS = 300
-SCOPES = ("full", "auto:30")
 CODECS = tuple(Codec)
-
-COPY_GOAL = 0.70
-DISK_GOAL = 0.85
-MATCH_GOAL_MS = 2.0
-RATIO_GOAL = 1.45
-DECODE_GOAL_GB_S = 2.0
-SHARING_GOAL = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """A figure and what it should be; `holds` is None where it was not measured on what the goal speaks of."""
-
-    what: str
-    figure: str
-    goal: str
-    holds: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to measure with. `tokens` are restored; lookups are made in a store of `blocks`."""
+    """What to measure with. `tokens` are restored; prompts are looked up in a store of `blocks`."""
 
     sample: KVSample
     tokens: int
     blocks: int
     runs: int
-    workloads: tuple[Path, ...]
-    tokenizer: Tokenizer
     folder: Path
 
 
@@ -88,26 +65,15 @@ def measure(plan: Plan, console: Console) -> dict[str, Any]:
     restore = _measure_restore(plan, console)
     with step(console, f"a store of {plan.blocks} blocks, and lookups of {MATCH_TOKENS} tokens in it"):
         match = _measure_match(plan.folder, plan.blocks)
-    shared: list[Sharing] = []
-    for path in plan.workloads:
-        name = path.parent.name if path.is_file() else path.name
-        with step(console, f"workload {name}"):
-            requests = sharing.prompts(path, plan.tokenizer)
-            for scope in SCOPES:
-                parsed = parse_scope(scope, param="scope")
-                shared.append(sharing.measure(name, requests, parsed, sample.layout))
-    report = {
+    return {
         "benchmark": "store",
         "machine": machine(),
         "runs": plan.runs,
         "kv": {"origin": sample.origin, "is_real": sample.is_real, "bytes": sample.num_bytes},
-        "tokenizer": plan.tokenizer.name,
         "codecs": codecs,
         "restore": restore,
         "match": match,
-        "sharing": [asdict(found) | {"ratio": round(found.ratio, 2)} for found in shared],
     }
-    return report | {"goals": [asdict(goal) for goal in _goals(report, shared)]}
 
 
 # Codecs
@@ -314,44 +280,10 @@ def _measure_match(folder: Path, num_blocks: int) -> dict[str, Any]:
 # The report
 
 
-def _goals(report: dict[str, Any], sharing: Sequence[Sharing]) -> list[Goal]:
-    raw, planes, match = report["restore"]["codecs"]["raw"], report["codecs"]["planes"], report["match"]
-    real = report["kv"]["is_real"]
-    direct = raw["cold_to_direct_read"]
-    goals = [
-        _at_least("raw restore, page cache warm, of a memory copy", raw["again_to_copy"], COPY_GOAL, percent=True),
-        _at_least("the same, first after opening", raw["first_to_copy"], COPY_GOAL, percent=True),
-        _at_least("raw restore, pages dropped, of a direct read", direct, DISK_GOAL, percent=True)
-        if direct is not None
-        else Goal(what="raw restore, pages dropped", figure="no direct reads here", goal="", holds=None),
-        _at_most(f"match in {match['blocks']:,} blocks, median ms", match["median_ms"], MATCH_GOAL_MS),
-        _at_most("the same, 99th percentile", match["p99_ms"], MATCH_GOAL_MS),
-        _at_least("planes: times smaller than raw", planes["ratio"], RATIO_GOAL, counts=real),
-        _at_least(f"planes: decode on {THREADS} threads, GB/s of KV", planes["decode_gb_s"], DECODE_GOAL_GB_S),
-    ]
-    for found in sharing:
-        # Made-up KV says nothing of how real KV compresses, so what is missing then may come with that.
-        codec, ratio = ("planes", found.ratio * planes["ratio"]) if real else ("raw", found.ratio)
-        what = f"{found.name}, {found.scope}, {codec}: snapshots / stored"
-        goals.append(_at_least(what, ratio, SHARING_GOAL, counts=real or ratio >= SHARING_GOAL))
-    return goals
-
-
-def _at_least(what: str, value: float, goal: float, *, percent: bool = False, counts: bool = True) -> Goal:
-    show = "{:.0%}" if percent else "{:.2f}"
-    holds = value >= goal if counts else None
-    return Goal(what=what, figure=show.format(value), goal=f"≥ {show.format(goal)}", holds=holds)
-
-
-def _at_most(what: str, value: float, goal: float) -> Goal:
-    return Goal(what=what, figure=f"{value:.2f}", goal=f"< {goal:.2f}", holds=value < goal)
-
-
 def show(report: dict[str, Any], console: Console) -> None:
-    for table in (_codec_table(report), _restore_table(report), _sharing_table(report), _goal_table(report)):
-        if table.row_count:
-            console.print(table)
-            console.print()
+    for table in (_codec_table(report), _restore_table(report), _match_table(report)):
+        console.print(table)
+        console.print()
     restore, facts = report["restore"], report["machine"]
     direct = restore["direct_read_gb_s"]
     console.print(
@@ -390,28 +322,11 @@ def _restore_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def _sharing_table(report: dict[str, Any]) -> Table:
-    title = f"Stored without compression; tokens: {report['tokenizer']}"
-    figures = ("requests", "prompt\ntokens", "snapshots\nGB", "stored\nGB", "ratio")
-    table = new_table(title, left=("workload", "scope"), right=figures)
-    for found in report["sharing"]:
-        table.add_row(
-            found["name"],
-            found["scope"],
-            f"{found['requests']}",
-            f"{found['prompt_tokens']:,}",
-            f"{found['snapshot_bytes'] / 1e9:.1f}",
-            f"{found['stored_bytes'] / 1e9:.2f}",
-            f"{found['ratio']:.1f}×",
-        )
-    return table
-
-
-def _goal_table(report: dict[str, Any]) -> Table:
-    table = new_table("Goals", left=("",), right=("measured", "goal", ""))
-    marks = {True: "✓", False: "✗", None: "–"}
-    for goal in report["goals"]:
-        table.add_row(goal["what"], goal["figure"], goal["goal"], marks[goal["holds"]])
+def _match_table(report: dict[str, Any]) -> Table:
+    match = report["match"]
+    title = f"Lookup of {match['prompt_tokens']:,} tokens in {match['blocks']:,} blocks"
+    table = new_table(title, right=("median\nms", "p99\nms"))
+    table.add_row(f"{match['median_ms']:.2f}", f"{match['p99_ms']:.2f}")
     return table
 
 
@@ -431,58 +346,27 @@ def _goal_table(report: dict[str, Any]) -> Table:
     help="How many the store holds in which prompts of 100 000 tokens are looked up.",
 )
 @runs_option(7)
-@click.option(
-    "--kv",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Real KV to measure with, a .npy: uint16 (bf16), float16 or float32 [blocks, tensors, heads, 256, head_dim].",
-)
-@click.option("--model", is_flag=True, help="Compute real KV, and count tokens, with the embedded model.")
-@click.option(
-    "--workload",
-    "workloads",
-    type=click.Path(exists=True, path_type=Path),
-    multiple=True,
-    metavar="PATH",
-    help="Recorded conversations, to see what sharing saves: a file or folder of *.json with traj, *.traj or "
-    "prompt_*.log. May be given several times.",
-)
+@click.option("--model", is_flag=True, help="Compute real KV with the embedded model.")
 @FOLDER
 @JSON
 def main(
     tokens: int,
     blocks: int,
     runs: int,
-    kv: Path | None,
     model: bool,
-    workloads: tuple[Path, ...],
     folder: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure what the store can do: restores against a memory copy and a direct read, lookups, codecs, sharing.
+    """Measure what the store can do: restores against a memory copy and a direct read, lookups, codecs.
 
-    Without --kv and --model the KV is made up, so that it compresses as that of the embedded model does.
+    Without --model the KV is made up, so that it compresses as that of the embedded model does.
     """
     progress = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="diskprefix-bench-", dir=folder) as workspace:
         try:
             with step(progress, "KV to measure with") as note:
-                if kv is not None:
-                    sample = kv_sample.sample_from_file(kv)
-                elif model:
-                    sample = kv_sample.sample_from_model(note)
-                else:
-                    sample = kv_sample.synthetic_sample(8)
-                tokenizer = sharing.embedded_tokenizer(note) if model else sharing.word_tokenizer()
-            plan = Plan(
-                sample=sample,
-                tokens=tokens,
-                blocks=blocks,
-                runs=runs,
-                workloads=workloads,
-                tokenizer=tokenizer,
-                folder=Path(workspace),
-            )
+                sample = kv_sample.sample_from_model(note) if model else kv_sample.synthetic_sample(8)
+            plan = Plan(sample=sample, tokens=tokens, blocks=blocks, runs=runs, folder=Path(workspace))
             report = measure(plan, progress)
         except (DiskPrefixError, ValueError) as error:
             progress.print(f"[red]error:[/red] {error}", highlight=False)

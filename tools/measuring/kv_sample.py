@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from diskprefix.engine.prefill import prefill
@@ -25,8 +24,6 @@ MODEL_TOKENS = 4096
 _CHANNEL_SPREAD = 0.5
 """Channels of keys and values differ in size. With so much spread (standard deviation, in powers of two) normal numbers
 compress as those of SmolLM2 do, 1.49 to 1."""
-_DTYPES = {np.dtype(np.uint16): torch.bfloat16, np.dtype(np.float16): torch.float16, np.dtype("f4"): torch.float32}
-
 
 SMOLLM2 = dense_layout(layers=30, heads=3, head_dim=64, dtype=torch.bfloat16, vocab_size=49152)
 """The embedded model's: 23 040 bytes a token."""
@@ -57,24 +54,6 @@ def synthetic_sample(num_blocks: int, layout: Layout = SMOLLM2, *, seed: int = 0
         values = rng.standard_normal(shape, dtype=np.float32) * scales
         blocks.append((values.view(np.uint32) >> 16).astype(np.uint16).reshape(-1).view(np.uint8).data)
     return KVSample("made up", False, layout, tuple(blocks))
-
-
-def sample_from_file(path: Path) -> KVSample:
-    """An array of shape [blocks, tensors, heads, tokens, head_dim]: bf16 as uint16, float16 or float32.
-
-    Raises `ValueError` for another shape or type.
-    """
-    values: npt.NDArray[np.generic] = np.load(path, mmap_mode="r")
-    if values.ndim != 5 or values.dtype not in _DTYPES or values.shape[1] % 2 or values.shape[3] != BLOCK_SIZE:
-        raise ValueError(
-            f"{path} holds {values.dtype} {list(values.shape)}; wanted are blocks of keys and values, uint16 (bf16), "
-            f"float16 or float32 [blocks, tensors, heads, {BLOCK_SIZE}, head_dim]"
-        )
-    _, tensors, heads, _, head_dim = values.shape
-    dtype = _DTYPES[values.dtype]
-    layout = dense_layout(layers=tensors // 2, heads=heads, head_dim=head_dim, dtype=dtype, vocab_size=49152)
-    blocks = tuple(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data for block in values)
-    return KVSample(path.name, True, layout, blocks)
 
 
 def sample_from_model(report: Callable[[str], None]) -> KVSample:

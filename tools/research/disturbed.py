@@ -1,0 +1,111 @@
+"""How much a window that is not what it should be costs: shuffled, reversed, duplicated or hostile prompts in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+
+from diskprefix.policy.admission import AdmissionFilter
+from diskprefix.policy.history import History
+from diskprefix.policy.scope import MAX_VALUE
+from diskprefix.simulate.comparison import Regime
+from diskprefix.simulate.geometry import Geometry
+from diskprefix.simulate.simulator import Policy, Simulator, Totals, simulate
+from diskprefix.simulate.trace import Trace, TraceRequest
+from diskprefix.store.schema import HISTORY_TOKENS
+from diskprefix.tokens import TokenIds
+from tools.research.policy_runs import AUTO, FULL, GEOMETRIES, LEAST_BUDGET, Row, budget_of, met, percent
+
+# Robustness: a window that is not what it should be.
+
+Disturb: TypeAlias = Callable[[list[TokenIds], TokenIds, np.random.Generator], list[TokenIds]]
+"""From the window, newest first, and the prompt to another window."""
+
+
+def shuffled(window: list[TokenIds], _prompt: TokenIds, random: np.random.Generator) -> list[TokenIds]:
+    return [window[i] for i in random.permutation(len(window))]
+
+
+def backwards(window: list[TokenIds], _prompt: TokenIds, _random: np.random.Generator) -> list[TokenIds]:
+    return window[::-1]
+
+
+def duplicated(window: list[TokenIds], _prompt: TokenIds, _random: np.random.Generator) -> list[TokenIds]:
+    """Each prompt twice, so that half as many are left."""
+    return [window[i // 2] for i in range(len(window))]
+
+
+def hostile(window: list[TokenIds], prompt: TokenIds, random: np.random.Generator) -> list[TokenIds]:
+    """Every second prompt is in truth the beginning of this one, this one with another end, or noise."""
+
+    def made_up() -> TokenIds:
+        at = int(random.integers(len(prompt) + 1))
+        noise = random.integers(60_000, 70_000, len(prompt), dtype=np.int32)
+        return [prompt[:at], np.concatenate([prompt[:at], noise[at:]]), noise][int(random.integers(3))]
+
+    return [made_up() if i % 2 else ids for i, ids in enumerate(window)]
+
+
+DISTURBED: dict[str, Disturb] = {
+    "shuffled": shuffled,
+    "backwards": backwards,
+    "duplicated": duplicated,
+    "hostile": hostile,
+}
+
+
+class _DisturbedHistory(History):
+    """Hands out another window than it holds. `prompt` is the one that it is asked about."""
+
+    def __init__(self, disturb: Disturb, seed: int) -> None:
+        super().__init__(max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
+        self.prompt: TokenIds = np.empty(0, np.int32)
+        self._disturb = disturb
+        self._random = np.random.default_rng(seed)
+
+    def recent(self, n: int, group: bytes = b"") -> tuple[TokenIds, ...]:
+        return tuple(self._disturb(list(super().recent(n, group)), self.prompt, self._random))
+
+
+class _DisturbedSimulator(Simulator):
+    def __init__(self, policy: Policy, geometry: Geometry, disturb: Disturb, seed: int) -> None:
+        super().__init__(policy, geometry)
+        self._histories: dict[str, _DisturbedHistory] = {}
+        self._disturb, self._seed = disturb, seed
+
+    def _memory(self, request: TraceRequest) -> tuple[History, AdmissionFilter]:
+        _, admission = super()._memory(request)
+        history = self._histories.setdefault(request.tenant, _DisturbedHistory(self._disturb, self._seed))
+        history.prompt = request.prompt.token_ids
+        return history, admission
+
+
+def simulate_disturbed(trace: Trace, policy: Policy, geometry: Geometry, disturb: Disturb, seed: int = 0) -> Totals:
+    """As `simulate`, but selection sees the window through `disturb`."""
+    simulator = _DisturbedSimulator(policy, geometry, disturb, seed)
+    for request in trace:
+        simulator.step(request)
+    return simulator.totals
+
+
+def robustness(trace: Trace, regime: Regime, share: float) -> Row:
+    """Points of restored share that each disturbed window loses against `full` in the same room."""
+    geometry = GEOMETRIES[regime]
+    unlimited = simulate(trace, Policy(scope=FULL), geometry)
+    budget = None if share == 1 else max(budget_of(unlimited, share), LEAST_BUDGET)
+    full = unlimited if budget is None else simulate(trace, Policy(scope=FULL, budget_bytes=budget), geometry)
+    auto = Policy(scope=AUTO, budget_bytes=budget)
+    row: Row = {
+        "workload": trace.name,
+        "regime": regime,
+        "room": percent(share),
+        "full": percent(full.restored_share),
+        "auto:30": percent(simulate(trace, auto, geometry).restored_share),
+    }
+    for name, disturb in DISTURBED.items():
+        row[name] = percent(simulate_disturbed(trace, auto, geometry, disturb).restored_share)
+    row["most lost"] = round(row["full"] - min(row[name] for name in ("auto:30", *DISTURBED)), 1)
+    row["goal"] = f"10 {met(row['most lost'] <= 10)}"
+    return row
