@@ -15,24 +15,30 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from diskprefix.errors import SettingsError
 from diskprefix.memo import Memo
+from diskprefix.model.kernel_settings import (
+    cpu_kind,
+    device_kind,
+    environment,
+    kernel_packages,
+    matmul_precision,
+    switches,
+)
 from diskprefix.tokens import file_digest
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 Mode: TypeAlias = Literal["strict", "portable"]
 
 _MODES: dict[str, Mode] = {"strict": "strict", "portable": "portable"}
-_NOT_PORTABLE = ("device", "cpu", "torch_version", "transformers_version", "kernels")
-_NAMED_IF_SET = ("kernels", "switches")
+_NOT_PORTABLE = ("device", "cpu", "torch_version", "transformers_version", "kernels", "threads")
+_NAMED_IF_SET = ("kernels", "switches", "threads")
 """Left out of the root where they are empty, as they were before they were known."""
 
 _NO_NUMBERS = re.compile(
@@ -54,33 +60,6 @@ _NO_NUMBERS = re.compile(
 _ROPE_WITHOUT_MAX_POSITIONS = frozenset({"default", "linear", "llama3", "proportional"})
 """The other kinds (dynamic, yarn, longrope, unknown ones) may compute with `max_position_embeddings`."""
 
-_ENVIRONMENT = (
-    # oneDNN, MKL, cuBLAS and cuDNN: lower precision for float32, or other kernels.
-    "CUBLAS_WORKSPACE_CONFIG",
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "DNNL_MAX_CPU_ISA",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)
-"""Variables that change numbers behind torch's back: its own settings do not show them."""
-
-_KERNEL_PACKAGES = {
-    "bitsandbytes": "bitsandbytes",
-    "causal_conv1d": "causal-conv1d",
-    "fla": "flash-linear-attention",
-    "flash_attn": "flash-attn",
-    "kernels": "kernels",
-    "mamba_ssm": "mamba-ssm",
-    "mambapy": "mambapy",
-    "torchao": "torchao",
-    "xformers": "xformers",
-}
-"""Modules, and the distributions that they come in, whose kernels transformers takes where they are installed."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
@@ -98,7 +77,7 @@ class Fingerprint:
     attention: str
     experts: str
     matmul_precision: str
-    """torch's float32 matmul precision: `highest`, `high` or `medium`."""
+    """torch's float32 matmul precision: `highest`, `high`, `medium`, or `mixed`."""
     environment: str
     """The environment variables that change numbers, as canonical JSON; empty when none is set."""
     device: str
@@ -110,7 +89,9 @@ class Fingerprint:
     """The installed packages whose kernels transformers takes instead of its own, with versions, as canonical JSON;
     empty when there are none."""
     switches: str
-    """torch's switches of kernels and precision that are not at their defaults, as canonical JSON; else empty."""
+    """torch's switches of kernels and precision that are not at their defaults, as canonical JSON; empty when none."""
+    threads: str = ""
+    """The number of compute threads where the numbers depend on it (`model.threads`), else empty."""
     mode: Mode = "strict"
 
     @classmethod
@@ -129,14 +110,14 @@ class Fingerprint:
             adapters=_adapters(model),
             attention=_implementations(config, "_attn_implementation"),
             experts=_implementations(config, "_experts_implementation"),
-            matmul_precision=torch.get_float32_matmul_precision(),
-            environment=_environment(),
-            device=_device_kind(model.device),
-            cpu=_cpu_kind() if model.device.type == "cpu" else "",
+            matmul_precision=matmul_precision(),
+            environment=_canonical_if_any(environment()),
+            device=device_kind(model.device),
+            cpu=cpu_kind() if model.device.type == "cpu" else "",
             torch_version=torch.__version__,
             transformers_version=version("transformers"),
-            kernels=_kernels(),
-            switches=_switches(),
+            kernels=_canonical_if_any(kernel_packages()),
+            switches=_canonical_if_any(switches(model)),
             mode=_mode(mode),
         )
 
@@ -232,77 +213,16 @@ def _parameters_digest(model: Any, adapter: str) -> str:
     return digest.hexdigest()
 
 
-def _environment() -> str:
-    found = {name: os.environ[name].strip() for name in _ENVIRONMENT if os.environ.get(name, "").strip()}
-    return _canonical(found) if found else ""
-
-
-@cache
-def _kernels() -> str:
-    """Of what is installed when it is first asked: transformers looks once, too."""
-    found = {module: _version_of(name) for module, name in _KERNEL_PACKAGES.items() if find_spec(module) is not None}
-    return _canonical(found) if found else ""
-
-
-def _version_of(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def _switches() -> str:
-    import torch
-
-    # Any: torch leaves most of them without types.
-    cuda: Any = torch.backends.cuda
-    cudnn: Any = torch.backends.cudnn
-    defaults = {
-        "flash_sdp": (cuda.flash_sdp_enabled(), True),
-        "mem_efficient_sdp": (cuda.mem_efficient_sdp_enabled(), True),
-        "math_sdp": (cuda.math_sdp_enabled(), True),
-        "cudnn_sdp": (cuda.cudnn_sdp_enabled(), True),
-        "fp16_reduced_precision_reduction": (cuda.matmul.allow_fp16_reduced_precision_reduction, True),
-        "bf16_reduced_precision_reduction": (cuda.matmul.allow_bf16_reduced_precision_reduction, True),
-        "mkldnn": (torch.backends.mkldnn.enabled, True),
-        "cudnn": (cudnn.enabled, True),
-        "cudnn_tf32": (cudnn.allow_tf32, True),
-        "cudnn_benchmark": (cudnn.benchmark, False),
-        "deterministic": (torch.are_deterministic_algorithms_enabled(), False),
-    }
-    changed = {name: value for name, (value, default) in defaults.items() if value != default}
-    return _canonical(changed) if changed else ""
-
-
-def _device_kind(device: torch.device) -> str:
-    import torch
-
-    if device.type == "cuda":
-        return f"cuda {torch.cuda.get_device_name(device)}"
-    return device.type
-
-
-def _cpu_kind() -> str:
-    """What torch dispatches on, and a digest of everything it knows of this CPU but the number of cores.
-
-    oneDNN and MKL choose their kernels by vendor, instruction set (AMX, bf16) and cache sizes themselves, so torch's
-    own capability (AVX2, AVX512) alone would take two CPUs for one that round differently.
-    """
-    import torch
-
-    name = str(torch.backends.cpu.get_cpu_capability())
-    if not hasattr(torch.cpu, "get_capabilities"):
-        return name
-    offers = {key: value for key, value in torch.cpu.get_capabilities().items() if not key.startswith("num_")}
-    return f"{name} {hashlib.sha256(_canonical(offers).encode()).hexdigest()[:12]}"
-
-
 def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
     return dict(config) if isinstance(config, Mapping) else dict(config.to_dict())
+
+
+def _canonical_if_any(values: Mapping[str, Any]) -> str:
+    return _canonical(values) if values else ""
 
 
 def _canonical(value: Any) -> str:

@@ -159,8 +159,8 @@ def _rope_types(rope_type: Any) -> list[str]:
     return [str(kind) for kind in rope_type.values()] if isinstance(rope_type, dict) else [str(rope_type)]
 
 
-def _tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.Tensor:
-    """Made-up token ids, shape [1, num_tokens]."""
+def made_up_tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.Tensor:
+    """Returns random token ids of the model's vocabulary, shape [1, num_tokens], the same for the same seed."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab_size, (1, num_tokens), generator=generator).to(model.device)
@@ -171,10 +171,10 @@ def _read_layout(model: PreTrainedModel) -> Layout:
     assert argument is not None
     if kind is None:
         cache = DynamicCache(config=model.config)
-        output = model(input_ids=_tokens(model, 0, _STEP), use_cache=True, **{argument: cache})
+        output = model(input_ids=made_up_tokens(model, 0, _STEP), use_cache=True, **{argument: cache})
         layers = cache.layers
     else:
-        output = model(input_ids=_tokens(model, 0, _STEP), use_cache=True)
+        output = model(input_ids=made_up_tokens(model, 0, _STEP), use_cache=True)
         layers = _own_layers(kind, getattr(output, argument), model.config.num_hidden_layers)
     unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})
     if unknown:
@@ -258,7 +258,7 @@ def _state_specs(index: int, layer: Any) -> list[StateSpec]:
 
 def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
     """The layout, once a restore gave the bits of the uninterrupted run. Raises `_Unsupported`."""
-    token_ids = _tokens(model, 1, 2 * _STEP + 1)
+    token_ids = made_up_tokens(model, 1, 2 * _STEP + 1)
     first, second, last = token_ids[:, :_STEP], token_ids[:, _STEP : 2 * _STEP], token_ids[:, 2 * _STEP :]
     cold = _arena(model, layout)
     cold.forward(model, first)
@@ -266,7 +266,7 @@ def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
     expected = [cold.forward(model, second)]
     continued = cold.read_states()
     expected.append(cold.forward(model, last))
-    _arena(model, layout).forward(model, _tokens(model, 2, _STEP + 1))
+    _arena(model, layout).forward(model, made_up_tokens(model, 2, _STEP + 1))
 
     warm = _arena(model, layout)
     _write(warm, memoryview(bytes(tokens) + bytes(states)))
@@ -297,7 +297,7 @@ def _compared_with_one_pass(
     one_pass = model(input_ids=token_ids, use_cache=False).logits[0]
     if _error(logits, one_pass[-1], second_alone) > _MOST_LOGITS_ERROR:
         raise _Unsupported(f"{type(model).__name__} does not continue a sequence step by step")
-    other_end = torch.cat([token_ids[:, :_STEP], _tokens(model, 3, _STEP)], dim=1)
+    other_end = torch.cat([token_ids[:, :_STEP], made_up_tokens(model, 3, _STEP)], dim=1)
     beginning, again = one_pass[:_STEP], model(input_ids=other_end, use_cache=False).logits[0, :_STEP]
     if _error(again, beginning, beginning.roll(1, dims=0)) > _MOST_LOOKAHEAD:
         raise _Unsupported(f"{type(model).__name__} looks at what comes later")

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from diskprefix.errors import SettingsError
 from diskprefix.model import fingerprint
 from diskprefix.model.fingerprint import Fingerprint, remembered_digest, weights_digest
+from diskprefix.model.kernel_settings import cpu_kind
 from diskprefix.tokens import file_digest, root_hash
 
 LAYOUT = '{"groups":[{"heads":2,"head_dim":8,"dtype":"float32"}]}'
@@ -150,7 +151,9 @@ def test_the_precision_of_float32_products_changes_the_root() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_MAX_CPU_ISA"])
+@pytest.mark.parametrize(
+    "name", ["ONEDNN_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"]
+)
 def test_variables_that_change_numbers_behind_torchs_back_change_the_root(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,14 +296,74 @@ def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path)
     assert remembered_digest(file) != before
 
 
-def test_a_switch_of_torch_that_is_not_at_its_default_counts() -> None:
-    plain = root_of(tiny())
-    torch.backends.cuda.enable_flash_sdp(False)
+MKLDNN: Any = torch.backends.mkldnn
+
+
+def set_fp32_precision(where: Any) -> Callable[[], None]:
+    """Sets the precision through the newer names of torch, after which the older ones cannot be read."""
+    before = where.fp32_precision
+    where.fp32_precision = "bf16" if where is MKLDNN.matmul else "tf32"
+    return lambda: setattr(where, "fp32_precision", before)
+
+
+def set_switch(where: Any, name: str, value: Any) -> Callable[[], None]:
+    before = getattr(where, name)
+    setattr(where, name, value)
+    return lambda: setattr(where, name, before)
+
+
+def call(function: Callable[[Any], Any], value: Any, back: Any) -> Callable[[], None]:
+    function(value)
+    return lambda: function(back)
+
+
+def autocast() -> Callable[[], None]:
+    context: Any = torch.autocast("cpu", torch.bfloat16)
+    context.__enter__()
+    return lambda: context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: call(torch.backends.cuda.enable_flash_sdp, False, True),
+        lambda: call(torch.backends.cuda.enable_math_sdp, False, True),
+        lambda: call(torch.use_deterministic_algorithms, True, False),
+        lambda: call(torch.set_flush_denormal, True, False),
+        lambda: call(torch.set_default_dtype, torch.float64, torch.float32),
+        lambda: set_switch(torch.backends.mkldnn, "enabled", False),
+        lambda: set_switch(torch.backends.mkldnn, "deterministic", True),
+        lambda: set_switch(torch.backends.cudnn, "deterministic", True),
+        lambda: set_switch(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+        lambda: set_fp32_precision(MKLDNN.matmul),
+        lambda: set_fp32_precision(torch.backends.cuda.matmul),
+        autocast,
+    ],
+)
+def test_a_switch_of_torch_that_is_not_at_its_default_counts(change: Callable[[], Callable[[], None]]) -> None:
+    model = tiny()
+    plain = root_of(model)
+    restore = change()
     try:
-        changed = root_of(tiny())
+        changed = root_of(model)
     finally:
-        torch.backends.cuda.enable_flash_sdp(True)
-    assert (changed != plain, root_of(tiny())) == (True, plain)
+        restore()
+    assert (changed != plain, root_of(model)) == (True, plain)
+
+
+def test_a_model_that_was_compiled_is_another_one() -> None:
+    model = tiny()
+    plain = root_of(model)
+    # What `model.compile()` leaves; it takes seconds to import.
+    model._compiled_call_impl = model._call_impl
+    assert root_of(model) != plain
+
+
+def test_another_instruction_set_of_torch_is_another_kind_of_cpu() -> None:
+    code = "from diskprefix.model.kernel_settings import cpu_kind; print(cpu_kind())"
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert answer.stdout.strip() != cpu_kind()
 
 
 def test_packages_whose_kernels_transformers_takes_count_unless_machines_share_a_store(
@@ -308,14 +371,16 @@ def test_packages_whose_kernels_transformers_takes_count_unless_machines_share_a
 ) -> None:
     plain = root_of(tiny())
     portable = root_of(tiny(), "portable")
-    monkeypatch.setattr(fingerprint, "_kernels", lambda: '{"causal_conv1d":"1.6"}')
+    monkeypatch.setattr(fingerprint, "kernel_packages", lambda: {"causal_conv1d": "1.6"})
     assert root_of(tiny()) != plain
     assert root_of(tiny(), "portable") == portable
 
 
 def test_a_kernel_package_is_found_where_it_can_be_imported(tmp_path: Path) -> None:
     (tmp_path / "mamba_ssm").mkdir()
-    code = "from diskprefix.model import fingerprint; print(fingerprint._kernels())"
+    code = (
+        "from diskprefix.model.kernel_settings import kernel_packages as find; import json; print(json.dumps(find()))"
+    )
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert json.loads(found.stdout)["mamba_ssm"] == "unknown"

@@ -1,0 +1,150 @@
+"""What besides a model's weights decides how its numbers are rounded: the hardware, kernel packages and switches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_ENVIRONMENT = (
+    # oneDNN, MKL, cuBLAS and cuDNN: lower precision for float32, or other kernels.
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_CPU_ISA_HINTS",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_CPU_ISA_HINTS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    # The number of threads may change from one kernel to the next, whatever it is set to.
+    "KMP_DYNAMIC",
+    "MKL_DYNAMIC",
+    "OMP_DYNAMIC",
+    "OMP_THREAD_LIMIT",
+)
+"""Variables that change numbers behind torch's back: its own settings do not show them. ATEN_CPU_CAPABILITY is not
+among them, as `cpu_kind` names what it selects."""
+
+_KERNEL_PACKAGES = {
+    "bitsandbytes": "bitsandbytes",
+    "causal_conv1d": "causal-conv1d",
+    "fla": "flash-linear-attention",
+    "flash_attn": "flash-attn",
+    "kernels": "kernels",
+    "mamba_ssm": "mamba-ssm",
+    "mambapy": "mambapy",
+    "torchao": "torchao",
+    "xformers": "xformers",
+}
+"""Modules, and the distributions that they come in, whose kernels transformers uses where they are installed."""
+
+
+def environment() -> dict[str, str]:
+    """Returns the environment variables that change numbers, as far as they are set and not empty."""
+    return {name: os.environ[name].strip() for name in _ENVIRONMENT if os.environ.get(name, "").strip()}
+
+
+@cache
+def kernel_packages() -> dict[str, str]:
+    """Returns the installed packages of kernels with their versions. They are looked up once, as transformers does."""
+    return {module: _version_of(name) for module, name in _KERNEL_PACKAGES.items() if find_spec(module) is not None}
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def matmul_precision() -> str:
+    """Returns torch's float32 matmul precision, or `mixed` where it is set for single backends (see `switches`)."""
+    import torch
+
+    return str(_read(torch.get_float32_matmul_precision, "highest"))
+
+
+def switches(model: Any) -> dict[str, Any]:
+    """Returns torch's switches of kernels and precision that are not at their defaults."""
+    import torch
+
+    # Any: torch leaves most of them without types, and older versions lack some.
+    backends: Any = torch.backends
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    settings: dict[str, tuple[Callable[[], Any], Any]] = {
+        "flash_sdp": (cuda.flash_sdp_enabled, True),
+        "mem_efficient_sdp": (cuda.mem_efficient_sdp_enabled, True),
+        "math_sdp": (cuda.math_sdp_enabled, True),
+        "cudnn_sdp": (cuda.cudnn_sdp_enabled, True),
+        "fp16_reduced_precision_reduction": (lambda: cuda.matmul.allow_fp16_reduced_precision_reduction, True),
+        "bf16_reduced_precision_reduction": (lambda: cuda.matmul.allow_bf16_reduced_precision_reduction, True),
+        "fp16_accumulation": (lambda: cuda.matmul.allow_fp16_accumulation, False),
+        "cuda_matmul_fp32": (lambda: cuda.matmul.fp32_precision, "none"),
+        "mkldnn": (lambda: mkldnn.enabled, True),
+        "mkldnn_deterministic": (lambda: mkldnn.deterministic, False),
+        "mkldnn_matmul_fp32": (lambda: mkldnn.matmul.fp32_precision, "none"),
+        "cudnn": (lambda: cudnn.enabled, True),
+        "cudnn_tf32": (lambda: cudnn.allow_tf32, True),
+        "cudnn_benchmark": (lambda: cudnn.benchmark, False),
+        "cudnn_deterministic": (lambda: cudnn.deterministic, False),
+        "deterministic": (torch.are_deterministic_algorithms_enabled, False),
+        "autocast": (lambda: _autocast(model.device.type), None),
+        "default_dtype": (torch.get_default_dtype, torch.float32),
+        "flush_denormal": (lambda: not torch.tensor(1e-39) * 1.0, False),
+        "compiled": (lambda: getattr(model, "_compiled_call_impl", None) is not None, False),
+    }
+    found = {name: (_read(read, default), default) for name, (read, default) in settings.items()}
+    return {name: value for name, (value, default) in found.items() if value != default}
+
+
+def _read(read: Callable[[], Any], default: Any) -> Any:
+    """The value; the default where this version of torch has no such switch."""
+    try:
+        return read()
+    except AttributeError:
+        return default
+    except RuntimeError:
+        # torch refuses to tell a setting that was changed through its newer names, which are read too.
+        return "mixed"
+
+
+def _autocast(device_type: str) -> str | None:
+    import torch
+
+    return str(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
+
+
+def device_kind(device: torch.device) -> str:
+    """Returns the type of the device, with the name of the GPU for CUDA."""
+    import torch
+
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    return device.type
+
+
+def cpu_kind() -> str:
+    """Returns the vector instructions that torch uses, and a digest of all it knows of this CPU but its cores.
+
+    oneDNN and MKL choose their kernels by vendor, instruction set (AMX, bf16) and cache sizes themselves, so torch's
+    own capability (AVX2, AVX512) alone would take two CPUs for one that round differently.
+    """
+    import torch
+
+    name = str(torch.backends.cpu.get_cpu_capability())
+    if not hasattr(torch.cpu, "get_capabilities"):
+        return name
+    offers = {key: value for key, value in torch.cpu.get_capabilities().items() if not key.startswith("num_")}
+    text = json.dumps(offers, sort_keys=True, separators=(",", ":"))
+    return f"{name} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
