@@ -219,6 +219,26 @@ def test_a_damaged_index_is_mended_by_the_next_request(runner: Runner, database:
     assert runner.run(prompt, "full").report.restored == len(prompt)
 
 
+def test_a_record_that_makes_saving_fail_is_repaired_and_the_next_request_is_saved(tmp_path: Path) -> None:
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path))
+    prompt = random_prompt(28, 4 * BLOCK)
+    longer = np.concatenate([prompt, random_prompt(29, 2 * BLOCK)])
+    runner.run(prompt, "full")
+    runner.flush()
+    store = runner.cache.store
+    with store.changes() as changes:
+        for name in list(changes.keys("usage")):
+            changes._put("usage", name, b"x")
+    runner.run(longer, "full")
+    runner.flush()
+    with store.snapshot() as snapshot:
+        assert len(snapshot.usages().names) == store.counts()["blocks"] > 0
+    runner.run(longer, "full")
+    runner.reopen()
+    assert runner.run(longer, "full").report.restored == len(longer)
+    runner.close()
+
+
 def test_tokens_are_compared_so_equal_names_never_mix_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
