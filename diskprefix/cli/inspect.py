@@ -25,6 +25,7 @@ from diskprefix.cli.tooling import (
 from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
 from diskprefix.store.listing import EntryInfo, NodeCounts, count_nodes, entry_nodes, list_entries
+from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant import short_tenant
 
 _PIPE_COLUMNS = 160
@@ -72,12 +73,12 @@ def inspect(entry: str | None, kv_cache_dir: Path, as_json: bool) -> None:
                 {
                     "hash": name.hex(),
                     "position": node.position,
-                    "num_tokens": len(node.token_ids),
+                    "num_tokens": node.num_tokens,
                     "kind": node.kind.name.lower(),
                     "generated": node.generated,
                     "stored_bytes": node.stored_bytes,
                 }
-                for name, node in entry_nodes(snapshot, bytes.fromhex(info.id))
+                for name, node in entry_nodes(PrefixTree(snapshot), bytes.fromhex(info.id)).items()
             ]
     if entry is not None:
         _show_entry(info, blocks, as_json)

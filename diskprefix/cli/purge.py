@@ -27,7 +27,7 @@ from diskprefix.errors import SettingsError
 from diskprefix.printable import printable_only
 from diskprefix.settings import format_size, parse_duration
 from diskprefix.store.listing import EntryInfo, list_entries
-from diskprefix.store.maintenance.purge import Plan, Purged, Selection, plan_purge
+from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge
 from diskprefix.store.maintenance.purge import purge as purge_store
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import RootRecord
@@ -99,8 +99,8 @@ def purge(
         with store.snapshot() as snapshot:
             infos = list_entries(snapshot)
             names = frozenset(bytes.fromhex(find_entry(infos, entry).id) for entry in entries)
-            selection = Selection(entries=names, model=model, salt=salt, older_than_s=older_than_s)
-            plan = plan_purge(snapshot, selection, now)
+            purge_filter = PurgeFilter(entries=names, model=model, salt=salt, older_than_s=older_than_s)
+            plan = plan_purge(snapshot, purge_filter, now)
             _require_known([record for _, record in snapshot.roots()], model, salt)
         chosen = [info for info in infos if bytes.fromhex(info.id) in plan.entries]
         if not as_json:
@@ -113,7 +113,7 @@ def purge(
                 click.echo("nothing was purged", err=True)
                 return _NOT_DONE
             with progress("purging", plan.stored_bytes) as advance:
-                purged = purge_store(store, selection, now, advance)
+                purged = purge_store(store, purge_filter, now, advance)
     if as_json:
         print_json(_report(plan, chosen, purged))
     elif plan and purged is not None:
@@ -144,7 +144,7 @@ def _amounts(num_entries: int, num_blocks: int, num_bytes: int) -> str:
     return f"{counted(num_entries, 'saved prompt')}, {counted(num_blocks, 'block')}, {format_size(num_bytes)}"
 
 
-def _show_plan(plan: Plan, chosen: list[EntryInfo], title: str) -> None:
+def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:
     if not plan:
         click.echo("nothing to purge")
         return
@@ -180,7 +180,7 @@ def _show_purged(folder: Path, purged: Purged) -> None:
         click.echo(f"{folder / DAMAGED}, which a daemon moved aside, may hold them too; delete it", err=True)
 
 
-def _report(plan: Plan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:
+def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:
     """Returns what --json prints: what was removed, or without `purged` what would be."""
     report: dict[str, Any] = {
         "dry_run": purged is None,

@@ -172,25 +172,6 @@ class Changes(Snapshot):
         self._delete_payload(name)
         return found
 
-    def subtrees(self, tops: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """Nodes, given with their parents, and all that continues them, in the order in which they may be deleted.
-
-        The parents are asked for because a node's own record may be what is damaged. Reads the whole index.
-        """
-        if not tops:
-            return []
-        continuations: dict[bytes, list[bytes]] = {}
-        for name, value in self.nodes():
-            continuations.setdefault(bytes(value[:HASH_BYTES]), []).append(name)
-        order = dict(tops)
-        queue = list(order.items())
-        for name, _ in queue:
-            for child in continuations.get(name, ()):
-                if child not in order:
-                    order[child] = name
-                    queue.append((child, name))
-        return queue[::-1]
-
     def remember(self, root: bytes, prompt: TokenIds, limit: int, group: bytes = b"") -> None:
         """Add a prompt to the history of a root, which holds at most `limit`, and `HISTORY_TOKENS` tokens in all,
         whatever their groups. `group`: 8 bytes, or none."""

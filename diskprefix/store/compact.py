@@ -39,6 +39,7 @@ from diskprefix.store.folder import (
 )
 from diskprefix.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import HASH_BYTES
 
 _SPARE_BYTES = 1 << 20
@@ -181,7 +182,7 @@ def _records(snapshot: Snapshot) -> Iterator[tuple[str, bytes, bytes | memoryvie
         if database != "payloads":
             yield from ((database, key, value) for key, value in snapshot.records(database))
     copied = set()
-    for name in _depth_first(snapshot):
+    for name in PrefixTree(snapshot).depth_first():
         copied.add(name)
         for index, piece in snapshot.pieces(name):
             populate(piece)
@@ -190,20 +191,6 @@ def _records(snapshot: Snapshot) -> Iterator[tuple[str, bytes, bytes | memoryvie
     for key, value in snapshot.records("payloads"):
         if key[:HASH_BYTES] not in copied or piece_index(key, key[:HASH_BYTES]) is None:
             yield "payloads", key, value
-
-
-def _depth_first(snapshot: Snapshot) -> Iterator[bytes]:
-    """The names of all blocks that can be reached, each before those that continue it."""
-    continuations: dict[bytes, list[bytes]] = {}
-    names = set()
-    for name, value in snapshot.nodes():
-        names.add(name)
-        continuations.setdefault(bytes(value[:HASH_BYTES]), []).append(name)
-    todo = [name for parent, children in continuations.items() if parent not in names for name in children]
-    while todo:
-        name = todo.pop()
-        yield name
-        todo.extend(continuations.get(name, ()))
 
 
 @contextmanager

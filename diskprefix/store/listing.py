@@ -1,30 +1,29 @@
-"""What the store holds, for people: the saved prompts, and what they share."""
+"""Lists what the store holds, for people: the saved prompts, and what they share."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, is_generated, node_kind, node_stored_bytes
+from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.tokens import HASH_BYTES
+from diskprefix.store.tree import PrefixTree, TreeNode
 
 log = logging.getLogger("diskprefix")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EntryInfo:
-    """One saved prompt. Bytes cover its path with the checkpoints that lie on it; `shared_bytes` is the part that other
-    entries use as well.
+    """One saved prompt. Sizes are in bytes and cover its nodes, checkpoints included; `shared_bytes` is the part that
+    other entries use as well.
 
-    `checkpoints` are the tokens at which state that cannot be cut is kept, `checkpoint_bytes` what that takes; at the
-    end of a whole prompt its tail holds it. `generated_tokens` of the prompt were decoded, not prefilled: they are not
-    exact. Times are seconds since the epoch. `hits` counts the requests that restored up to this entry's end or beyond.
-    `ttl_s`: how long uses asked to keep it after the last one, in seconds, None if none did; `default_ttl`: whether one
-    asked for no time of its own, so that it stays for the daemon's `--kv-cache-ttl` if that is longer.
+    `checkpoints` are the tokens at which state is kept that exists at one position only; `checkpoint_bytes` is the size
+    of that state. `generated_tokens` were decoded, not prefilled: they are not exact. Times are seconds since the
+    epoch. `hits` counts the requests that restored up to this entry's end or beyond. `ttl_s`: how long requests asked
+    to keep it after its last use, in seconds, None if none did. `default_ttl`: whether one asked for no time of its
+    own, so that the daemon's `--kv-cache-ttl` holds if that is longer.
     """
 
     id: str
@@ -48,8 +47,8 @@ class EntryInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCounts:
-    """Of the whole store: its blocks (tails included), how many of them are generated, and the checkpoints with what
-    their payloads take."""
+    """Counts of the whole store: its blocks (tails included), how many of them are generated, its checkpoints and the
+    bytes of their payloads."""
 
     blocks: int
     generated_blocks: int
@@ -57,126 +56,66 @@ class NodeCounts:
     checkpoint_bytes: int
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What of a node counts here; its token ids would fill the memory."""
-
-    parent: bytes
-    position: int
-    num_tokens: int
-    kind: Kind
-    generated: bool
-    raw_bytes: int
-    stored_bytes: int
-
-
 def list_entries(snapshot: Snapshot) -> list[EntryInfo]:
-    """All entries, the most recently used first. An entry whose path is damaged is left out and logged."""
-    steps: dict[bytes, _Step] = {}
-    paths: dict[bytes, tuple[EntryRecord, list[bytes]]] = {}
-    checkpoints = checkpoints_by_block(snapshot)
+    """Returns all entries, the most recently used first. An entry with a damaged path is left out and logged."""
+    tree = PrefixTree(snapshot)
+    entries: dict[bytes, tuple[EntryRecord, dict[bytes, TreeNode]]] = {}
     for name, entry in snapshot.entries():
         try:
-            path = _path(snapshot, name, steps)
-            paths[name] = (entry, [*path, *_beside(snapshot, path, checkpoints, steps)])
+            entries[name] = entry, entry_nodes(tree, name)
         except StoreCorrupt as error:
             log.warning("entry %s left out: %s", name.hex(), error)
-    users = Counter(node for _, path in paths.values() for node in path)
-    infos = [_info(snapshot, name, entry, path, steps, users) for name, (entry, path) in paths.items()]
+    users = Counter(node for _, nodes in entries.values() for node in nodes)
+    infos = [_info(snapshot, name, entry, nodes, users) for name, (entry, nodes) in entries.items()]
     return sorted(infos, key=lambda info: (-info.last_used_at, info.id))
 
 
-def _path(snapshot: Snapshot, name: bytes, steps: dict[bytes, _Step]) -> list[bytes]:
-    """Names of the nodes from `name` up to the first block; each is read once for all entries."""
-    path: list[bytes] = []
-    while True:
-        path.append(name)
-        step = _step(snapshot, name, steps)
-        if step.position == 0:
-            return path
-        name = step.parent
+def entry_nodes(tree: PrefixTree, name: bytes) -> dict[bytes, TreeNode]:
+    """Returns the nodes of the entry that ends with node `name`, in the order of `PrefixTree.entry`.
+
+    Raises `StoreCorrupt`.
+    """
+    found = ((step, tree.node(step)) for step in tree.entry(name))
+    return {step: node for step, node in found if node is not None}
 
 
 def count_nodes(snapshot: Snapshot) -> NodeCounts:
-    """Read off the records without checking them."""
-    blocks = generated = checkpoints = checkpoint_bytes = 0
-    for _, value in snapshot.nodes():
-        if node_kind(value) == Kind.CHECKPOINT:
-            checkpoints += 1
-            checkpoint_bytes += node_stored_bytes(value)
-        else:
-            blocks += 1
-            generated += is_generated(value)
+    """Returns the counts of all nodes whose records are sound."""
+    tree, counts = PrefixTree(snapshot), Counter[str]()
+    for name in snapshot.keys("nodes"):
+        try:
+            node = tree.node(name)
+        except StoreCorrupt:
+            continue
+        if node is not None and node.kind == Kind.CHECKPOINT:
+            counts["checkpoints"] += 1
+            counts["checkpoint_bytes"] += node.stored_bytes
+        elif node is not None:
+            counts["blocks"] += 1
+            counts["generated_blocks"] += node.generated
     return NodeCounts(
-        blocks=blocks, generated_blocks=generated, checkpoints=checkpoints, checkpoint_bytes=checkpoint_bytes
+        blocks=counts["blocks"],
+        generated_blocks=counts["generated_blocks"],
+        checkpoints=counts["checkpoints"],
+        checkpoint_bytes=counts["checkpoint_bytes"],
     )
 
 
-def entry_nodes(snapshot: Snapshot, name: bytes) -> list[tuple[bytes, NodeRecord]]:
-    """The nodes of the entry that ends with node `name`: its path from the first block on, each block followed by the
-    checkpoints that continue it. Raises `StoreCorrupt`."""
-    path, checkpoints = snapshot.path(name), checkpoints_by_block(snapshot)
-    nodes: list[tuple[bytes, NodeRecord]] = []
-    for step, node in path:
-        nodes += [(step, node)] if node.kind != Kind.CHECKPOINT else []
-        found = ((beside, snapshot.node(beside)) for beside in checkpoints.get(step, ()))
-        nodes += [(beside, record) for beside, record in found if record is not None]
-    return nodes
-
-
-def checkpoints_by_block(snapshot: Snapshot) -> dict[bytes, list[bytes]]:
-    """The names of all checkpoints, by the block that each continues."""
-    found: dict[bytes, list[bytes]] = {}
-    for name, value in snapshot.nodes():
-        if node_kind(value) == Kind.CHECKPOINT:
-            found.setdefault(bytes(value[:HASH_BYTES]), []).append(name)
-    return found
-
-
-def _beside(
-    snapshot: Snapshot, path: list[bytes], checkpoints: Mapping[bytes, list[bytes]], steps: dict[bytes, _Step]
-) -> list[bytes]:
-    """The checkpoints that continue a block of the path, but for the one that it may end with. May raise
-    `StoreCorrupt`."""
-    names = [name for block in path for name in checkpoints.get(block, ()) if name != path[0]]
-    for name in names:
-        _step(snapshot, name, steps)
-    return names
-
-
-def _step(snapshot: Snapshot, name: bytes, steps: dict[bytes, _Step]) -> _Step:
-    """Raises `StoreCorrupt`."""
-    if name not in steps:
-        node = snapshot.node(name)
-        if node is None:
-            raise StoreCorrupt(f"node {name.hex()} is missing from its path")
-        num_tokens = len(node.token_ids)
-        steps[name] = _Step(
-            node.parent, node.position, num_tokens, node.kind, node.generated, node.raw_bytes, node.stored_bytes
-        )
-    return steps[name]
-
-
 def _info(
-    snapshot: Snapshot,
-    name: bytes,
-    entry: EntryRecord,
-    path: list[bytes],
-    steps: dict[bytes, _Step],
-    users: Counter[bytes],
+    snapshot: Snapshot, name: bytes, entry: EntryRecord, nodes: dict[bytes, TreeNode], users: Counter[bytes]
 ) -> EntryInfo:
     root, usage = snapshot.root(entry.root), snapshot.usage(name)
-    checkpoints = [steps[node] for node in path if steps[node].kind == Kind.CHECKPOINT]
+    checkpoints = [node for node in nodes.values() if node.kind == Kind.CHECKPOINT]
     return EntryInfo(
         id=name.hex(),
         model=root.model if root else "",
         num_tokens=entry.num_tokens,
-        raw_bytes=sum(steps[node].raw_bytes for node in path),
-        stored_bytes=sum(steps[node].stored_bytes for node in path),
-        shared_bytes=sum(steps[node].stored_bytes for node in path if users[node] > 1),
-        checkpoints=tuple(sorted(step.position for step in checkpoints)),
-        checkpoint_bytes=sum(step.stored_bytes for step in checkpoints),
-        generated_tokens=sum(steps[node].num_tokens for node in path if steps[node].generated),
+        raw_bytes=sum(node.raw_bytes for node in nodes.values()),
+        stored_bytes=sum(node.stored_bytes for node in nodes.values()),
+        shared_bytes=sum(node.stored_bytes for step, node in nodes.items() if users[step] > 1),
+        checkpoints=tuple(sorted(node.position for node in checkpoints)),
+        checkpoint_bytes=sum(node.stored_bytes for node in checkpoints),
+        generated_tokens=sum(node.num_tokens for node in nodes.values() if node.generated),
         hits=usage.restores if usage else 0,
         created_at=round(entry.created_at, 3),
         last_used_at=round(usage.last_used if usage else entry.created_at, 3),

@@ -85,12 +85,14 @@ class Snapshot:
             yield index, memoryview(cursor.value())
             found = cursor.next()
 
-    def records(self, database: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes | memoryview]]:
-        """Keys and values of a database as they are stored, from key `start` on."""
-        cursor = self._txn.cursor(self._databases[database])
-        if start and not cursor.set_range(start):
-            return
-        for key, value in cursor.iternext():
+    def record(self, database: str, key: bytes) -> bytes | memoryview | None:
+        """A record as it is stored, None if there is none."""
+        value: bytes | memoryview | None = self._get(database, key)
+        return value
+
+    def records(self, database: str) -> Iterator[tuple[bytes, bytes | memoryview]]:
+        """Keys and values of a database as they are stored."""
+        for key, value in self._txn.cursor(self._databases[database]):
             yield bytes(key), value
 
     def keys(self, database: str) -> Iterator[bytes]:
@@ -165,23 +167,6 @@ class Snapshot:
     def entries(self) -> Iterator[tuple[bytes, EntryRecord]]:
         for key, value in self._txn.cursor(self._databases["entries"]):
             yield bytes(key), decode_entry(bytes(key), value)
-
-    def path(self, name: bytes) -> list[tuple[bytes, NodeRecord]]:
-        """The nodes from the first block to `name`. Raises `StoreCorrupt` when one is missing or they do not join."""
-        path: list[tuple[bytes, NodeRecord]] = []
-        end: int | None = None
-        while True:
-            node = self.node(name)
-            if node is None:
-                raise StoreCorrupt(f"node {name.hex()} is missing from its path")
-            if end is not None and node.end != end:
-                raise StoreCorrupt(f"node {name.hex()} ends at {node.end}, its child starts at {end}")
-            path.append((name, node))
-            if node.position == 0:
-                return path[::-1]
-            if not len(node.token_ids) and len(path) > 1:
-                raise StoreCorrupt(f"node {name.hex()} has no tokens, and yet another continues it")
-            name, end = node.parent, node.position
 
     def recent_prompts(self, root: bytes, limit: int) -> list[tuple[bytes, TokenIds]]:
         """The last `limit` remembered prompts of a root, oldest first, each behind its group, which is empty if it has

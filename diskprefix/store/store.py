@@ -46,6 +46,7 @@ from diskprefix.store.schema import (
     identity_checksum,
 )
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import HASH_BYTES, TokenIds
 
 log = logging.getLogger("diskprefix")
@@ -260,7 +261,7 @@ class Store:
         slow and, so one hopes, rare.
         """
         with self.changes() as changes:
-            return sum(changes.delete_node(*node) for node in changes.subtrees({name: parent}))
+            return sum(changes.delete_node(*node) for node in PrefixTree(changes).subtrees({name: parent}))
 
     def expire(self, ttl_s: float) -> int:
         """Remove what was not used for `ttl_s` seconds, nodes and remembered prompts; 0 keeps it. Nodes that were asked

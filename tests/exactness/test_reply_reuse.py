@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.store.listing import list_entries
-from diskprefix.store.maintenance.purge import Selection, purge
+from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.maintenance.verify_payloads import verify_payloads
 from diskprefix.store.schema import Kind, NodeRecord, decode_node, piece_key
@@ -323,7 +323,7 @@ def test_a_store_of_replies_is_sound_through_eviction_and_purge(
     assert is_sound(runner)
     for whole in turns:
         assert same(runner.run(whole, "auto:30", reply=4), runner.run(whole, "off", reply=4))
-    purge(store, Selection(), time.time(), lambda _: None)
+    purge(store, PurgeFilter(), time.time(), lambda _: None)
     assert nodes_of(runner) == []
     missed = runner.run(turns[0], "full", reuse_generated=True).report
     assert (missed.restored, missed.exact) == (0, True)

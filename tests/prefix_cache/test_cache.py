@@ -27,7 +27,7 @@ from diskprefix.prefix_cache import nodes
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prompt import Prompt
 from diskprefix.store.listing import list_entries
-from diskprefix.store.maintenance.purge import Selection, purge
+from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.schema import piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant import SHARED
@@ -457,7 +457,7 @@ def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> Non
     runner.run(prompt, "full")
     assert runner.run(prompt, "auto").report.selection.aligned > 0
     runner.flush()
-    purge(runner.cache.store, Selection(), time.time(), lambda _: None)
+    purge(runner.cache.store, PurgeFilter(), time.time(), lambda _: None)
     again = runner.run(prompt, "auto")
     assert (again.report.restored, len(runner.cache.namespace(SHARED).history)) == (0, 1)
 

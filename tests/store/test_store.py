@@ -19,6 +19,7 @@ from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import Kind, history_sequence
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.tree import PrefixTree
 from tests.store.building import BLOCK, ROOT, Clock, change_format, is_whole, layout_of, open_store, prompt, publication
 
 
@@ -35,7 +36,7 @@ def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
         assert [name for name, _ in snapshot.entries()] == [pub.tip]
         assert [p.tolist() for _, p in snapshot.recent_prompts(ROOT, 10)] == [prompt(1, 3 * BLOCK + 5).tolist()]
         assert pub.tip is not None
-        assert [name for name, _ in snapshot.path(pub.tip)] == [node.name for node in pub.nodes]
+        assert PrefixTree(snapshot).path(pub.tip) == [node.name for node in pub.nodes]
     store.close()
 
 
@@ -405,6 +406,7 @@ _READER = """
 import sys
 from pathlib import Path
 from diskprefix.store import environment
+from diskprefix.store.tree import PrefixTree
 from diskprefix.store.store import Store
 store = Store.open(Path(sys.argv[1]), read_only=True)
 with store.snapshot() as snapshot:

@@ -37,7 +37,7 @@ from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import JUST_WRITTEN_S, recorded_ttl
-from diskprefix.store.maintenance.purge import Selection, purge
+from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
@@ -257,7 +257,7 @@ def is_there(snapshot: Snapshot, node: NewNode) -> bool:
     return snapshot.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated)
 
 
-def forget(store: Store, selection: Selection, now: float) -> int:
+def forget(store: Store, selection: PurgeFilter, now: float) -> int:
     return purge(store, selection, now, lambda _: None).blocks
 
 
@@ -485,7 +485,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def forget_tenant(self, process: str, root: bytes) -> None:
         doomed = {name for name, node in self.model.nodes.items() if node.root == root}
-        assert self.do(process, forget, Selection(salt=SALTS[root]), self.clock.now) == len(doomed)
+        assert self.do(process, forget, PurgeFilter(salt=SALTS[root]), self.clock.now) == len(doomed)
         self.model.remove(doomed)
         self.model.history[root] = []
 
@@ -499,7 +499,7 @@ class StoreMachine(RuleBasedStateMachine):
         doomed = {
             name for name in free if not self.model.is_checkpoint(name) or self.model.nodes[name].new.parent in free
         }
-        assert self.do(process, forget, Selection(entries=frozenset([tip])), self.clock.now) == len(doomed)
+        assert self.do(process, forget, PurgeFilter(entries=frozenset([tip])), self.clock.now) == len(doomed)
         root = self.model.nodes[tip].root
         self.model.remove(doomed)
         self.model.entries.pop(tip, None)

@@ -22,13 +22,14 @@ from diskprefix.errors import PrefixGone, SettingsError, StoreCorrupt, StoreUnav
 from diskprefix.store.changes import NewNode, node_bytes
 from diskprefix.store.codec.codec import Codec, decode_piece, piece_seed, populate
 from diskprefix.store.folder import DATA
-from diskprefix.store.listing import entry_nodes
 from diskprefix.store.maintenance.entry_file import MAX_PREFILL_S, EntryReader, EntryWriter, refuse_existing
 from diskprefix.store.maintenance.manifest import Identity, Manifest, Span, shown
+from diskprefix.store.maintenance.verify_payloads import stored_pieces
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, RootRecord, decode_codec, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import TokenIds
 
 Advance = Callable[[int], None]
@@ -279,7 +280,8 @@ def _read_entry(snapshot: Snapshot, name: bytes) -> tuple[Manifest, list[tuple[b
             f"{_quoted(root.model)} with this store and let it save a prompt, then export again"
         )
     has_states = bool(PayloadLayout.parse(root.layout).states)
-    nodes = entry_nodes(snapshot, name)
+    found = ((step, snapshot.node(step)) for step in PrefixTree(snapshot).entry(name))
+    nodes = [(step, node) for step, node in found if node is not None]
     _require_exportable(name, nodes, has_states)
     manifest = Manifest(
         root=entry.root,
@@ -342,10 +344,7 @@ def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: Payloa
     payload = np.empty(sum(piece.num_bytes for piece in pieces), dtype=np.uint8)
     start = 0
     try:
-        for index, piece in enumerate(pieces):
-            stored = snapshot.piece(name, index)
-            if stored is None:
-                raise StoreCorrupt(f"piece {index} of its payload is missing")
+        for _, index, stored, piece in stored_pieces(snapshot, name, pieces):
             populate(stored)
             end = start + piece.num_bytes
             decode_piece(stored, piece, piece_seed(name, index), payload[start:end].reshape(piece.num_rows, -1))

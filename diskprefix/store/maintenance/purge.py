@@ -1,9 +1,9 @@
-"""Forgetting on purpose: by saved prompt, model, tenant, age, or everything.
+"""Removes what a user wants to be forgotten: by saved prompt, model, tenant, age, or everything.
 
-A plan is made from one snapshot and shows what would go and what must stay: a block goes only with all that continues
-it, and the checkpoints on a saved prompt's path go where their blocks do. It is carried out in small write transactions
-beside whoever else has the store open. Each of them looks again, so what others have continued or saved meanwhile
-stays, and a kill between two leaves a store in order.
+A plan is made from one snapshot. It says what is removed and what must stay: a block is removed only together with
+everything that continues it, and the checkpoints of a saved prompt are removed with their blocks. The plan is carried
+out in small write transactions, beside other processes that have the store open. Each transaction checks again, so what
+others have continued or saved in the meantime stays, and a kill between two transactions leaves the store in order.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import Changes
-from diskprefix.store.schema import Kind, decode_prompt, history_sequence, node_kind, node_root
+from diskprefix.store.schema import decode_prompt, history_sequence
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
+from diskprefix.store.tree import PrefixTree, TreeNode
 from diskprefix.tenant import matches
 from diskprefix.tokens import HASH_BYTES, TokenIds, common_prefix_length
 
 _NODES_AT_ONCE = 64
-"""Nodes deleted in one transaction: more would copy more pages than a full file has free."""
+"""Nodes deleted in one transaction. More of them copy more pages than a full file has free."""
 _RECORDS_AT_ONCE = 512
 _ROUNDS = 5
-"""A block stays while a daemon continues it; a second round takes it with what came."""
+"""A block stays if a daemon continues it during a round. The next round removes both."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection:
-    """What is to go: what meets every condition that is given; everything if none is.
+class PurgeFilter:
+    """What to remove: what meets every condition that is given, or everything if there is none.
 
-    `entries` are names of saved prompts, `model` a root's model, `salt` what `tenant.matches` takes, `older_than_s` the
-    seconds since the last use.
+    `entries` are names of saved prompts. `model` is that of a root. `salt` is what `tenant.matches` takes.
+    `older_than_s` is the number of seconds since the last use.
     """
 
     entries: frozenset[bytes] = frozenset()
@@ -45,16 +46,17 @@ class Selection:
 
     @property
     def takes_whole_roots(self) -> bool:
-        """Whether all that is stored under a root goes, its recent prompts and its record too."""
+        """Whether everything under a root is removed, its recent prompts and its record too."""
         return not self.entries and self.older_than_s is None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What would go. `nodes` are children first. `prompts` are keys of the history, `roots` those that become empty.
+class PurgePlan:
+    """What a purge removes. `nodes` are in the order children first. `prompts` are keys of the history. `roots` are
+    those that become empty. `stored_bytes` is the size of the nodes in the file.
 
-    `stored_bytes` is what the nodes take in the file. The blocks of the chosen entries that stay: `shared_blocks` and
-    their bytes, as other saved prompts need them; `continued_blocks`, as blocks of no saved prompt continue them.
+    The blocks of the chosen entries that stay: `shared_blocks`, because other saved prompts need them, and
+    `continued_blocks`, because blocks of no saved prompt continue them; `kept_bytes` is the size of both in the file.
     """
 
     entries: tuple[bytes, ...]
@@ -72,7 +74,8 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Purged:
-    """What went. `left_blocks` is what should have gone and did not: somebody kept continuing it, or it is damaged."""
+    """What a purge removed. `left_blocks` is the number of blocks that it could not remove: another process kept
+    continuing them, or they are damaged."""
 
     entries: int
     blocks: int
@@ -82,26 +85,26 @@ class Purged:
     left_blocks: int
 
 
-def plan_purge(snapshot: Snapshot, selection: Selection, now: float) -> Plan:
-    """What a purge would remove at time `now`. Raises `StoreCorrupt` if what is stored cannot be judged."""
-    with _hint():
-        return _Planner(snapshot, selection, now).plan()
+def plan_purge(snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> PurgePlan:
+    """Returns what a purge at time `now` would remove. Raises `StoreCorrupt` if a record cannot be read."""
+    with _repair_hint():
+        return _Planner(snapshot, purge_filter, now).plan()
 
 
-def purge(store: Store, selection: Selection, now: float, advance: Callable[[int], None]) -> Purged:
-    """Remove what is selected. `advance` is told of stored bytes as they go.
+def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None]) -> Purged:
+    """Remove what the filter selects. `advance` is called with the stored bytes that were removed.
 
-    Raises `StoreCorrupt` as `plan_purge`, and `StoreUnavailable`.
+    Raises `StoreCorrupt` if a record cannot be read, and `StoreUnavailable`.
     """
     gone: Counter[str] = Counter()
-    plan = _plan(store, selection, now)
+    plan = _plan(store, purge_filter, now)
     for _ in range(_ROUNDS):
         if not plan:
             break
-        with _hint():
+        with _repair_hint():
             went = _carry_out(store, plan, advance)
         gone += went
-        plan = _plan(store, selection, now)
+        plan = _plan(store, purge_filter, now)
         if not any(went.values()):
             break
     return Purged(
@@ -114,86 +117,45 @@ def purge(store: Store, selection: Selection, now: float, advance: Callable[[int
     )
 
 
-def _plan(store: Store, selection: Selection, now: float) -> Plan:
+def _plan(store: Store, purge_filter: PurgeFilter, now: float) -> PurgePlan:
     with store.snapshot() as snapshot:
-        return plan_purge(snapshot, selection, now)
+        return plan_purge(snapshot, purge_filter, now)
 
 
 @contextmanager
-def _hint() -> Iterator[None]:
+def _repair_hint() -> Iterator[None]:
     try:
         yield
     except StoreCorrupt as error:
-        raise StoreCorrupt(f"{error}; mend the store with `diskprefix verify --fix` first") from error
-
-
-class _Tree:
-    """Which block continues which, as the records say without being decoded."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.parent_of: dict[bytes, bytes] = {}
-        self.root_of: dict[bytes, bytes] = {}
-        self.continuations: dict[bytes, list[bytes]] = {}
-        self.checkpoints: set[bytes] = set()
-        for name, value in snapshot.nodes():
-            parent = bytes(value[:HASH_BYTES])
-            if len(value) < 2 * HASH_BYTES:
-                raise StoreCorrupt(f"the record of block {name.hex()} is cut short")
-            self.parent_of[name], self.root_of[name] = parent, node_root(value)
-            self.continuations.setdefault(parent, []).append(name)
-            if node_kind(value) == Kind.CHECKPOINT:
-                self.checkpoints.add(name)
-
-    def entry(self, name: bytes) -> set[bytes]:
-        """All blocks of the saved prompt that ends with `name`, and the checkpoints that continue them."""
-        path = set(self.path(name))
-        return path | {
-            child for block in path for child in self.continuations.get(block, ()) if child in self.checkpoints
-        }
-
-    def path(self, name: bytes) -> Iterator[bytes]:
-        """Blocks from `name` up to the first; damaged records may go round in a circle, which ends it too."""
-        seen: set[bytes] = set()
-        while name in self.parent_of and name not in seen:
-            yield name
-            seen.add(name)
-            name = self.parent_of[name]
-
-    def removable(self, wanted: Collection[bytes]) -> list[bytes]:
-        """Those of the wanted blocks that nothing else continues, children first."""
-        queue = [name for name, parent in self.parent_of.items() if parent not in self.parent_of]
-        for name in queue:
-            queue.extend(self.continuations.get(name, ()))
-        found: dict[bytes, None] = {}
-        for name in reversed(queue):
-            if name in wanted and all(child in found for child in self.continuations.get(name, ())):
-                found[name] = None
-        return list(found)
+        raise StoreCorrupt(f"{error}; repair the store with `diskprefix verify --fix` first") from error
 
 
 class _Planner:
     """One plan from one snapshot."""
 
-    def __init__(self, snapshot: Snapshot, selection: Selection, now: float) -> None:
+    def __init__(self, snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> None:
         self._snapshot = snapshot
-        self._selection = selection
-        self._cutoff = None if selection.older_than_s is None else now - selection.older_than_s
-        self._tree = _Tree(snapshot)
+        self._filter = purge_filter
+        self._cutoff = None if purge_filter.older_than_s is None else now - purge_filter.older_than_s
+        self._tree = PrefixTree(snapshot)
+        self._nodes: dict[bytes, TreeNode] = {
+            name: node for name in snapshot.keys("nodes") if (node := self._tree.node(name)) is not None
+        }
         table = snapshot.usages()
         self._last_used = dict(zip(table.names, table.records["last_used"].tolist(), strict=True))
         self._sizes = dict(zip(table.names, table.records["stored_bytes"].tolist(), strict=True))
         self._records = dict(snapshot.roots())
         self._entry_names = set(snapshot.keys("entries"))
 
-    def plan(self) -> Plan:
-        chosen = {name for name in self._selection.entries & self._entry_names if self._is_wanted(name)}
+    def plan(self) -> PurgePlan:
+        chosen = {name for name in self._filter.entries & self._entry_names if self._is_wanted(name)}
         nodes = self._removable(chosen)
         doomed = frozenset(nodes)
         prompts = self._prompts(chosen)
         entries = chosen | (self._entry_names & doomed)
         on_other_paths = {node for name in self._entry_names - entries for node in self._tree.entry(name)}
         kept = {node for name in chosen for node in self._tree.entry(name)} - doomed
-        return Plan(
+        return PurgePlan(
             entries=tuple(sorted(entries)),
             nodes=tuple(nodes),
             prompts=tuple(prompts),
@@ -208,7 +170,7 @@ class _Planner:
         return sum(self._sizes.get(name, 0) for name in nodes)
 
     def _is_wanted_root(self, root: bytes) -> bool:
-        model, salt = self._selection.model, self._selection.salt
+        model, salt = self._filter.model, self._filter.salt
         if model is None and salt is None:
             return True
         record = self._records.get(root)
@@ -218,25 +180,34 @@ class _Planner:
             and (salt is None or matches(record.tenant, salt))
         )
 
-    def _is_wanted(self, node: bytes) -> bool:
-        """Whether a block meets the conditions on its root and its age."""
-        if not self._is_wanted_root(self._tree.root_of.get(node, b"")):
+    def _is_wanted(self, name: bytes) -> bool:
+        """Returns whether a node meets the conditions on its root and its age."""
+        if name not in self._nodes or not self._is_wanted_root(self._nodes[name].root):
             return False
-        return self._cutoff is None or self._last_used.get(node, 0.0) < self._cutoff
+        return self._cutoff is None or self._last_used.get(name, 0.0) < self._cutoff
 
     def _removable(self, chosen: Collection[bytes]) -> list[bytes]:
-        """The nodes that go, children first."""
-        if not self._selection.entries:
-            return self._tree.removable({name for name in self._tree.parent_of if self._is_wanted(name)})
+        """Returns the nodes to remove, children first."""
+        if not self._filter.entries:
+            return self._without_children({name for name in self._nodes if self._is_wanted(name)})
         wanted = {node for name in chosen for node in self._tree.entry(name)} - (self._entry_names - set(chosen))
-        nodes = self._tree.removable(wanted)
-        # What stays of the path can be restored as before: others go on from it.
+        nodes = self._without_children(wanted)
+        # A checkpoint whose block stays can be restored as before: others continue that block.
         blocks = set(nodes) - self._tree.checkpoints
-        return [name for name in nodes if name in blocks or self._tree.parent_of[name] in blocks]
+        return [name for name in nodes if name in blocks or self._nodes[name].parent in blocks]
+
+    def _without_children(self, wanted: Collection[bytes]) -> list[bytes]:
+        """Returns those of the wanted nodes that no other node continues, children first."""
+        found: dict[bytes, None] = {}
+        for name in reversed(list(self._tree.depth_first())):
+            if name in wanted and all(child in found for child in self._tree.children.get(name, ())):
+                found[name] = None
+        return list(found)
 
     def _prompts(self, chosen: Collection[bytes]) -> list[bytes]:
-        """Keys of the recent prompts that go: under the wanted roots, or those that begin with a chosen entry."""
-        if self._selection.entries:
+        """Returns the keys of the recent prompts to remove: those under the wanted roots, or those that begin with a
+        chosen entry."""
+        if self._filter.entries:
             return sorted({key for name in chosen for key in self._prompts_of(name)})
         return [
             key
@@ -246,25 +217,25 @@ class _Planner:
         ]
 
     def _prompts_of(self, entry: bytes) -> Iterator[bytes]:
-        path = self._snapshot.path(entry)
-        token_ids: TokenIds = np.concatenate([node.token_ids for _, node in path])
-        for key, value in self._snapshot.history(path[0][1].root):
+        nodes = [node for name in self._tree.path(entry) if (node := self._snapshot.node(name)) is not None]
+        token_ids: TokenIds = np.concatenate([node.token_ids for node in nodes])
+        for key, value in self._snapshot.history(nodes[0].root):
             prompt = decode_prompt(key, value)
             if common_prefix_length(prompt, token_ids) == len(token_ids):
                 yield key
 
     def _emptied_roots(self, nodes: Collection[bytes], prompts: Collection[bytes]) -> frozenset[bytes]:
-        """Roots of which nothing would be left, and that lose something or were asked for."""
-        left = {root for name, root in self._tree.root_of.items() if name not in nodes}
+        """Returns the roots that become empty, and that lose something or were asked for."""
+        left = {node.root for name, node in self._nodes.items() if name not in nodes}
         left |= {key[:HASH_BYTES] for key in self._snapshot.keys("history") if key not in prompts}
-        touched = {self._tree.root_of[name] for name in nodes} | {key[:HASH_BYTES] for key in prompts}
-        if self._selection.takes_whole_roots:
+        touched = {self._nodes[name].root for name in nodes} | {key[:HASH_BYTES] for key in prompts}
+        if self._filter.takes_whole_roots:
             touched |= {root for root in self._records if self._is_wanted_root(root)}
         return frozenset((touched & self._records.keys()) - left)
 
 
-def _carry_out(store: Store, plan: Plan, advance: Callable[[int], None]) -> Counter[str]:
-    """Carry out a plan as far as it still holds. Answers how much went, under the names of `Purged`."""
+def _carry_out(store: Store, plan: PurgePlan, advance: Callable[[int], None]) -> Counter[str]:
+    """Carry out a plan as far as it still holds. Returns how much was removed, under the names of `Purged`."""
     gone: Counter[str] = Counter()
     nodes, entries = frozenset(plan.nodes), frozenset(plan.entries)
     for some in _batches([name for name in plan.entries if name not in nodes], _RECORDS_AT_ONCE):
@@ -280,13 +251,13 @@ def _carry_out(store: Store, plan: Plan, advance: Callable[[int], None]) -> Coun
             gone["prompts"] += sum(changes.delete_record("history", key) for key in some)
     with store.changes() as changes:
         gone["roots"] += _delete_empty_roots(changes, plan.roots)
-        # Daemons then read the recent prompts anew.
+        # This makes daemons read the recent prompts again.
         changes.note_purge()
     return gone
 
 
 def _delete_nodes(changes: Changes, names: Sequence[bytes], entries: Collection[bytes]) -> Counter[str]:
-    """Delete blocks, children first, unless one was continued, or saved as a prompt's end, since the plan was made."""
+    """Delete nodes, children first. A node stays if it was continued, or saved as an entry, since the plan was made."""
     gone: Counter[str] = Counter()
     for name in names:
         usage, saved = changes.usage(name), changes.entry(name) is not None

@@ -1,8 +1,8 @@
-"""Mending what `store.verify` and `store.verify_payloads` find.
+"""Repairs what `verify` and `verify_payloads` find.
 
-What is bad goes with all that continues it, what is miscounted is counted anew.
-Safe beside running daemons: what is removed is looked at again inside the write transaction that removes it. A kill
-between two transactions leaves less to mend than there was.
+A damaged node is removed with everything that continues it. Wrong counts are counted again. This is safe beside running
+daemons: each record is checked again inside the write transaction that removes it. A kill between two transactions
+leaves fewer problems than before.
 """
 
 from __future__ import annotations
@@ -15,37 +15,28 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.changes import Changes, node_bytes
-from diskprefix.store.maintenance.verify import (
-    NodeCheck,
-    Place,
-    Problem,
-    ProblemKind,
-    is_sane,
-    record_problem,
-    usage_problem,
-    verify_index,
-)
+from diskprefix.store.changes import Changes
+from diskprefix.store.maintenance.verify import Problem, ProblemKind, RecordCheck, is_sane, verify_index
 from diskprefix.store.maintenance.verify_payloads import payload_problems
-from diskprefix.store.schema import RootRecord, UsageRecord, piece_index
+from diskprefix.store.schema import RootRecord, UsageRecord
 from diskprefix.store.store import Store
 from diskprefix.tokens import HASH_BYTES
 
 Item = TypeVar("Item")
 
 _NODES_AT_ONCE = 64
-"""Nodes deleted in one transaction: more would copy more pages than a full file has free."""
+"""Nodes deleted in one transaction. More of them copy more pages than a full file has free."""
 _RECORDS_AT_ONCE = 512
 _PASSES = 3
-"""What is removed may leave something behind that could not be seen before, such as pieces under a strange key."""
+"""Removing a record may uncover another problem, such as pieces under a key that is no piece's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mended:
-    """What mending took away, and what is wrong with the index still.
+    """What a repair removed, and the problems of the index that are left.
 
-    `entries` are the names of the saved prompts that went, `blocks` and `prompts` the numbers of blocks and of recent
-    prompts.
+    `entries` are the names of the saved prompts that were removed, `blocks` and `prompts` the numbers of blocks and of
+    recent prompts.
     """
 
     left: tuple[Problem, ...]
@@ -55,10 +46,10 @@ class Mended:
 
 
 def repair_index(store: Store, roots: Mapping[bytes, RootRecord] = MappingProxyType({})) -> int:
-    """Mend all that is wrong with the index; payloads are not read. Answers how many problems were mended.
+    """Repair every problem of the index, without reading payloads. Returns how many problems were repaired.
 
-    For a daemon whose publication failed with `StoreCorrupt`. `roots` are the records that the caller would write
-    itself: they replace missing or damaged ones, so that nothing is lost that is stored under them.
+    A daemon calls this when a publication fails with `StoreCorrupt`. `roots` are the records that the caller would
+    write itself: they replace missing or damaged ones, so that what is stored under them is kept.
     """
     found = verify_index(store).problems
     _put_roots(store, roots)
@@ -67,129 +58,99 @@ def repair_index(store: Store, roots: Mapping[bytes, RootRecord] = MappingProxyT
 
 
 def mend(store: Store, problems: Sequence[Problem]) -> Mended:
-    """Mend these problems, and those of the index that they hide."""
-    removed: list[tuple[str, bytes]] = []
+    """Repair these problems, and those of the index that they hide."""
+    removed: Counter[str] = Counter()
+    entries: list[bytes] = []
     for _ in range(_PASSES):
         if not problems:
             break
-        removed += _remove_nodes(store, [p.node for p in problems if _is_of_node(p)])
-        removed += _remove_records(store, [p for p in problems if not _is_of_node(p) and p.database != "usage"])
-        _recount(store, [p.node for p in problems if p.database == "usage"])
+        nodes = [problem.node for problem in problems if _is_of_node(problem)]
+        miscounted = [problem.node for problem in problems if problem.kind == ProblemKind.MISCOUNTED]
+        records = [p for p in problems if not _is_of_node(p) and p.kind != ProblemKind.MISCOUNTED]
+        for database, key in [*_remove_nodes(store, nodes), *_remove_records(store, records)]:
+            removed[database] += 1
+            entries += [key] if database == "entries" else []
+        _recount(store, miscounted)
         problems = verify_index(store).problems
-    counts = Counter(database for database, _ in removed)
-    return Mended(
-        left=tuple(problems),
-        entries=tuple(key for database, key in removed if database == "entries"),
-        blocks=counts["nodes"],
-        prompts=counts["history"],
-    )
+    return Mended(left=tuple(problems), entries=tuple(entries), blocks=removed["nodes"], prompts=removed["history"])
 
 
 def _is_of_node(problem: Problem) -> bool:
-    """Whether a whole node is bad, so that it and what continues it must go."""
+    """Returns whether a whole node is damaged, so that it and what continues it must be removed."""
     return problem.database in ("nodes", "payloads") and problem.kind != ProblemKind.ORPHANED
 
 
 def _put_roots(store: Store, roots: Mapping[bytes, RootRecord]) -> None:
     with store.changes() as changes:
-        good = NodeCheck(changes, store.secret).roots
+        sound = RecordCheck(changes, store.secret).roots
         for root, record in roots.items():
-            if root not in good:
+            if root not in sound:
                 changes.delete_record("roots", root)
                 changes.put_root(root, record)
 
 
 def _remove_nodes(store: Store, names: Iterable[bytes]) -> list[tuple[str, bytes]]:
-    """Answers database and key of the nodes that went, and of the saved prompts that ended there."""
+    """Returns database and key of the nodes that were removed, and of the saved prompts that ended there."""
     removed = []
     left = list(dict.fromkeys(names))
     while left:
         some = left[:_NODES_AT_ONCE]
         with store.changes() as changes:
-            check = NodeCheck(changes, store.secret)
-            bad = {name: _parent(changes, name) for name in some if _is_bad(changes, check, name)}
-            doomed = changes.subtrees(bad)
+            check = RecordCheck(changes, store.secret)
+            # A record that is cut short names no parent: then the real parent is counted again.
+            damaged = {n: changes.parent(n).ljust(HASH_BYTES, b"\0") for n in some if _is_damaged(changes, check, n)}
+            doomed = check.tree.subtrees(damaged)
             for name, parent in doomed[:_NODES_AT_ONCE]:
                 _drop_unreadable_usage(changes, parent)
-                removed += [(database, name) for database in ("nodes", "entries") if _has(changes, database, name)]
+                there = (database for database in ("nodes", "entries") if changes.record(database, name) is not None)
+                removed += [(database, name) for database in there]
                 changes.delete_node(name, parent)
         if len(doomed) <= _NODES_AT_ONCE:
             left = left[_NODES_AT_ONCE:]
     return removed
 
 
-def _parent(changes: Changes, name: bytes) -> bytes:
-    """Of a record that is cut short, a name that no block has: its real parent is counted anew."""
-    return changes.parent(name).ljust(HASH_BYTES, b"\0")
+def _is_damaged(changes: Changes, check: RecordCheck, name: bytes) -> bool:
+    is_stored = changes.record("nodes", name) is not None
+    return is_stored and bool(check.problems("nodes", name) or payload_problems(changes, name))
 
 
 def _drop_unreadable_usage(changes: Changes, name: bytes) -> None:
-    """So that a node that continues this one can be taken off it; `_recount` writes the record anew."""
+    """Remove a usage record that cannot be read, so that a child can be taken off it; `_recount` writes it again."""
     try:
         changes.usage(name)
     except StoreCorrupt:
         changes.delete_record("usage", name)
 
 
-def _is_bad(changes: Changes, check: NodeCheck, name: bytes) -> bool:
-    return check.place(name) is not None and bool(check.problems(name) or payload_problems(changes, name))
-
-
 def _remove_records(store: Store, problems: Sequence[Problem]) -> list[tuple[str, bytes]]:
-    """Answers database and key of the records that went."""
+    """Returns database and key of the records that were removed."""
     removed = []
     for some in _batches(problems):
         with store.changes() as changes:
-            check = NodeCheck(changes, store.secret)
+            check = RecordCheck(changes, store.secret)
             for problem in some:
                 key = bytes.fromhex(problem.key)
-                if _is_useless(changes, check, problem.database, key) and changes.delete_record(problem.database, key):
+                is_there = any(found.location == problem.location for found in check.problems(problem.database, key))
+                if is_there and changes.delete_record(problem.database, key):
                     removed.append((problem.database, key))
     return removed
 
 
-def _is_useless(changes: Changes, check: NodeCheck, database: str, key: bytes) -> bool:
-    if database == "roots":
-        return key not in check.roots
-    if database in ("payloads", "usage"):
-        name = key[:HASH_BYTES]
-        return check.place(name) is None or (database == "payloads" and piece_index(key, name) is None)
-    value = _value(changes, database, key)
-    return value is not None and record_problem(check, database, key, value) is not None
-
-
-def _value(changes: Changes, database: str, key: bytes) -> bytes | memoryview | None:
-    found, value = next(changes.records(database, key), (b"", b""))
-    return value if found == key else None
-
-
-def _has(changes: Changes, database: str, key: bytes) -> bool:
-    return _value(changes, database, key) is not None
-
-
 def _recount(store: Store, names: Sequence[bytes]) -> None:
-    """Write the usage records of these nodes anew where they are missing or wrong, and drop those of no node."""
+    """Write the usage records of these nodes again where they are missing or wrong."""
     for some in _batches(sorted(names)):
         with store.changes() as changes:
-            check = NodeCheck(changes, store.secret)
-            children = Counter(bytes(value[:HASH_BYTES]) for _, value in changes.nodes())
+            check = RecordCheck(changes, store.secret)
             for name in some:
-                place = check.place(name)
-                if isinstance(place, Place):
-                    _recount_node(changes, name, place, children[name])
-                elif place is None:
-                    changes.delete_record("usage", name)
+                if any(problem.kind == ProblemKind.MISCOUNTED for problem in check.problems("usage", name)):
+                    children = len(check.tree.children.get(name, ()))
+                    file_bytes = check.file_bytes(name, check.node(name))
+                    changes.put_usage(name, _recounted(changes, name, children, file_bytes))
 
 
-def _recount_node(changes: Changes, name: bytes, place: Place, children: int) -> None:
-    file_bytes = node_bytes(place.num_tokens, [len(stored) for _, stored in changes.pieces(name)])
-    value = _value(changes, "usage", name)
-    if value is None or usage_problem(value, children, place.stored_bytes, file_bytes):
-        changes.put_usage(name, _mended(changes, name, children, file_bytes))
-
-
-def _mended(changes: Changes, name: bytes, children: int, file_bytes: int) -> UsageRecord:
-    """The old record with the right counts; where it cannot be read, that of a node that was stored just now."""
+def _recounted(changes: Changes, name: bytes, children: int, file_bytes: int) -> UsageRecord:
+    """Returns the old record with the right counts. One that cannot be read is replaced by that of a new node."""
     try:
         old = changes.usage(name)
     except StoreCorrupt:

@@ -1,7 +1,7 @@
-"""Can every payload be read? Each piece is verified and decoded.
+"""Checks the contents of the payloads: each piece is read, verified and decoded.
 
-That takes long, and a snapshot keeps freed pages from being used again, so the payloads are read in slices with a
-snapshot each: a node that was evicted since is passed over.
+That takes long, and an open snapshot keeps freed pages from being reused. So the payloads are read in slices, each with
+a snapshot of its own. A node that was evicted in the meantime is left out.
 """
 
 from __future__ import annotations
@@ -28,44 +28,53 @@ _THREADS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PayloadReport:
+    """`num_bytes` is the stored size of the pieces that were read."""
+
     problems: tuple[Problem, ...]
     num_pieces: int
     num_bytes: int
 
 
+class StoredPiece(NamedTuple):
+    """One piece of a node's payload. `stored` is a view of the memory map, valid while its snapshot is open; `expected`
+    is what the layout says of the piece."""
+
+    name: bytes
+    index: int
+    stored: memoryview
+    expected: Piece
+
+
 def verify_payloads(store: Store, stored_bytes: dict[bytes, int], advance: Callable[[int], None]) -> PayloadReport:
-    """Read, verify and decode every piece of these nodes. `advance` is told of stored bytes that are done."""
+    """Read, verify and decode every piece of these nodes. `advance` is called with the stored bytes that are done."""
     problems: list[Problem] = []
     num_pieces = num_bytes = 0
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
         for names in _slices(stored_bytes):
-            found = _check_slice(store, names, pool)
-            again = _check_slice(store, sorted({problem.node for problem in found.problems}), pool)
-            problems += [problem for problem in again.problems if problem in found.problems]
-            num_pieces += found.num_pieces
-            num_bytes += found.num_bytes
+            found, sizes = _check_slice(store, names, pool)
+            again, _ = _check_slice(store, sorted({problem.node for problem in found}), pool)
+            problems += [problem for problem in again if problem in found]
+            num_pieces += len(sizes)
+            num_bytes += sum(sizes)
             advance(sum(stored_bytes[name] for name in names))
     return PayloadReport(problems=tuple(problems), num_pieces=num_pieces, num_bytes=num_bytes)
 
 
 def payload_problems(snapshot: Snapshot, name: bytes) -> list[Problem]:
-    """What is wrong with the pieces of one node, all of them read and decoded here and now."""
-    return _check_payload(_payload_of(snapshot, name))
+    """Returns what is wrong with the contents of a node's pieces."""
+    found = (_problem(piece) for piece in _stored_payload(snapshot, name))
+    return [problem for problem in found if problem is not None]
 
 
-@dataclass(frozen=True, eq=False)
-class _Payload:
-    """What is to be read of one node: views of the memory map, good while their snapshot is open, and their forms."""
-
-    name: bytes
-    stored: list[memoryview]
-    forms: tuple[Piece, ...]
-
-
-class _SliceReport(NamedTuple):
-    problems: list[Problem]
-    num_pieces: int
-    num_bytes: int
+def stored_pieces(snapshot: Snapshot, name: bytes, expected: tuple[Piece, ...]) -> list[StoredPiece]:
+    """Returns the pieces of a node's payload. Raises `StoreCorrupt` if one is missing."""
+    pieces = []
+    for index, piece in enumerate(expected):
+        stored = snapshot.piece(name, index)
+        if stored is None:
+            raise StoreCorrupt(f"piece {index} of its payload is missing")
+        pieces.append(StoredPiece(name, index, stored, piece))
+    return pieces
 
 
 def _slices(stored_bytes: dict[bytes, int]) -> Iterator[list[bytes]]:
@@ -81,60 +90,48 @@ def _slices(stored_bytes: dict[bytes, int]) -> Iterator[list[bytes]]:
         yield names
 
 
-def _check_slice(store: Store, names: Iterable[bytes], pool: ThreadPoolExecutor) -> _SliceReport:
+def _check_slice(store: Store, names: Iterable[bytes], pool: ThreadPoolExecutor) -> tuple[list[Problem], list[int]]:
+    """Returns the problems of the pieces of these nodes, and the stored size of each piece."""
     with store.snapshot() as snapshot:
-        payloads = [_payload_of(snapshot, name) for name in names]
-        checks = [pool.submit(_check_payload, payload) for payload in payloads]
+        pieces = [piece for name in names for piece in _stored_payload(snapshot, name)]
+        checks = [pool.submit(_problem, piece) for piece in pieces]
         try:
-            problems = [problem for check in checks for problem in check.result()]
+            found = [check.result() for check in checks]
         finally:
-            # Whatever happens, the threads must be done with the views before the snapshot is closed.
+            # The threads must be done with the views before the snapshot is closed.
             for check in checks:
                 check.cancel()
             wait(checks)
-        stored = [view for payload in payloads for view in payload.stored]
-        return _SliceReport(problems, len(stored), sum(map(len, stored)))
+        return [problem for problem in found if problem is not None], [len(piece.stored) for piece in pieces]
 
 
-def _payload_of(snapshot: Snapshot, name: bytes) -> _Payload:
-    """The payload of a node as it is now; nothing of it if it is gone, or if its index is what is wrong."""
-    nothing = _Payload(name, [], ())
+def _stored_payload(snapshot: Snapshot, name: bytes) -> list[StoredPiece]:
+    """Returns the pieces of a node; none if the node is gone, or if its records are wrong: `verify` finds that."""
     try:
         node = snapshot.node(name)
         root = snapshot.root(node.root) if node else None
         if node is None or root is None:
-            return nothing
-        forms = _forms(root.layout, len(node.token_ids), node.kind)
+            return []
+        return stored_pieces(snapshot, name, _expected(root.layout, len(node.token_ids), node.kind))
     except StoreCorrupt:
-        return nothing
-    stored = [view for _, view in snapshot.pieces(name)]
-    return _Payload(name, stored, forms) if len(stored) == len(forms) else nothing
+        return []
 
 
 @lru_cache(maxsize=1024)
-def _forms(layout: str, num_tokens: int, kind: Kind) -> tuple[Piece, ...]:
+def _expected(layout: str, num_tokens: int, kind: Kind) -> tuple[Piece, ...]:
     """Raises `StoreCorrupt`."""
     return PayloadLayout.parse(layout).pieces(num_tokens, kind)
 
 
-def _check_payload(payload: _Payload) -> list[Problem]:
-    """Checksum, decoding and form of every piece; runs in any thread."""
-    problems = []
-    for index, (stored, form) in enumerate(zip(payload.stored, payload.forms, strict=True)):
-        problem = _check_piece(payload.name, index, stored, form)
-        if problem is not None:
-            problems.append(problem)
-    return problems
-
-
-def _check_piece(name: bytes, index: int, stored: memoryview, form: Piece) -> Problem | None:
-    key = piece_key(name, index).hex()
+def _problem(piece: StoredPiece) -> Problem | None:
+    """Returns what is wrong with a piece: its checksum, its encoding or its size. Runs in any thread."""
+    key, expected = piece_key(piece.name, piece.index).hex(), piece.expected
     try:
-        populate(stored)
-        raw_bytes, _, element = check_piece(stored, piece_seed(name, index))
+        populate(piece.stored)
+        raw_bytes, _, element = check_piece(piece.stored, piece_seed(piece.name, piece.index))
     except StoreCorrupt as error:
         return Problem(ProblemKind.DAMAGED, "payloads", key, str(error))
-    if (raw_bytes, element) != (form.num_bytes, form.element):
-        message = f"{raw_bytes} bytes of {element.name}, the layout has {form.num_bytes} of {form.element.name}"
+    if (raw_bytes, element) != (expected.num_bytes, expected.element):
+        message = f"{raw_bytes} bytes of {element.name}, the layout has {expected.num_bytes} of {expected.element.name}"
         return Problem(ProblemKind.MISSHAPEN, "payloads", key, message)
     return None

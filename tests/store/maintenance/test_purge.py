@@ -11,7 +11,7 @@ from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.folder import FolderLock
 from diskprefix.store.maintenance import purge as purging
-from diskprefix.store.maintenance.purge import Plan, Purged, Selection, plan_purge, purge
+from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.maintenance.verify_payloads import verify_payloads
 from diskprefix.store.schema import EntryRecord, RootRecord
@@ -61,14 +61,14 @@ def fork(token_ids: TokenIds, at: int) -> TokenIds:
     return other
 
 
-def plan_of(store: Store, selection: Selection, now: float = 0.0) -> Plan:
+def plan_of(store: Store, purge_filter: PurgeFilter, now: float = 0.0) -> PurgePlan:
     with store.snapshot() as snapshot:
-        return plan_purge(snapshot, selection, now)
+        return plan_purge(snapshot, purge_filter, now)
 
 
-def purge_now(store: Store, selection: Selection, now: float = 0.0) -> Purged:
+def purge_now(store: Store, purge_filter: PurgeFilter, now: float = 0.0) -> Purged:
     done: list[int] = []
-    purged = purge(store, selection, now, done.append)
+    purged = purge(store, purge_filter, now, done.append)
     assert sum(done) == purged.stored_bytes
     return purged
 
@@ -81,10 +81,10 @@ def is_clean(store: Store) -> bool:
 def test_a_purged_prompt_goes_and_blocks_that_another_shares_stay(store: Store) -> None:
     one = prompt(1, 4 * BLOCK)
     first, second = saved(store, one), saved(store, fork(one, 3 * BLOCK))
-    plan = plan_of(store, Selection(entries=frozenset({tip(first)})))
+    plan = plan_of(store, PurgeFilter(entries=frozenset({tip(first)})))
     assert plan.entries == (tip(first),)
     assert [len(plan.nodes), plan.shared_blocks, plan.continued_blocks] == [2, 3, 0]
-    purged = purge_now(store, Selection(entries=frozenset({tip(first)})))
+    purged = purge_now(store, PurgeFilter(entries=frozenset({tip(first)})))
     assert (purged.entries, purged.blocks, purged.prompts, purged.left_blocks) == (1, 2, 1, 0)
     assert purged.stored_bytes == plan.stored_bytes > 0
     assert is_whole(store, second)
@@ -97,10 +97,10 @@ def test_a_prompt_within_another_gives_up_its_entry_alone(store: Store) -> None:
     """A conversation's first turn, once the second was saved: the blocks are those of the second."""
     long = prompt(1, 4 * BLOCK)
     first, second = saved(store, long[: 2 * BLOCK]), saved(store, long)
-    plan = plan_of(store, Selection(entries=frozenset({tip(first)})))
+    plan = plan_of(store, PurgeFilter(entries=frozenset({tip(first)})))
     # Only the tail of the first, which holds its logits.
     assert (len(plan.nodes), plan.shared_blocks) == (1, 2)
-    purge_now(store, Selection(entries=frozenset({tip(first)})))
+    purge_now(store, PurgeFilter(entries=frozenset({tip(first)})))
     assert is_whole(store, second)
     assert is_clean(store)
     store.close()
@@ -109,7 +109,7 @@ def test_a_prompt_within_another_gives_up_its_entry_alone(store: Store) -> None:
 def test_all_prompts_of_a_path_together_take_all_of_it(store: Store) -> None:
     long = prompt(1, 4 * BLOCK)
     pubs = [saved(store, long[: n * BLOCK]) for n in (1, 2, 4)]
-    purged = purge_now(store, Selection(entries=frozenset(map(tip, pubs))))
+    purged = purge_now(store, PurgeFilter(entries=frozenset(map(tip, pubs))))
     assert (purged.entries, purged.blocks, purged.roots) == (3, 7, 1)
     assert store.counts()["blocks"] == store.counts()["entries"] == 0
     assert is_clean(store)
@@ -121,10 +121,10 @@ def test_blocks_of_no_saved_prompt_keep_what_they_continue(store: Store) -> None
     first = saved(store, long)
     unsaved = publication(store, fork(long, 2 * BLOCK), root=first.root)
     store.publish(replace(unsaved, entry=None))
-    plan = plan_of(store, Selection(entries=frozenset({tip(first)})))
+    plan = plan_of(store, PurgeFilter(entries=frozenset({tip(first)})))
     assert (len(plan.nodes), plan.shared_blocks, plan.continued_blocks) == (3, 0, 2)
     assert plan.kept_bytes > 0
-    purge_now(store, Selection(entries=frozenset({tip(first)})))
+    purge_now(store, PurgeFilter(entries=frozenset({tip(first)})))
     assert is_whole(store, unsaved)
     assert is_clean(store)
     store.close()
@@ -135,7 +135,7 @@ def test_recent_prompts_that_begin_with_a_purged_one_are_forgotten(store: Store)
     first, other = saved(store, long[: 2 * BLOCK]), saved(store, prompt(2, 2 * BLOCK))
     unsaved = replace(publication(store, long, root=first.root), nodes=(), tip=None, entry=None)
     store.publish(replace(unsaved, prompt_group=b"together"))
-    assert purge_now(store, Selection(entries=frozenset({tip(first)}))).prompts == 2
+    assert purge_now(store, PurgeFilter(entries=frozenset({tip(first)}))).prompts == 2
     with store.snapshot() as snapshot:
         assert [p.tolist() for _, p in snapshot.recent_prompts(other.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
     store.close()
@@ -143,7 +143,7 @@ def test_recent_prompts_that_begin_with_a_purged_one_are_forgotten(store: Store)
 
 def test_by_model(store: Store) -> None:
     kept, gone = saved(store, prompt(1, 2 * BLOCK)), saved(store, prompt(1, 2 * BLOCK), model="other")
-    purged = purge_now(store, Selection(model="other"))
+    purged = purge_now(store, PurgeFilter(model="other"))
     assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (1, 3, 1, 1)
     with store.snapshot() as snapshot:
         assert [root for root, _ in snapshot.roots()] == [kept.root] != [gone.root]
@@ -162,7 +162,7 @@ def test_by_salt_a_tenant_is_forgotten_whole_and_alone(store: Store) -> None:
     bare = saved(store, prompt(8, BLOCK), tenant=ALICE, model="third")
     for node in reversed(bare.nodes):
         store.quarantine(node.name, node.parent)
-    purged = purge_now(store, Selection(salt="alice"))
+    purged = purge_now(store, PurgeFilter(salt="alice"))
     assert (purged.entries, purged.roots, purged.left_blocks) == (3, 4, 0)
     with store.snapshot() as snapshot:
         assert {root for root, _ in snapshot.roots()} == {shared.root, bob.root}
@@ -173,7 +173,7 @@ def test_by_salt_a_tenant_is_forgotten_whole_and_alone(store: Store) -> None:
     assert is_whole(store, shared)
     assert is_whole(store, bob)
     assert is_clean(store)
-    assert purge_now(store, Selection(salt="alice")) == Purged(
+    assert purge_now(store, PurgeFilter(salt="alice")) == Purged(
         entries=0, blocks=0, prompts=0, roots=0, stored_bytes=0, left_blocks=0
     )
     store.close()
@@ -185,13 +185,13 @@ def test_by_age_what_was_used_since_stays_with_all_that_it_continues(store: Stor
     clock.now += 100
     new = saved(store, prompt(3, BLOCK))
     store.touch({tip(used): Use(clock.now)})
-    purged = purge_now(store, Selection(older_than_s=50.0), clock.now)
+    purged = purge_now(store, PurgeFilter(older_than_s=50.0), clock.now)
     assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (1, 3, 2, 0)
     assert is_whole(store, used)
     assert is_whole(store, new)
     assert not is_whole(store, old)
     assert is_clean(store)
-    purged = purge_now(store, Selection(older_than_s=0.0), clock.now + 1)
+    purged = purge_now(store, PurgeFilter(older_than_s=0.0), clock.now + 1)
     assert (purged.entries, purged.roots, store.counts()["blocks"]) == (2, 1, 0)
     store.close()
 
@@ -204,11 +204,11 @@ def test_conditions_must_all_hold(store: Store, clock: Clock) -> None:
     third = saved(store, fork(tokens, 0), tenant=ALICE, model="other")
     now = clock.now
     both = frozenset({tip(first), tip(third)})
-    assert plan_of(store, Selection(salt="bob", model="other")).nodes == ()
-    assert set(plan_of(store, Selection(salt="alice", model="other", older_than_s=50), now).entries) == {tip(second)}
-    assert set(plan_of(store, Selection(entries=both, model="other")).entries) == {tip(third)}
-    assert set(plan_of(store, Selection(entries=both, older_than_s=50), now).entries) == {tip(first)}
-    assert not plan_of(store, Selection(entries=both, salt="bob"))
+    assert plan_of(store, PurgeFilter(salt="bob", model="other")).nodes == ()
+    assert set(plan_of(store, PurgeFilter(salt="alice", model="other", older_than_s=50), now).entries) == {tip(second)}
+    assert set(plan_of(store, PurgeFilter(entries=both, model="other")).entries) == {tip(third)}
+    assert set(plan_of(store, PurgeFilter(entries=both, older_than_s=50), now).entries) == {tip(first)}
+    assert not plan_of(store, PurgeFilter(entries=both, salt="bob"))
     store.close()
 
 
@@ -216,7 +216,7 @@ def test_everything(store: Store) -> None:
     for seed in range(9):
         saved(store, prompt(seed, 3 * BLOCK + seed), model=f"m{seed % 3}", tenant=(None, ALICE, BOB)[seed % 3])
     secret = store.secret
-    purged = purge_now(store, Selection())
+    purged = purge_now(store, PurgeFilter())
     assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (9, 9 * 4, 9, 3)
     with store.snapshot() as snapshot:
         for database in ("roots", "nodes", "usage", "payloads", "entries", "history"):
@@ -240,7 +240,7 @@ def test_what_a_daemon_adds_while_it_runs_goes_too_or_keeps_what_it_continues(
         if not added:
             added.append(saved(store, fork(long, 3 * BLOCK), tenant=ALICE))
 
-    purged = purge(store, Selection(salt="alice"), 0.0, serve)
+    purged = purge(store, PurgeFilter(salt="alice"), 0.0, serve)
     assert purged.left_blocks == 0
     assert purged.entries == 2
     assert store.counts()["blocks"] == store.counts()["prompts"] == 0
@@ -257,7 +257,7 @@ def test_a_prompt_that_is_saved_meanwhile_keeps_its_blocks(store: Store, monkeyp
         with store.changes() as changes:
             changes.put_entry(first.nodes[1].name, entry)
 
-    purged = purge(store, Selection(entries=frozenset({tip(first)})), 0.0, serve)
+    purged = purge(store, PurgeFilter(entries=frozenset({tip(first)})), 0.0, serve)
     assert (purged.entries, purged.blocks) == (1, 5)
     with store.snapshot() as snapshot:
         assert snapshot.entry(first.nodes[1].name) == entry
@@ -274,10 +274,10 @@ def test_a_stop_in_the_middle_leaves_a_store_in_order(store: Store, monkeypatch:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        purge(store, Selection(), 0.0, stop)
+        purge(store, PurgeFilter(), 0.0, stop)
     assert 0 < store.counts()["blocks"] < 12
     assert is_clean(store)
-    assert purge_now(store, Selection()).left_blocks == 0
+    assert purge_now(store, PurgeFilter()).left_blocks == 0
     assert is_whole(store, saved(store, prompt(1, 4 * BLOCK)))
     assert pubs
     store.close()
@@ -286,8 +286,8 @@ def test_a_stop_in_the_middle_leaves_a_store_in_order(store: Store, monkeypatch:
 def test_a_plan_changes_nothing(store: Store) -> None:
     pub = saved(store, prompt(1, 2 * BLOCK))
     before = store.counts()
-    assert plan_of(store, Selection())
-    assert plan_of(store, Selection(model="nobody")) == Plan(
+    assert plan_of(store, PurgeFilter())
+    assert plan_of(store, PurgeFilter(model="nobody")) == PurgePlan(
         entries=(),
         nodes=(),
         prompts=(),
@@ -310,7 +310,7 @@ def test_a_damaged_store_is_to_be_mended_first(store: Store, tmp_path: Path, dat
         records.put(database, records.keys(database)[0], b"x")
     store = open_store(tmp_path)
     with pytest.raises(StoreCorrupt, match="verify --fix"):
-        purge(store, Selection(), 0.0, lambda _: None)
+        purge(store, PurgeFilter(), 0.0, lambda _: None)
     store.close()
 
 
@@ -320,7 +320,7 @@ def test_counts_that_are_too_high_leave_blocks_and_say_so(store: Store, tmp_path
     with damaged(tmp_path) as records:
         records.change_usage(pub.nodes[1].name, children=7)
     store = open_store(tmp_path)
-    purged = purge(store, Selection(), 0.0, lambda _: None)
+    purged = purge(store, PurgeFilter(), 0.0, lambda _: None)
     assert (purged.blocks, purged.left_blocks) == (1, 2)
     store.close()
 
@@ -338,7 +338,7 @@ def test_after_purge_and_compact_no_byte_of_a_tenant_is_in_the_file(store: Store
     file = tmp_path / "data.mdb"
     before = file.read_bytes()
     assert all(trace in before for trace in traces)
-    purge_now(store, Selection(salt="alice"))
+    purge_now(store, PurgeFilter(salt="alice"))
     # Others go on, in the room that became free.
     bob += [saved(store, prompt(200 + seed, 2 * BLOCK + 1), tenant=BOB, preview="bob's") for seed in range(4)]
     store.close()
@@ -373,7 +373,7 @@ def only(pub: Publication, *nodes: NewNode) -> Publication:
 
 
 def purged(store: Store, *pubs: Publication) -> Purged:
-    return purge(store, Selection(entries=frozenset(map(tip, pubs))), 2000.0, lambda _: None)
+    return purge(store, PurgeFilter(entries=frozenset(map(tip, pubs))), 2000.0, lambda _: None)
 
 
 def test_a_prompt_goes_with_the_checkpoints_on_its_path(store: Store) -> None:
@@ -388,7 +388,7 @@ def test_checkpoints_on_blocks_that_another_prompt_needs_stay(store: Store) -> N
     token_ids = prompt(1, 4 * BLOCK + 3)
     pub, other = (of_hybrid(store, ids, 2 * BLOCK, 4 * BLOCK) for ids in (token_ids, fork(token_ids, 3 * BLOCK)))
     with store.snapshot() as snapshot:
-        plan = plan_purge(snapshot, Selection(entries=frozenset([tip(pub)])), 2000.0)
+        plan = plan_purge(snapshot, PurgeFilter(entries=frozenset([tip(pub)])), 2000.0)
     # Three blocks, and the checkpoint after the second one, are the other's too.
     assert (plan.shared_blocks, plan.continued_blocks, len(plan.nodes)) == (4, 0, 3)
     assert purged(store, pub).blocks == 3
