@@ -406,7 +406,6 @@ _READER = """
 import sys
 from pathlib import Path
 from diskprefix.store import environment
-from diskprefix.store.tree import PrefixTree
 from diskprefix.store.store import Store
 store = Store.open(Path(sys.argv[1]), read_only=True)
 with store.snapshot() as snapshot:

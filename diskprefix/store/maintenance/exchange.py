@@ -340,14 +340,14 @@ def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: Payloa
     usage = snapshot.usage(name)
     if usage is None:
         raise PrefixGone("the entry was evicted while it was exported; save the prompt again, or raise the budget")
-    pieces = layout.pieces(len(node.token_ids), node.kind)
-    payload = np.empty(sum(piece.num_bytes for piece in pieces), dtype=np.uint8)
+    payload = np.empty(layout.payload_bytes(len(node.token_ids), node.kind), dtype=np.uint8)
     start = 0
     try:
-        for _, index, stored, piece in stored_pieces(snapshot, name, pieces):
-            populate(stored)
-            end = start + piece.num_bytes
-            decode_piece(stored, piece, piece_seed(name, index), payload[start:end].reshape(piece.num_rows, -1))
+        for piece in stored_pieces(snapshot, name, layout.pieces(len(node.token_ids), node.kind)):
+            populate(piece.stored)
+            end = start + piece.expected.num_bytes
+            rows = payload[start:end].reshape(piece.expected.num_rows, -1)
+            decode_piece(piece.stored, piece.expected, piece_seed(name, piece.index), rows)
             start = end
     except StoreCorrupt as error:
         raise _damaged(name, Span(node.position, len(node.token_ids), node.kind), error) from error

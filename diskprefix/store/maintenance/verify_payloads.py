@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import Piece, check_piece, piece_seed, populate
@@ -35,7 +34,8 @@ class PayloadReport:
     num_bytes: int
 
 
-class StoredPiece(NamedTuple):
+@dataclass(frozen=True)
+class StoredPiece:
     """One piece of a node's payload. `stored` is a view of the memory map, valid while its snapshot is open; `expected`
     is what the layout says of the piece."""
 
