@@ -247,16 +247,6 @@ def node_kind(value: bytes | memoryview) -> int:
     return value[_KIND_AT] if len(value) >= _HEADER.size else Kind.BLOCK
 
 
-def is_generated(value: bytes | memoryview) -> bool:
-    """Whether a node record is marked as generated, unchecked."""
-    return len(value) >= _HEADER.size and bool(value[_KIND_AT + 1] & _GENERATED)
-
-
-def node_stored_bytes(value: bytes | memoryview) -> int:
-    """The size of the stored payload in a node record, unchecked."""
-    return int.from_bytes(value[_HEADER.size - 8 : _HEADER.size], "little") if len(value) >= _HEADER.size else 0
-
-
 def node_position(value: bytes | memoryview) -> int:
     """The position in a node record, unchecked."""
     return int(_POSITION.unpack_from(value, 2 * HASH_BYTES)[0])
