@@ -1,23 +1,26 @@
-"""Small results that are slow to find and stay true, remembered between runs in the cache folder.
+"""Small results that take long to compute and stay valid, kept between runs in the cache folder.
 
-A memory is only a speed-up: unreadable, it is started afresh; unwritable, it is done without.
+A memo only saves time. If its file cannot be read, it starts empty; if it cannot be written, nothing is kept.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from diskprefix.settings import cache_home
 
 
 class Memo:
-    """`<name>.json` in the cache folder, at most `max_records` records of JSON values, the newest kept.
+    """The file `<name>.json` in the cache folder: the newest `max_records` records of JSON values.
 
-    Records of another `version` are forgotten. `is_kept`: whether a key is still of use, asked when one is written.
+    Records that were written with another `version` are ignored. `is_kept(key)` is called for each old record when a
+    record is written, and returns whether the old one is still of use.
     """
 
     def __init__(
@@ -29,22 +32,18 @@ class Memo:
         self._is_kept = is_kept
 
     def get(self, key: str) -> Any:
-        """What was remembered, None if nothing."""
+        """Returns the value of `key`, or None if there is none."""
         return self._read().get(key)
 
     def put(self, key: str, value: Any) -> None:
-        # Two processes that write at once may lose one of the records: it is found again.
+        """Keep `value` under `key`. Errors of the file system are ignored."""
+        # Two processes that write at once may lose one of the records. It is computed again.
         records = {known: kept for known, kept in self._read().items() if known != key and self._is_kept(known)}
         records = dict(list(records.items())[-(self._max_records - 1) :]) | {key: value}
         target = cache_home() / f"{self._name}.json"
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
+        with suppress(OSError):
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps({"format": self._version, "records": records}), encoding="utf-8")
-            partial.replace(target)
-        except OSError:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
+            _replace(target, json.dumps({"format": self._version, "records": records}))
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -55,3 +54,17 @@ class Memo:
             return {}
         records = found.get("records")
         return records if isinstance(records, dict) else {}
+
+
+def _replace(target: Path, text: str) -> None:
+    """Replace a file by one that holds `text`. Raises `OSError`."""
+    # A new name that nobody can guess: another user may have put a link at a known one.
+    fd, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, target)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(name)
+        raise

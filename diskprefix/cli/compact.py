@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import click
 
 from diskprefix.cli.tooling import advised, json_option, print_json, progress, require_store, store_folder_option
 from diskprefix.settings import format_size
-from diskprefix.store.compact import Compacted, compact_folder, compacted_bytes, copy_store
-from diskprefix.store.folder import DATA, FolderLock, refuse_shared_folder
+from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store
+from diskprefix.store.folder import DATA
 
 
 @click.command(short_help="Return unused room of the store's file to the disk.")
@@ -43,18 +42,9 @@ def compact(target: Path | None, kv_cache_dir: Path, as_json: bool) -> None:
     """
     require_store(kv_cache_dir)
     with advised(), progress("compacting", compacted_bytes(kv_cache_dir)) as advance:
-        result = copy_store(kv_cache_dir, target, advance) if target else _compact(kv_cache_dir, advance)
+        result = copy_store(kv_cache_dir, target, advance) if target else compact_folder(kv_cache_dir, advance)
     if as_json:
         print_json({"file": str((target or kv_cache_dir) / DATA)} | asdict(result))
     else:
         done = f"wrote {target / DATA}" if target else f"compacted {kv_cache_dir / DATA}"
         click.echo(f"{done}: {format_size(result.before_bytes)} → {format_size(result.after_bytes)}")
-
-
-def _compact(folder: Path, advance: Callable[[int], None]) -> Compacted:
-    refuse_shared_folder(folder)
-    lock = FolderLock(folder, patience_s=0)
-    try:
-        return compact_folder(folder, lock, advance)
-    finally:
-        lock.close()

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.fingerprint import remembered_digest
@@ -127,9 +127,15 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def _open_lock(file: Path) -> IO[bytes]:
+    """Open the lock file, and create it if it is missing. Raises `OSError`, also for a symbolic link."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.fdopen(os.open(file, flags, 0o600), "r+b")
+
+
 @contextmanager
 def _lock(file: Path, report: Report) -> Iterator[None]:
-    with file.open("a") as handle:
+    with _open_lock(file) as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -148,7 +154,7 @@ def _tidy(models: Path) -> None:
     """Remove leftovers if there are any and nobody is at work; what cannot be removed now does no harm."""
     if not any(models.glob(f"{_PARTIAL}*")):
         return
-    with suppress(OSError), (models / ".lock").open("a") as handle:
+    with suppress(OSError), _open_lock(models / ".lock") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _remove_leftovers(models)
 

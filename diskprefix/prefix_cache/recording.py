@@ -369,7 +369,7 @@ def _prefix_hashes(key: bytes, root: bytes, token_ids: TokenIds, positions: Sequ
 
 def _open(path: Path) -> int:
     """The file, to append to, locked for this process, its last line whole. Raises `SettingsError`."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         # Not waiting, as opening a pipe would.
         fd = os.open(path, flags | os.O_NONBLOCK, 0o600)

@@ -33,10 +33,11 @@ from diskprefix.store.folder import (
     REPLACEMENT,
     FolderLock,
     FolderUnavailable,
+    check_folder,
     put_in_place,
-    refuse_shared_folder,
     require_writable,
 )
+from diskprefix.store.owner import owner_rights
 from diskprefix.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
@@ -66,7 +67,8 @@ def compacted_bytes(path: Path) -> int:
     Raises `StoreCorrupt`; `StoreUnavailable` if there is no store, or a file that is not ours.
     """
     with _translated(path):
-        report = check_file(path / DATA)
+        with owner_rights(path) as folder:
+            report = check_file(folder / DATA, name=path / DATA)
         if report.state == FileState.BUSY:
             return (path / DATA).stat().st_size
     if b"meta" not in report.entries:
@@ -74,37 +76,42 @@ def compacted_bytes(path: Path) -> int:
     return report.used_bytes
 
 
-def compact_folder(path: Path, lock: FolderLock, advance: Callable[[int], None] = nobody_looks) -> Compacted:
-    """Replace the store's file in folder `path` by a compacted copy.
+def compact_folder(path: Path, advance: Callable[[int], None] = nobody_looks) -> Compacted:
+    """Replace the store's file in folder `path` by a compacted copy. `advance` is called with the bytes just written.
 
-    `lock` is exclusive afterwards. The caller has no environment open there. `advance` is told of bytes as they are
-    written. The file stays as it is where this raises: `StoreUnavailable` if another process has the store open, the
-    disk has no room for both or fails; `StoreCorrupt` if the file is damaged.
+    The caller has no environment open there. Raises `StoreUnavailable` if another process has the store open, or the
+    disk has no room for both files or fails, and `StoreCorrupt` if the file is damaged. Then the old file stays.
     """
-    with _translated(path):
-        require_writable(path)
-        if not lock.try_exclusive():
-            raise StoreUnavailable(
-                f"{path}: a daemon or another command has the store open, so its file cannot be replaced; stop it, or "
-                "write a compacted copy with `diskprefix compact --to FOLDER`"
-            )
-        num_bytes, before_bytes = compacted_bytes(path), (path / DATA).stat().st_size
-        _write_copy(path, path, num_bytes, advance)
-        return Compacted(before_bytes, (path / DATA).stat().st_size)
+    check_folder(path)
+    require_writable(path)
+    lock = FolderLock(path, patience_s=0)
+    try:
+        with _translated(path):
+            if not lock.try_exclusive():
+                raise StoreUnavailable(
+                    f"{path}: a daemon or another command has the store open, so its file cannot be replaced; stop it, "
+                    "or write a compacted copy with `diskprefix compact --to FOLDER`"
+                )
+            num_bytes, before_bytes = compacted_bytes(path), (path / DATA).stat().st_size
+            _write_copy(path, path, num_bytes, advance)
+            return Compacted(before_bytes, (path / DATA).stat().st_size)
+    finally:
+        lock.close()
 
 
 def copy_store(path: Path, target: Path, advance: Callable[[int], None] = nobody_looks) -> Compacted:
     """Write a compacted copy of the store in folder `path` into `target`, which is created and holds no store.
 
-    Safe beside daemons; what they free meanwhile they can use again when the copy is done. Raises as `compact_folder`.
+    A daemon may have the store open. The room that it frees meanwhile is usable again after the copy. Raises as
+    `compact_folder` does.
     """
-    refuse_shared_folder(path)
-    lock = FolderLock(path, patience_s=0)
+    check_folder(path)
+    lock = FolderLock(path, patience_s=0, create=False)
     try:
         with _translated(target):
             target.mkdir(mode=0o700, parents=True, exist_ok=True)
-            refuse_shared_folder(target)
-            if (target / DATA).exists():
+            check_folder(target)
+            if os.path.lexists(target / DATA):
                 raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
             num_bytes, before_bytes = compacted_bytes(path), (path / DATA).stat().st_size
             _write_copy(path, target, num_bytes, advance)
@@ -114,26 +121,28 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = nobody
 
 
 def _write_copy(source: Path, target: Path, num_bytes: int, advance: Callable[[int], None]) -> None:
-    """Write the copy, which takes so many bytes, in a folder of its own, then move it to its place in `target`."""
-    folder = target / REPLACEMENT
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-    try:
-        _require_room(folder, num_bytes)
-        _copy(source, folder, num_bytes, advance)
-        check_file(folder / DATA)
-        put_in_place(target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Write the copy, of about `num_bytes` bytes, in a folder of its own inside `target`, then move it to its place."""
+    with owner_rights(target) as folder:
+        work = folder / REPLACEMENT
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(mode=0o700)
+        try:
+            _require_room(target, work, num_bytes)
+            _copy(source, work, num_bytes, advance)
+            check_file(work / DATA)
+            put_in_place(folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
 
-def _require_room(folder: Path, num_bytes: int) -> None:
-    disk = os.statvfs(folder)
+def _require_room(path: Path, work: Path, num_bytes: int) -> None:
+    """Raises `StoreUnavailable`, which names `path`, if the disk under `work` has no room for that many bytes."""
+    disk = os.statvfs(work)
     free_bytes = disk.f_bavail * disk.f_frsize
     missing_bytes = num_bytes + _SPARE_BYTES - free_bytes
     if missing_bytes > 0:
         raise StoreUnavailable(
-            f"{folder.parent}: the copy takes {format_size(num_bytes)} and the disk has {format_size(free_bytes)}: "
+            f"{path}: the copy takes {format_size(num_bytes)} and the disk has {format_size(free_bytes)}: "
             f"{format_size(missing_bytes)} are missing; free them, or write the copy elsewhere with `compact --to`"
         )
 

@@ -19,7 +19,8 @@ from typing import Any
 import lmdb
 
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
-from diskprefix.store.folder import DATA, PASSING, FolderUnavailable
+from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, may_write
+from diskprefix.store.owner import owner_rights
 
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 _PAGE_BYTES = 4096
@@ -40,29 +41,33 @@ class Environment:
         self.path = path
         self.read_only = read_only
         self.databases: dict[str, Any] = {}
+        self._folder = str(path)
         self.broken: str | None = None
         """Why LMDB gave up on this environment: it works again only after it was closed and opened."""
-        self.has_lock = not read_only or os.access(path, os.W_OK)
-        """Without write permission there is no lock file to join: a writer elsewhere does not know that we read, and
-        may overwrite pages meanwhile."""
+        self.has_lock = True
+        """Whether readers are in LMDB's lock file. Without a lock file that this process can write, a writer in another
+        process does not know of them, and may overwrite the pages that they read."""
         self._transactions = 0
         self._closed = False
         self._idle = threading.Condition()
-        if read_only and not (path / DATA).is_file():
-            raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
-        with self._translated():
-            self._env = lmdb.open(
-                str(path),
-                map_size=_read_map_size(path) if read_only else _map_size(path, budget_bytes),
-                max_dbs=max_databases,
-                readonly=read_only,
-                create=not read_only,
-                lock=self.has_lock,
-                mode=0o600,
-                # Else what the process had in memory, of other tenants too, fills the ends of pages.
-                meminit=True,
-            )
-            self._file = os.stat(path / DATA)
+        try:
+            with self._translated(), owner_rights(path) as folder:
+                self.has_lock = not read_only or may_write(folder / LMDB_LOCK)
+                self._folder = str(folder)
+                self._env = lmdb.open(
+                    self._folder,
+                    map_size=_read_map_size(folder) if read_only else _map_size(folder, budget_bytes),
+                    max_dbs=max_databases,
+                    readonly=read_only,
+                    create=not read_only,
+                    lock=self.has_lock,
+                    mode=0o600,
+                    # Otherwise the ends of pages hold what the process had in memory, also of other tenants.
+                    meminit=True,
+                )
+                self._file = os.stat(folder / DATA)
+        except OSError as error:
+            raise FolderUnavailable(path, error) from error
 
     def open_databases(self, names: Sequence[str]) -> None:
         """Open named databases, creating those that are missing unless the environment is read-only."""
@@ -140,12 +145,14 @@ class Environment:
         except lmdb.MapFullError as error:
             raise StoreFull(f"{self.path}: the store is full") from error
         except _DAMAGED as error:
-            self.broken = f"{self.path / DATA} is damaged or no store ({error}); move it away to start afresh"
+            self.broken = (
+                f"{self.path / DATA} is damaged or no store ({self._text(error)}); move it away to start afresh"
+            )
             raise StoreCorrupt(self.broken) from error
         except struct.error as error:
             raise StoreCorrupt(f"{self.path}: a record has a wrong length ({error})") from error
         except lmdb.Error as error:
-            problem = f"--kv-cache-dir {self.path}: {error}; mend it or choose another folder"
+            problem = f"--kv-cache-dir {self.path}: {self._text(error)}; mend it or choose another folder"
             if isinstance(error, lmdb.PanicError):
                 self.broken = problem
             # A write that a full disk cuts short is EIO here.
@@ -153,6 +160,10 @@ class Environment:
             if number in PASSING:
                 raise FolderUnavailable(self.path, OSError(number, str(error))) from error
             raise StoreUnavailable(problem) from error
+
+    def _text(self, error: lmdb.Error) -> str:
+        """Returns LMDB's message without the path by which the folder was opened."""
+        return str(error).removeprefix(f"{self._folder}: ")
 
     def _begin(self, write: bool) -> Any:
         """Begin a transaction; if another process has let the file outgrow our map, follow it first."""

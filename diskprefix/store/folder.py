@@ -1,8 +1,10 @@
-"""The folder that a store lives in: who may use it, and who holds it.
+"""The folder of a store: who may use it, and which process holds it.
 
-Every process that has the store open holds a shared lock on `diskprefix.lock`. Whoever replaces `data.mdb` (compaction,
-moving a damaged file aside) needs it exclusively: LMDB knows nothing of a file that changes under its map.
-The lock is the kernel's (`flock`), so it ends with the process, however that ends.
+Every process that has the store open holds a shared lock on `diskprefix.lock`. A process that replaces `data.mdb` (to
+compact it, or to move a damaged file aside) needs the lock exclusively, because LMDB does not expect that its file is
+replaced. The kernel holds the lock (`flock`), so it ends with the process.
+
+A function with a parameter `folder` is called inside `owner_rights`, with the path that this yields.
 """
 
 from __future__ import annotations
@@ -16,19 +18,25 @@ from contextlib import suppress
 from pathlib import Path
 
 from diskprefix.errors import StoreUnavailable
+from diskprefix.store.owner import owner_rights
 
 DATA, LMDB_LOCK, LOCK = "data.mdb", "lock.mdb", "diskprefix.lock"
 REPLACEMENT = "replacement"
-"""A folder in which `data.mdb` is written anew before it takes the old one's place."""
+"""The folder in which a new `data.mdb` is written before it replaces the old one."""
 _LMDB_LOCK_BYTES = 8192
-"""What LMDB makes it for the 126 readers that it has room for unless told otherwise."""
+"""The size of LMDB's lock file with its default of 126 readers."""
+_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Links are not followed, and a pipe does not block."""
 _POLL_S = 0.05
 PASSING = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-"""What may end by itself: a daemon serves without saving until it does."""
+"""Errors that may end by themselves. A daemon serves without saving until they do."""
 
 
 class FolderUnavailable(StoreUnavailable):
-    """`passing`: it may end by itself, as a read-only or full file system does; a mistaken path does not."""
+    """The file system refuses what the store needs.
+
+    `passing` tells whether this may end by itself: a read-only or full file system may, a wrong path does not.
+    """
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"--kv-cache-dir {path}: {error.strerror or error}; mend it or choose another folder")
@@ -36,88 +44,118 @@ class FolderUnavailable(StoreUnavailable):
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder, mode 0700, unless it is there. Raises `FolderUnavailable`."""
+    """Create the folder with mode 0700 unless it exists. Raises `FolderUnavailable`."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise FolderUnavailable(path, error) from error
 
 
-def reserve_lmdb_lock(path: Path) -> None:
-    """Make sure that LMDB's lock file has its place on the disk: LMDB maps it, and a hole that a full disk cannot fill
-    ends the process.
+def reserve_lmdb_lock(folder: Path, *, create: bool) -> None:
+    """Allocate the disk space of LMDB's lock file, which is created if `create`.
 
-    Raises `OSError`. Only a file that is new or has holes is touched, so no lock of this process on it is given up.
+    LMDB maps the file. A write to a hole in it ends the process if the disk is full. A file without holes is not
+    opened, because closing it would drop LMDB's locks of this process on it. Raises `OSError`.
     """
-    file = path / LMDB_LOCK
+    file = folder / LMDB_LOCK
     try:
-        if file.stat().st_blocks * 512 >= _LMDB_LOCK_BYTES:
+        if file.lstat().st_blocks * 512 >= _LMDB_LOCK_BYTES:
             return
     except FileNotFoundError:
-        pass
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not create:
+            return
+    fd = os.open(file, os.O_RDWR | (os.O_CREAT if create else 0) | _OPEN_FLAGS, 0o600)
     try:
         os.posix_fallocate(fd, 0, _LMDB_LOCK_BYTES)
     finally:
         os.close(fd)
 
 
+def may_write(place: Path) -> bool:
+    """Whether this thread may write to a file or a folder, with the rights that it has now."""
+    return os.access(place, os.W_OK, effective_ids=True)
+
+
 def require_writable(path: Path) -> None:
-    """Raises `FolderUnavailable` if nothing can be written there; what is tried is the lock file."""
+    """Raises `FolderUnavailable` if no file can be created in the folder. Creates the store's lock file."""
     try:
-        os.close(os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        with owner_rights(path) as folder:
+            os.close(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600))
     except OSError as error:
         raise FolderUnavailable(path, error) from error
 
 
-def refuse_shared_folder(path: Path) -> None:
-    """Raises `StoreUnavailable` if others may write there: they could plant state that a model then answers from."""
-    for place in (path, path / DATA):
-        try:
-            found = place.stat()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise FolderUnavailable(path, error) from error
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            right = "700" if place is path else "600"
-            raise StoreUnavailable(
-                f"--kv-cache-dir {path}: others may write to {place} (mode {stat.S_IMODE(found.st_mode):o}); "
-                f"chmod {right} it or choose another folder"
-            )
-        if found.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
-            raise StoreUnavailable(f"--kv-cache-dir {path}: {place} belongs to another user; choose another folder")
+def check_folder(path: Path) -> None:
+    """Check who can write to the folder and to the files of its store: that user could plant state from which a model
+    answers.
+
+    Raises `StoreUnavailable` if the group or others may write to one of them, if one belongs to another user than the
+    folder must belong to, or if a file is a link or no regular file. A folder that does not exist passes.
+    """
+    try:
+        with owner_rights(path) as folder:
+            owner = os.stat(folder).st_uid
+            trusted = {owner} if os.geteuid() == 0 else {os.geteuid(), 0}
+            _check_place(path, "", os.stat(folder), trusted)
+            for name in (DATA, LMDB_LOCK, LOCK):
+                with suppress(FileNotFoundError):
+                    _check_place(path, name, os.lstat(folder / name), trusted)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise FolderUnavailable(path, error) from error
+
+
+def _check_place(path: Path, name: str, found: os.stat_result, trusted: set[int]) -> None:
+    """Check the folder itself, where `name` is empty, or the file `name` in it."""
+    place, problem = path / name, None
+    if name and not stat.S_ISREG(found.st_mode):
+        problem = f"{place} is a link or no regular file; remove it"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(found.st_mode)
+        problem = f"others may write to {place} (mode {mode:o}); chmod {'600' if name else '700'} it"
+    elif found.st_uid not in trusted:
+        problem = f"{place} belongs to another user (uid {found.st_uid})"
+    if problem:
+        raise StoreUnavailable(f"--kv-cache-dir {path}: {problem}, or choose another folder")
 
 
 class FolderLock:
-    """A lock on the folder, shared until `try_exclusive` succeeds. Without write permission there may be none to take:
-    then it stands for nothing, as the process could not change anything anyway."""
+    """A lock on the folder: shared, or exclusive once `try_exclusive` returned True.
 
-    def __init__(self, path: Path, patience_s: float) -> None:
-        """Take it shared, waiting up to `patience_s` for whoever replaces the file. Raises `StoreUnavailable`."""
+    Where there is no lock file and none can be created, the object holds no lock: such a process can only read.
+    """
+
+    def __init__(self, path: Path, patience_s: float, *, create: bool = True) -> None:
+        """Take the lock shared. Wait up to `patience_s` seconds for a process that replaces the file.
+
+        The lock file is created if `create` and the folder is writable. Raises `StoreUnavailable`.
+        """
         self._path = path
         self._patience_s = patience_s
+        self._create = create
         self._fd: int | None = None
         self._take_shared(patience_s)
 
     def try_exclusive(self) -> bool:
-        """Whether nobody else has the store open: the lock is exclusive now. If not, it is shared as before.
+        """Make the lock exclusive. Returns False, and the lock is shared as before, if another process has the store
+        open.
 
-        Raises `StoreUnavailable` if somebody got it exclusively meanwhile and keeps it.
+        Raises `StoreUnavailable` if another process takes the lock exclusively meanwhile and keeps it.
         """
         if self._fd is None:
             return False
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            # A conversion that fails has given the old lock up.
+            # A conversion that fails has released the old lock.
             self.close()
             self._take_shared(self._patience_s)
             return False
         return True
 
     def share(self) -> None:
-        """Back from exclusive to shared."""
+        """Make an exclusive lock shared again."""
         if self._fd is not None:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
 
@@ -147,24 +185,37 @@ class FolderLock:
             time.sleep(_POLL_S)
 
     def _open(self) -> int | None:
-        """The lock file; opened for reading where it cannot be written, None where there is none to read either."""
-        file = self._path / LOCK
+        """Open the lock file, for reading only where it cannot be written. Returns None where there is none."""
+        create = os.O_CREAT if self._create else 0
         try:
-            return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with owner_rights(self._path) as folder:
+                try:
+                    return _open_regular(folder / LOCK, os.O_RDWR | create)
+                except OSError as error:
+                    is_absent = error.errno == errno.ENOENT and not self._create
+                    if not is_absent and error.errno not in (*PASSING, errno.EACCES, errno.EPERM):
+                        raise
+                with suppress(OSError):
+                    return _open_regular(folder / LOCK, os.O_RDONLY)
+                return None
         except OSError as error:
-            if error.errno not in (*PASSING, errno.EACCES, errno.EPERM):
-                raise FolderUnavailable(self._path, error) from error
-        try:
-            return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
+            raise FolderUnavailable(self._path, error) from error
 
     def _is_current(self, fd: int) -> bool:
-        """Whether the file that was locked still is the one in the folder: somebody may have removed it meanwhile."""
+        """Whether the locked file is still the one in the folder. Another process may have removed it meanwhile."""
         try:
-            return os.path.samestat(os.fstat(fd), os.stat(self._path / LOCK))
+            return os.path.samestat(os.fstat(fd), os.lstat(self._path / LOCK))
         except OSError:
             return False
+
+
+def _open_regular(file: Path, flags: int) -> int:
+    """Raises `OSError` for a link and for everything else that is no regular file."""
+    fd = os.open(file, flags | _OPEN_FLAGS, 0o600)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, f"{file.name} is no regular file")
+    return fd
 
 
 def _flock_shared(fd: int) -> bool:
@@ -175,39 +226,25 @@ def _flock_shared(fd: int) -> bool:
     return True
 
 
-def put_in_place(path: Path) -> None:
-    """Let the file that was written in `REPLACEMENT` take the place of the store's, once it is safe on disk.
+def put_in_place(folder: Path) -> None:
+    """Make the file that was written in `REPLACEMENT` durable and replace the store's file by it.
 
-    For whoever holds the folder exclusively. Raises `OSError`.
+    The caller holds the folder's lock exclusively. Raises `OSError`.
     """
-    new = path / REPLACEMENT / DATA
-    give_to_owner(path, new)
-    fd = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
+    new = folder / REPLACEMENT / DATA
+    fd = _open_regular(new, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
-    new.replace(path / DATA)
-    # It counts the transactions of the old file; LMDB makes a new one.
-    (path / LMDB_LOCK).unlink(missing_ok=True)
-    sync_folder(path)
-
-
-def give_to_owner(path: Path, *files: Path) -> None:
-    """Give files to the owner of folder `path`, if we are root: the daemon that it belongs to must be able to use them.
-
-    Raises `OSError`.
-    """
-    if os.geteuid() != 0:
-        return
-    owner = path.stat()
-    for file in files:
-        with suppress(FileNotFoundError):
-            os.chown(file, owner.st_uid, owner.st_gid)
+    new.replace(folder / DATA)
+    # It counts the transactions of the old file. LMDB creates a new one.
+    (folder / LMDB_LOCK).unlink(missing_ok=True)
+    sync_folder(folder)
 
 
 def sync_folder(path: Path) -> None:
-    """Make a rename in this folder last. Raises `OSError`."""
+    """Make the names in this folder durable, such as a rename. Raises `OSError`."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

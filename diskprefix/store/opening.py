@@ -19,16 +19,16 @@ from diskprefix.store.filecheck import check_file
 from diskprefix.store.folder import (
     DATA,
     LMDB_LOCK,
-    LOCK,
     REPLACEMENT,
     FolderLock,
     FolderUnavailable,
-    give_to_owner,
+    check_folder,
     make_folder,
-    refuse_shared_folder,
+    may_write,
     require_writable,
     reserve_lmdb_lock,
 )
+from diskprefix.store.owner import owner_rights
 from diskprefix.store.schema import DATABASES
 
 log = logging.getLogger("diskprefix")
@@ -50,27 +50,29 @@ class Access:
 def open_environment(path: Path, access: Access) -> tuple[Environment, FolderLock]:
     """Open the environment in folder `path`, created unless read-only, and the lock that goes with it.
 
-    Raises `StoreUnavailable` (`FolderUnavailable` where it may mend by itself), or `StoreCorrupt`.
+    For reading, no file is created. Raises `StoreUnavailable` (`FolderUnavailable` where the problem may end by
+    itself), or `StoreCorrupt`.
     """
+    if access.read_only and not os.path.lexists(path / DATA):
+        raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
     if not access.read_only:
         make_folder(path)
+    check_folder(path)
+    if not access.read_only:
         require_writable(path)
-    elif not os.path.isfile(path / DATA):
-        raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
-    refuse_shared_folder(path)
-    lock = FolderLock(path, _LOCK_PATIENCE_S)
+    lock = FolderLock(path, _LOCK_PATIENCE_S, create=not access.read_only)
     try:
-        if not access.read_only and lock.try_exclusive():
-            _prepare(path)
-        else:
-            _require_sound(path)
-        if os.access(path, os.W_OK):
-            reserve_lmdb_lock(path)
+        is_alone = not access.read_only and lock.try_exclusive()
+        with owner_rights(path) as folder:
+            if is_alone:
+                # A process that was killed while it wrote a replacement left it behind. The old file is in place.
+                shutil.rmtree(folder / REPLACEMENT, ignore_errors=True)
+            _require_sound(path, folder)
+            if may_write(folder):
+                reserve_lmdb_lock(folder, create=not access.read_only)
         env = Environment(
             path, budget_bytes=access.budget_bytes, read_only=access.read_only, max_databases=len(DATABASES)
         )
-        if os.access(path, os.W_OK):
-            give_to_owner(path, path / DATA, path / LMDB_LOCK, path / LOCK)
         lock.share()
     except OSError as error:
         lock.close()
@@ -84,14 +86,15 @@ def open_environment(path: Path, access: Access) -> tuple[Environment, FolderLoc
 def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
     """Move a file that is damaged or has another format out of the way, so that a new one can be created.
 
-    If another process has the folder open, nothing is done: it may have done so already.
+    Does nothing if another process has the folder open: that process may have moved the file already.
     """
     lock = FolderLock(path, _LOCK_PATIENCE_S)
     try:
         if not lock.try_exclusive():
             return
-        (path / DATA).replace(path / DAMAGED)
-        (path / LMDB_LOCK).unlink(missing_ok=True)
+        with owner_rights(path) as folder:
+            (folder / DATA).replace(folder / DAMAGED)
+            (folder / LMDB_LOCK).unlink(missing_ok=True)
     except FileNotFoundError:
         return
     except OSError as failure:
@@ -105,17 +108,9 @@ def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
     )
 
 
-def _prepare(path: Path) -> None:
-    """What only the one process that holds the folder may do."""
-    if (path / REPLACEMENT).exists():
-        # Left behind by a replacement that was killed: the old file is still in place.
-        shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
-    _require_sound(path)
-
-
-def _require_sound(path: Path) -> None:
+def _require_sound(path: Path, folder: Path) -> None:
     """Raises `StoreCorrupt` for a damaged file, `StoreUnavailable` for the file of another program."""
-    entries = check_file(path / DATA).entries
+    entries = check_file(folder / DATA, name=path / DATA).entries
     if any(entries.values()) and not entries.get(b"meta"):
         raise foreign_file(path)
 

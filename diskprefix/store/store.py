@@ -35,6 +35,7 @@ from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, recorded_ttl, usable_bytes
 from diskprefix.store.folder import DATA, FolderLock, FolderUnavailable
 from diskprefix.store.opening import Access, foreign_file, open_environment, set_aside
+from diskprefix.store.owner import owner_rights
 from diskprefix.store.schema import (
     DATABASES,
     FORMAT_VERSION,
@@ -307,16 +308,11 @@ class Store:
 
     def _compact(self) -> None:
         """What fails leaves the file as it is; a store that cannot be opened again is `maintain`'s."""
-        lock: FolderLock | None = None
         self._detach()
         try:
-            lock = FolderLock(self.path, patience_s=0)
-            compact_folder(self.path, lock)
+            compact_folder(self.path)
         except CacheError as error:
             log.warning("[disk-cache] the file keeps its size: %s", error)
-        finally:
-            if lock is not None:
-                lock.close()
         try:
             self._attach()
         except CacheError as error:
@@ -343,7 +339,11 @@ class Store:
         return record if record is not None and record.codec in list(Codec) else None
 
     def _measured_codec(self, available_bytes: int) -> CodecRecord:
-        speeds = measure(self.path)
+        try:
+            with owner_rights(self.path) as folder:
+                speeds = measure(folder)
+        except OSError:
+            speeds = measure(None)
         codec, reason = choose(speeds, budget_bytes=self.budget_bytes, available_memory_bytes=available_bytes)
         record = CodecRecord(codec=codec, reason=reason)
         log.info("[disk-cache] codec %s: %s", codec.name.lower(), reason)

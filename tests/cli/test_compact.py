@@ -92,10 +92,10 @@ from diskprefix.cli import main
 from diskprefix.store import compact
 compact._BATCH_BYTES = 1
 check_file = compact.check_file
-def interrupted(path):
+def interrupted(path, **options):
     if "replacement" in str(path):
         os.kill(os.getpid(), signal.SIGINT)
-    return check_file(path)
+    return check_file(path, **options)
 compact.check_file = interrupted
 main(["compact", "--kv-cache-dir", {str(folder)!r}])
 """

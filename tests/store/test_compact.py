@@ -14,8 +14,7 @@ import pytest
 
 from diskprefix.errors import StoreCorrupt, StoreUnavailable
 from diskprefix.store import compact as compacting
-from diskprefix.store.compact import Compacted, compact_folder, compacted_bytes, copy_store
-from diskprefix.store.folder import FolderLock
+from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.maintenance.verify_payloads import verify_payloads
 from diskprefix.store.store import Publication, Store
@@ -50,15 +49,8 @@ def folder(template: tuple[Path, list[Publication]], tmp_path: Path) -> Path:
     folder.mkdir(mode=0o700)
     shutil.copy(template[0] / "data.mdb", folder / "data.mdb")
     (folder / "data.mdb").chmod(0o600)
+    (folder / "diskprefix.lock").touch(mode=0o600)
     return folder
-
-
-def compact(folder: Path) -> Compacted:
-    lock = FolderLock(folder, patience_s=0)
-    try:
-        return compact_folder(folder, lock)
-    finally:
-        lock.close()
 
 
 def records(folder: Path) -> dict[str, dict[bytes, bytes]]:
@@ -76,9 +68,7 @@ def test_a_compacted_store_holds_the_same_in_fewer_bytes(folder: Path, pubs: lis
     before = records(folder)
     expected = compacted_bytes(folder)
     done: list[int] = []
-    lock = FolderLock(folder, patience_s=0)
-    result = compact_folder(folder, lock, done.append)
-    lock.close()
+    result = compact_folder(folder, done.append)
     assert records(folder) == before
     assert result.after_bytes == (folder / "data.mdb").stat().st_size
     assert abs(result.after_bytes - expected) < 2**20
@@ -94,7 +84,7 @@ def test_a_compacted_store_holds_the_same_in_fewer_bytes(folder: Path, pubs: lis
 
 
 def test_the_blocks_of_a_prompt_lie_behind_each_other(folder: Path, pubs: list[Publication]) -> None:
-    compact(folder)
+    compact_folder(folder)
     data = (folder / "data.mdb").read_bytes()
     for pub in pubs:
         # The tail is so small that it lies among the records.
@@ -111,7 +101,7 @@ def test_what_no_block_owns_is_copied_too(folder: Path) -> None:
         all_.put("nodes", b"odd", b"")
         all_.delete("nodes", all_.keys("nodes")[-1])
     before = records(folder)
-    compact(folder)
+    compact_folder(folder)
     assert records(folder) == before
 
 
@@ -119,16 +109,17 @@ def test_only_its_owner_may_read_the_new_file_and_nothing_else_is_left(folder: P
     (folder / "lock.mdb").write_bytes(b"of the old file")
     (folder / "replacement").mkdir()
     (folder / "replacement" / "data.mdb").write_bytes(b"left behind by a kill")
-    compact(folder)
+    compact_folder(folder)
     assert {path.name for path in folder.iterdir()} == {"data.mdb", "diskprefix.lock"}
     assert stat.S_IMODE((folder / "data.mdb").stat().st_mode) == 0o600
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can compact the store of somebody else")
 def test_a_store_stays_its_owners_when_root_compacts_it(folder: Path, tmp_path: Path) -> None:
-    os.chown(folder, 4711, 4712)
+    for place in (folder, *folder.iterdir()):
+        os.chown(place, 4711, 4712)
     copy_store(folder, tmp_path / "copy")
-    compact(folder)
+    compact_folder(folder)
     found = (folder / "data.mdb").stat()
     assert (found.st_uid, found.st_gid) == (4711, 4712)
     assert (tmp_path / "copy" / "data.mdb").stat().st_uid == 0
@@ -154,7 +145,7 @@ def test_a_store_that_is_open_elsewhere_is_refused_and_copied(
         assert holder.stdout is not None
         assert holder.stdout.readline() == "open\n"
         with pytest.raises(StoreUnavailable, match="compact --to"):
-            compact(folder)
+            compact_folder(folder)
         assert (folder / "data.mdb").stat().st_ino == before.st_ino
         result = copy_store(folder, tmp_path / "a" / "copy")
         holder.communicate("")
@@ -167,7 +158,7 @@ def test_a_store_that_is_open_elsewhere_is_refused_and_copied(
     store = open_store(copy)
     assert all(is_whole(store, pub) for pub in pubs)
     store.close()
-    assert compact(folder).after_bytes < before.st_size
+    assert compact_folder(folder).after_bytes < before.st_size
 
 
 WRITER = """
@@ -223,7 +214,7 @@ def test_a_disk_without_room_is_found_before_anything_is_written(
     before = (folder / "data.mdb").read_bytes()
     monkeypatch.setattr(os, "statvfs", lambda _path: FullDisk)
     with pytest.raises(StoreUnavailable, match=r"takes .* MiB and the disk has 4.0 KiB: .* MiB are missing"):
-        compact(folder)
+        compact_folder(folder)
     with pytest.raises(StoreUnavailable, match="are missing"):
         copy_store(folder, tmp_path / "copy")
     assert (folder / "data.mdb").read_bytes() == before
@@ -257,7 +248,7 @@ def test_a_damaged_file_is_not_copied(folder: Path, tmp_path: Path) -> None:
     data[2 * 4096 :] = bytes(len(data) - 2 * 4096)
     (folder / "data.mdb").write_bytes(data)
     with pytest.raises(StoreCorrupt):
-        compact(folder)
+        compact_folder(folder)
     with pytest.raises(StoreCorrupt):
         copy_store(folder, tmp_path / "copy")
     assert (folder / "data.mdb").read_bytes() == data
@@ -270,7 +261,7 @@ def test_the_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
     env.close()
     before = (tmp_path / "data.mdb").read_bytes()
     with pytest.raises(StoreUnavailable, match="holds no diskprefix store"):
-        compact(tmp_path)
+        compact_folder(tmp_path)
     assert (tmp_path / "data.mdb").read_bytes() == before
 
 
@@ -278,11 +269,10 @@ COMPACT = """
 import sys
 from pathlib import Path
 from diskprefix.store.compact import compact_folder
-from diskprefix.store.folder import FolderLock
 from diskprefix.store import compact
 compact._BATCH_BYTES = 100_000
 print("ready", flush=True)
-compact_folder(Path(sys.argv[1]), FolderLock(Path(sys.argv[1]), 0))
+compact_folder(Path(sys.argv[1]))
 print("done", flush=True)
 """
 
@@ -318,7 +308,6 @@ KILLED_AT = """
 import os, signal, sys
 from pathlib import Path
 from diskprefix.store.compact import compact_folder
-from diskprefix.store.folder import FolderLock
 
 left = int(sys.argv[2])
 def count(event, _):
@@ -327,9 +316,8 @@ def count(event, _):
         left -= 1
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
-lock = FolderLock(Path(sys.argv[1]), 0)
 sys.addaudithook(count)
-compact_folder(Path(sys.argv[1]), lock)
+compact_folder(Path(sys.argv[1]))
 left = 1000
 print("done", flush=True)
 """
@@ -362,9 +350,7 @@ def test_an_interruption_clears_up(folder: Path, monkeypatch: pytest.MonkeyPatch
     def stop(_num_bytes: int) -> None:
         raise KeyboardInterrupt
 
-    lock = FolderLock(folder, patience_s=0)
     with pytest.raises(KeyboardInterrupt):
-        compact_folder(folder, lock, stop)
-    lock.close()
+        compact_folder(folder, stop)
     assert (folder / "data.mdb").read_bytes() == before
     assert not (folder / "replacement").exists()

@@ -265,17 +265,6 @@ def test_folder_and_files_are_private(tmp_path: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_what_root_makes_in_somebody_elses_folder_is_theirs(tmp_path: Path) -> None:
-    os.chown(tmp_path, 12345, 12346)
-    open_store(tmp_path).close()
-    (tmp_path / "lock.mdb").unlink()
-    Store.open(tmp_path, read_only=True).close()
-    owners = {(file.stat().st_uid, file.stat().st_gid) for file in tmp_path.iterdir()}
-    assert {file.name for file in tmp_path.iterdir()} == {"data.mdb", "lock.mdb", "diskprefix.lock"}
-    assert owners == {(12345, 12346)}
-
-
 @pytest.mark.parametrize("version", [1, 7], ids=["older", "newer"])
 def test_a_store_of_another_format_is_refused_with_what_to_do(tmp_path: Path, version: int) -> None:
     open_store(tmp_path).close()

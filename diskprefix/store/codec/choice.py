@@ -70,18 +70,18 @@ def choose(measured: Speeds, *, budget_bytes: int, available_memory_bytes: int) 
     )
 
 
-def measure(folder: Path, *, num_threads: int = 2) -> Speeds:
+def measure(folder: Path | None, *, num_threads: int = 2) -> Speeds:
     """Measure the disk under `folder`, and decoding on `num_threads` threads. Takes about half a second.
 
-    A folder that cannot be written or is nearly full leaves the disk unmeasured. The temporary file is removed in any
-    case. Never raises for what the disk does.
+    The disk is not measured if `folder` is None, is not writable, or is nearly full. The temporary file is always
+    removed. Errors of the disk are not raised.
     """
     values = _values(_CONTENT_BYTES)
     with ThreadPoolExecutor(num_threads) as threads:
         raw, _ = _restore_speed(values, Codec.RAW, threads, num_threads)
         planes, ratio = _restore_speed(values, Codec.PLANES, threads, num_threads)
     return Speeds(
-        disk_bytes_per_s=_disk_speed(folder, values.tobytes()),
+        disk_bytes_per_s=None if folder is None else _disk_speed(folder, values.tobytes()),
         raw_bytes_per_s=raw,
         planes_bytes_per_s=planes,
         planes_ratio=ratio,

@@ -9,7 +9,6 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
-from diskprefix.store.folder import FolderLock
 from diskprefix.store.maintenance import purge as purging
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
 from diskprefix.store.maintenance.verify import verify_index
@@ -342,9 +341,7 @@ def test_after_purge_and_compact_no_byte_of_a_tenant_is_in_the_file(store: Store
     # Others go on, in the room that became free.
     bob += [saved(store, prompt(200 + seed, 2 * BLOCK + 1), tenant=BOB, preview="bob's") for seed in range(4)]
     store.close()
-    lock = FolderLock(tmp_path, patience_s=0)
-    compact_folder(tmp_path, lock)
-    lock.close()
+    compact_folder(tmp_path)
     after = file.read_bytes()
     assert [trace for trace in traces if trace in after] == []
     store = open_store(tmp_path)
