@@ -170,12 +170,9 @@ class FolderLock:
             fd = self._open()
             if fd is None:
                 return
-            if _flock_shared(fd):
-                if self._is_current(fd):
-                    self._fd = fd
-                    return
-                os.close(fd)
-                continue
+            if _flock_shared(fd) and self._is_current(fd):
+                self._fd = fd
+                return
             os.close(fd)
             if time.monotonic() > deadline:
                 raise StoreUnavailable(
