@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from diskprefix.errors import StoreUnavailable
-from diskprefix.store.folder import LOCK, FolderLock
+from diskprefix.store.folder import LMDB_LOCK, LOCK, FolderLock, require_writable, reserve_lmdb_lock
 
 
 def test_a_lock_file_that_is_replaced_again_and_again_is_not_waited_for_without_end(
@@ -32,3 +33,21 @@ def test_a_lock_is_exclusive_only_while_nobody_else_has_it(tmp_path: Path) -> No
     first.share()
     FolderLock(tmp_path, patience_s=0).close()
     first.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "open_file"),
+    [
+        (LOCK, lambda folder: FolderLock(folder, patience_s=0)),
+        (LOCK, require_writable),
+        (LMDB_LOCK, lambda folder: reserve_lmdb_lock(folder, create=True)),
+    ],
+)
+def test_a_link_in_the_place_of_a_file_is_not_followed(
+    tmp_path: Path, name: str, open_file: Callable[[Path], object]
+) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / name).symlink_to(tmp_path / "target")
+    with pytest.raises((StoreUnavailable, OSError)):
+        open_file(tmp_path / "kv")
+    assert not (tmp_path / "target").exists()

@@ -213,6 +213,13 @@ def test_a_message_names_the_folder_as_it_was_given(folder: Path) -> None:
     assert "/proc/" not in str(caught.value)
 
 
+def test_roots_groups_add_nothing_to_the_owners_rights(folder: Path, victim: Path) -> None:
+    victim.parent.chmod(0o711)
+    os.setgroups([0])
+    with owner_rights(folder), pytest.raises(PermissionError):
+        victim.write_bytes(b"changed")
+
+
 def test_the_rights_are_the_owners_inside_the_block_and_roots_after_it(
     folder: Path, victim: Path, tmp_path: Path
 ) -> None:
