@@ -12,12 +12,14 @@ from diskprefix.store.folder import LMDB_LOCK, LOCK, FolderLock, require_writabl
 def test_a_lock_file_that_is_replaced_again_and_again_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def replace(_fd: int) -> None:
+    is_current = FolderLock._is_current
+
+    def replaced(lock: FolderLock, fd: int) -> bool:
         (tmp_path / LOCK).unlink()
         (tmp_path / LOCK).touch()
+        return is_current(lock, fd)
 
-    is_current = FolderLock._is_current
-    monkeypatch.setattr(FolderLock, "_is_current", lambda self, fd: replace(fd) or is_current(self, fd))
+    monkeypatch.setattr(FolderLock, "_is_current", replaced)
     with pytest.raises(StoreUnavailable, match="try again"):
         FolderLock(tmp_path, patience_s=0)
 
