@@ -93,10 +93,8 @@ class FileState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FileReport:
-    """What the check found in a file that LMDB can open safely.
-
-    `used_bytes` is the size of all pages that are not free. `entries` is the number of entries of each named database.
-    """
+    """What the check found. `used_bytes` is the size of all pages that are not free. `entries` is the number of entries
+    of each named database."""
 
     state: FileState
     used_bytes: int = 0
@@ -356,9 +354,8 @@ class _Check:
         count, pages = int(pages[0]), pages[1:]
         if count != len(pages):
             raise StoreCorrupt(f"{what} claims {count} pages in {len(data)} bytes")
-        if not count:
-            return pages
-        if (pages[1:] >= pages[:-1]).any() or pages[0] > self._meta.last_page or pages[-1] < _NUM_METAS:
+        ordered = not count or bool(_NUM_METAS <= pages[-1] <= pages[0] <= self._meta.last_page)
+        if not ordered or (pages[1:] >= pages[:-1]).any():
             raise StoreCorrupt(f"{what} is out of order, or names a page that cannot be free")
         owner, within = np.frombuffer(self._owner, np.uint8), pages[pages < len(self._owner)]
         if (owner[within] != _UNUSED).any():
@@ -417,13 +414,10 @@ def _parse_page(content: bytes, number: int, kind: int, *, is_free_list: bool) -
     if kind == _LEAF and max(flags) > _NODE_IS_TREE:
         raise StoreCorrupt("has a node of an unknown kind")
     data_at = [at + _NODE_HEADER.size + num_bytes for at, num_bytes in zip(offsets, key_bytes, strict=True)]
-    if kind == _BRANCH:
-        ends = data_at
-    else:
-        in_page = [
-            _IN_OVERFLOW_BYTES if flag == _NODE_IN_OVERFLOW else num_bytes
-            for flag, num_bytes in zip(flags, data_bytes, strict=True)
-        ]
+    ends = data_at
+    if kind == _LEAF:
+        is_run = [flag == _NODE_IN_OVERFLOW for flag in flags]
+        in_page = [_IN_OVERFLOW_BYTES if run else num_bytes for run, num_bytes in zip(is_run, data_bytes, strict=True)]
         ends = list(map(add, data_at, in_page))
     if max(map(sub, ends, offsets)) > (size - _PAGE_HEADER.size) // 4 * 2 - 2:
         raise StoreCorrupt("has a node that is too large for a page")

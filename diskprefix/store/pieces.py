@@ -1,7 +1,7 @@
 """How a raw payload is cut into pieces, read off the layout that the root records.
 
-A *form* is what a group of the layout looks like to the store: `rows` rows of `row_bytes` bytes, for each token where
-the group's tensors have one part per token, else once. A payload is the rows of its groups, one group after the other:
+To the store a group of the layout is `rows` rows of `row_bytes` bytes: for each token if the group's tensors have one
+part per token, else once. A payload is the rows of its groups, one group after the other:
 
     block        the groups of per-token tensors
     checkpoint   the groups of states that exist at one position only
@@ -44,7 +44,7 @@ class LayoutGroup(msgspec.Struct, frozen=True):
 
 
 class LayoutState(msgspec.Struct, frozen=True):
-    """States of one form: `shape` is that of each of the tensors, `rows` into how many rows each is cut."""
+    """States of one shape: `shape` is that of each of the tensors, `rows` into how many rows each is cut."""
 
     shape: tuple[int, ...]
     rows: int
@@ -63,7 +63,7 @@ class LayoutText(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Form:
+class RowGroup:
     """One group of a layout, or the logits (one row)."""
 
     rows: int
@@ -87,17 +87,17 @@ class Cut:
 class PayloadLayout:
     """What payloads under one root hold."""
 
-    groups: tuple[Form, ...]
-    logits: Form
-    states: tuple[Form, ...] = ()
+    groups: tuple[RowGroup, ...]
+    logits: RowGroup
+    states: tuple[RowGroup, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> PayloadLayout:
         """From the layout text of a root. Raises `StoreCorrupt`."""
         try:
             found = msgspec.json.decode(text, type=LayoutText)
-            groups = tuple(_form(len(g.tensors) * g.heads, g.head_dim, g.dtype) for g in found.groups)
-            return cls(groups, _form(1, *found.logits), tuple(map(_state_form, found.states)))
+            groups = tuple(_rows(len(g.tensors) * g.heads, g.head_dim, g.dtype) for g in found.groups)
+            return cls(groups, _rows(1, *found.logits), tuple(map(_state_rows, found.states)))
         except (msgspec.DecodeError, KeyError, ValueError) as error:
             raise StoreCorrupt(f"a payload layout cannot be read: {error}") from error
 
@@ -120,36 +120,36 @@ class PayloadLayout:
 @lru_cache(maxsize=1024)
 def _cuts(layout: PayloadLayout, num_tokens: int, kind: Kind) -> tuple[Cut, ...]:
     cuts: list[Cut] = []
-    for group, form in enumerate(layout.groups):
-        cuts += _cut_rows(group, form, form.row_bytes * num_tokens)
+    for group, rows in enumerate(layout.groups):
+        cuts += _cut_rows(group, rows, rows.row_bytes * num_tokens)
     if kind != Kind.BLOCK:
-        for group, form in enumerate(layout.states, start=len(layout.groups)):
-            cuts += _cut_rows(group, form, form.row_bytes)
+        for group, rows in enumerate(layout.states, start=len(layout.groups)):
+            cuts += _cut_rows(group, rows, rows.row_bytes)
     if kind == Kind.TAIL:
         logits = layout.logits
         cuts.append(Cut(Piece(1, logits.row_bytes, logits.element), layout.logits_group, 0))
     return tuple(cuts)
 
 
-def _cut_rows(group: int, form: Form, row_bytes: int) -> list[Cut]:
+def _cut_rows(group: int, rows: RowGroup, row_bytes: int) -> list[Cut]:
     if not row_bytes:
         return []
     rows_in_piece = max(1, PIECE_BYTES // row_bytes)
     return [
-        Cut(Piece(min(rows_in_piece, form.rows - first), row_bytes, form.element), group, first)
-        for first in range(0, form.rows, rows_in_piece)
+        Cut(Piece(min(rows_in_piece, rows.rows - first), row_bytes, rows.element), group, first)
+        for first in range(0, rows.rows, rows_in_piece)
     ]
 
 
-def _state_form(state: LayoutState) -> Form:
+def _state_rows(state: LayoutState) -> RowGroup:
     elements = math.prod(state.shape)
     if state.rows < 1 or elements % state.rows:
         raise ValueError(f"{state.rows} rows of {elements} elements")
-    return _form(len(state.tensors) * state.rows, elements // state.rows, state.dtype)
+    return _rows(len(state.tensors) * state.rows, elements // state.rows, state.dtype)
 
 
-def _form(rows: int, elements: int, dtype: str) -> Form:
+def _rows(num_rows: int, elements: int, dtype: str) -> RowGroup:
     itemsize, element = _ELEMENTS[dtype]
-    if rows < 0 or elements < 0:
-        raise ValueError(f"{rows} rows of {elements} elements")
-    return Form(rows, elements * itemsize, element)
+    if num_rows < 0 or elements < 0:
+        raise ValueError(f"{num_rows} rows of {elements} elements")
+    return RowGroup(num_rows, elements * itemsize, element)

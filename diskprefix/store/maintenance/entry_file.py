@@ -1,42 +1,39 @@
-"""One saved prompt as a `.safetensors` file: what `export` writes and `import` reads.
+"""One saved prompt as a `.safetensors` file: `export` writes it and `import` reads it.
 
-There are two versions of the form. Version 1 is for models whose state is per token all through; version 2 also holds
-states that exist at one position only (of convolutions and recurrences).
-
-The form is safetensors' own, so whatever reads safetensors reads the tensors: 8 bytes with the length of the header,
-little-endian, the header in JSON, the data.
+Every program that reads safetensors can read the tensors. The file has 8 bytes with the length of the header
+(little-endian), the header in JSON, and the data.
 
     tensor            dtype         shape
     layers.0.keys …   the model's   [1, heads, num_tokens, head_dim]   one for each tensor in the root's layout
-    layers.0.conv0 …  the model's   [num_states, *shape]   version 2: one for each of the layout's states; row i is the
-                                    state after as many tokens as the i-th number in `states` says
-    logits            the model's   [vocab_size]    of the next token; only where the entry ends with its prompt
+    layers.0.conv0 …  the model's   [num_states, *shape]   one for each of the layout's states that exist at one
+                                    position only; row i is the state after states[i] tokens
+    logits            the model's   [vocab_size]    of the next token; only if the entry ends with its prompt
     token_ids         I32           [num_tokens]
     nodes.checksum    U64           [num_nodes]     xxh3-64 of each node's raw payload (`store.schema`)
     nodes.prefill_s   F64           [num_nodes]     seconds that computing the node's tokens took; 0 if unknown
 
-The nodes are the full blocks of `block_size` tokens, each followed by the checkpoint at its end if there is one, and,
-where there are logits, the tail of 0 to `block_size - 1` tokens. A payload is what the file's tensors hold of the
-node's tokens, in the layout's order, then for a checkpoint or a tail its row of each of the states, then for a tail the
-logits. A layer with a sliding window is stored as any other, for all tokens.
+The nodes are the full blocks of `block_size` tokens, each followed by the checkpoint at its end if there is one, and
+the tail of 0 to `block_size - 1` tokens if there are logits. The payload of a node holds its tokens' part of the
+per-token tensors in the layout's order, then for a checkpoint or a tail its row of each state, then for a tail the
+logits. A layer with a sliding window is stored like every other layer, for all tokens.
 
     metadata          text
     format            diskprefix-entry
-    version           1, or 2 where the layout has states
+    version           1
     root              32 hex digits: the hash of the identity
-    identity          whose numbers these are (`kv.fingerprint`)
-    layout            which tensors a payload holds, in their order (`kv.layout`)
+    identity          the model and everything else that changes the numbers (`model.fingerprint`)
+    layout            the tensors of a payload, in their order (`kv.layout`)
     block_size        in tokens
     num_tokens
-    states            version 2: the positions of the states in tokens, decimal and separated by commas: those of the
-                      checkpoints, ascending multiples of block_size, and num_tokens for the tail
+    states            only if the layout has states: their positions in tokens, decimal and separated by commas: those
+                      of the checkpoints, ascending multiples of block_size, and num_tokens for the tail
     model, tenant, scope, preview    as in the store's records
     created_at        seconds since the epoch
     checksum          16 hex digits: xxh3-64 of all other metadata, as JSON with sorted keys, then the bytes of
                       token_ids, nodes.checksum and nodes.prefill_s
 
-No size in a file is trusted: each is compared with what the layout needs and with the file's length before anything is
-allocated. The checksums find damage; they do not keep anybody from making up a file.
+No size in a file is trusted: each is compared with what the layout needs and with the length of the file before
+memory is allocated. The checksums find damage. They do not prevent forgery.
 """
 
 from __future__ import annotations
@@ -70,15 +67,15 @@ from diskprefix.store.maintenance.manifest import (
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds, checksum
 
-FORMAT, VERSIONS = "diskprefix-entry", ("1", "2")
+FORMAT, VERSION = "diskprefix-entry", "1"
 
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
 _MAX_HEADER_BYTES = 4 << 20
-"""The header names two tensors for each layer beside a few short texts: a thousand layers take a tenth of this."""
+"""The header of a model with a thousand layers takes a tenth of this."""
 _MAX_NODE_BYTES = 2 << 30
-"""A node's payload is held in memory."""
+"""A node's payload is kept in memory as a whole."""
 MAX_PREFILL_S = 1e6
 
 
@@ -90,7 +87,7 @@ class _TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class _Header:
-    """`data_bytes` is what the file holds after the header."""
+    """`data_bytes` is the size of the data after the header."""
 
     metadata: dict[str, str]
     tensors: dict[str, _TensorInfo]
@@ -98,7 +95,7 @@ class _Header:
 
 
 class _EntryFile:
-    """An open file in which each tensor starts where `offsets` says, in bytes from the beginning of the file."""
+    """An open file. `offsets` says where each tensor starts, in bytes from the beginning of the file."""
 
     def __init__(self, path: Path, fd: int, manifest: Manifest, offsets: Mapping[str, int]) -> None:
         self.path = path
@@ -112,13 +109,13 @@ class _EntryFile:
         self._row_bytes = {name: tensor.num_bytes // tensor.shape[0] for name, tensor in self._states.items()}
 
     def payload_bytes(self, span: Span) -> int:
-        """Size of a node's raw payload."""
+        """Returns the size of a node's raw payload."""
         state_bytes = 0 if span.states is None else sum(self._row_bytes.values())
         logits_bytes = self._logits_bytes if span.kind == Kind.TAIL else 0
         return self._token_bytes * span.num_tokens + state_bytes + logits_bytes
 
     def _runs(self, span: Span) -> Iterator[tuple[int, int]]:
-        """Where the parts of a node's payload lie in the file, in its order: offset and number of bytes."""
+        """Yields offset and size in the file of each part of a node's payload, in the payload's order."""
         for name, tensor in self._tokens.items():
             _, heads, num_tokens, head_dim = tensor.shape
             token_bytes = head_dim * tensor.itemsize
@@ -133,7 +130,7 @@ class _EntryFile:
 
 
 class EntryReader(_EntryFile):
-    """A file whose header, sizes and token ids are in order; each payload is checked when it is read.
+    """Reads a file. Header, sizes and token ids are checked when it is opened, each payload when it is read.
 
     `prefill_s` has one value for each node, in seconds.
     """
@@ -141,8 +138,8 @@ class EntryReader(_EntryFile):
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[EntryReader]:
-        """Raises `SettingsError` (no such file, or not one of ours), `StoreFormatError` (of another version),
-        `StoreCorrupt` (damaged), `StoreUnavailable` (cannot be read)."""
+        """Raises `SettingsError` (no such file, or no export wrote it), `StoreFormatError` (another version),
+        `StoreCorrupt` (damaged) or `StoreUnavailable` (cannot be read)."""
         with _naming(path):
             fd = _open_regular(path)
         try:
@@ -167,7 +164,7 @@ class EntryReader(_EntryFile):
         return reader
 
     def read_payload(self, index: int) -> memoryview:
-        """The raw payload of node number `index`, checked. Raises `StoreCorrupt`, `StoreUnavailable`."""
+        """Returns the raw payload of node number `index`, checked. Raises `StoreCorrupt`, `StoreUnavailable`."""
         span = self.spans[index]
         payload = memoryview(bytearray(self.payload_bytes(span)))
         with _naming(self.path):
@@ -176,7 +173,7 @@ class EntryReader(_EntryFile):
                 _read_into(self._fd, payload[start : start + size], offset)
                 start += size
             if checksum(payload) != self._checksums[index]:
-                raise StoreCorrupt(f"the checksum of {_told(span)} does not match")
+                raise StoreCorrupt(f"the checksum of {_span_name(span)} does not match")
         return payload
 
     def _read_index(self, metadata: Mapping[str, str]) -> None:
@@ -194,14 +191,14 @@ class EntryReader(_EntryFile):
 
 
 class EntryWriter(_EntryFile):
-    """A file that is being written, under a temporary name: `write_payload` for each node in order, then `finish`."""
+    """Writes a file under a temporary name. Call `write_payload` for each node in order, then `finish`."""
 
     @classmethod
     @contextmanager
     def create(cls, path: Path, manifest: Manifest) -> Iterator[EntryWriter]:
-        """A file beside `path` that only its owner may read; it is gone in the end unless `finish` was called.
+        """Create a file beside `path` that only its owner may read. It is removed unless `finish` is called.
 
-        Raises `StoreUnavailable` where it cannot be written.
+        Raises `StoreUnavailable` if it cannot be written.
         """
         with _naming(path):
             fd, name = tempfile.mkstemp(prefix=".diskprefix-", suffix=".part", dir=path.parent)
@@ -221,7 +218,7 @@ class EntryWriter(_EntryFile):
         self._prefill_s: list[float] = []
 
     def write_payload(self, payload: memoryview, prefill_s: float) -> None:
-        """Add the next node. `payload` is raw; raises `StoreUnavailable` where the disk takes no more."""
+        """Write the raw payload of the next node. Raises `StoreUnavailable` if the disk is full or fails."""
         span = self.spans[len(self._checksums)]
         assert len(payload) == self.payload_bytes(span)
         with _naming(self.path):
@@ -233,7 +230,7 @@ class EntryWriter(_EntryFile):
         self._prefill_s.append(prefill_s)
 
     def finish(self, token_ids: TokenIds, *, force: bool) -> int:
-        """Give the file its name. Answers its size in bytes. Raises `SettingsError` if it exists, unless `force`."""
+        """Give the file its name. Returns its size in bytes. Raises `SettingsError` if it exists, unless `force`."""
         assert len(self._checksums) == len(self.spans)
         index = {
             TOKEN_IDS: token_ids.astype("<i4").tobytes(),
@@ -255,7 +252,7 @@ class EntryWriter(_EntryFile):
             return os.fstat(self._fd).st_size
 
 
-def _told(span: Span) -> str:
+def _span_name(span: Span) -> str:
     if span.kind == Kind.CHECKPOINT:
         return f"the checkpoint at token {span.position}"
     return f"tokens {span.position} to {span.position + span.num_tokens}"
@@ -269,7 +266,7 @@ def refuse_existing(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Errors about a file name it; those of the file system become ours."""
+    """Put the file's name into errors, and raise `StoreUnavailable` for those of the file system."""
     try:
         yield
     except StoreCorrupt as error:
@@ -282,7 +279,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _open_regular(path: Path) -> int:
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for whoever writes to it.
+        # O_NONBLOCK: opening a pipe would wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise SettingsError("no such file") from error
@@ -293,7 +290,7 @@ def _open_regular(path: Path) -> int:
 
 
 def _read_header(fd: int, size: int) -> _Header:
-    """Raises `SettingsError` if the file is not one of ours, `StoreFormatError` if it is of another version."""
+    """Raises `SettingsError` if no export wrote the file, `StoreFormatError` if it has another version."""
     foreign = SettingsError("`diskprefix export` did not write it")
     if size < _LENGTH.size:
         raise foreign
@@ -308,15 +305,15 @@ def _read_header(fd: int, size: int) -> _Header:
     metadata = decode_json(values.pop(_METADATA, msgspec.Raw(b"{}")), dict[str, str], "metadata")
     if metadata.get("format") != FORMAT:
         raise foreign
-    if metadata.get("version") not in VERSIONS:
+    if metadata.get("version") != VERSION:
         version = shown(metadata.get("version", ""))
-        raise StoreFormatError(f"its form is version {version}, this diskprefix reads {' and '.join(VERSIONS)}")
+        raise StoreFormatError(f"its format is version {version}, this diskprefix reads version {VERSION}")
     tensors = {name: decode_json(value, _TensorInfo, "header") for name, value in values.items()}
     return _Header(metadata, tensors, size - _LENGTH.size - length)
 
 
 def _check_tensors(header: _Header, expected: Mapping[str, Tensor]) -> None:
-    """Raises `StoreCorrupt` unless these are the tensors, one after the other without gaps to the end of the file."""
+    """Raises `StoreCorrupt` unless the file holds exactly these tensors, without gaps up to its end."""
     if unlike := sorted(header.tensors.keys() ^ expected.keys()):
         raise StoreCorrupt(f"it has a tensor too many or too few: {shown(unlike[0])}")
     end = 0
@@ -333,7 +330,7 @@ def _check_tensors(header: _Header, expected: Mapping[str, Tensor]) -> None:
 
 
 def _header(manifest: Manifest, index_checksum: str) -> bytes:
-    """The length and the header, padded so that the data is aligned."""
+    """Returns the length and the header, padded so that the data is aligned."""
     values: dict[str, object] = {_METADATA: _metadata(manifest) | {"checksum": index_checksum}}
     for name, (start, tensor) in _places(manifest.tensors()).items():
         offsets = [start, start + tensor.num_bytes]
@@ -344,7 +341,7 @@ def _header(manifest: Manifest, index_checksum: str) -> bytes:
 
 
 def _places(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
-    """Where each tensor starts in the data of a file that is to be written."""
+    """Returns where each tensor starts in the data of a new file."""
     places: dict[str, tuple[int, Tensor]] = {}
     start = 0
     for name, tensor in tensors.items():
@@ -354,7 +351,7 @@ def _places(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
 
 
 def _metadata(manifest: Manifest) -> dict[str, str]:
-    return {"format": FORMAT, "version": manifest.version} | manifest.metadata()
+    return {"format": FORMAT, "version": VERSION} | manifest.metadata()
 
 
 def _index_checksum(metadata: Mapping[str, str], *index: bytes) -> str:

@@ -1,13 +1,12 @@
-"""From the store into a file, and from a file into a store, one saved prompt at a time.
+"""Exports one saved prompt from a store into a file, and imports it into another store.
 
-What goes with an entry are the blocks on its path, its tail, and every checkpoint that lies on the path: what could be
-restored of the prompt here can be restored there. State that was generated does not leave the store: it is not what a
-prefill computes, and elsewhere nobody may have asked for such. How long its uses asked to keep an entry stays here too:
-what is imported stays for as long as the daemon there says.
+An export holds the blocks of an entry's path, its tail, and the checkpoints on the path, so the other store can restore
+the same prefixes. Generated state is not exported: it is not what a prefill computes. The time to live of an entry is
+not exported either: the daemon of the other store decides it.
 
-Both go node by node, so memory does not grow with the entry. An export takes a new snapshot for each node: one that
-stays open would keep a daemon from reusing pages. An import writes several publications if it has to. Each adds whole
-blocks, the last one the entry, so what a kill leaves behind is a shorter prefix of the same prompt.
+Both work node by node, so memory does not grow with the entry. An export takes a new snapshot for each node, because an
+open snapshot keeps a daemon from reusing pages. An import may write several publications. Each adds whole blocks, and
+the last one adds the entry, so a kill leaves a shorter prefix of the same prompt.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import TokenIds
 
 Advance = Callable[[int], None]
-"""Is told how many more bytes of raw payload are done."""
+"""Called with the number of bytes of raw payload that were done since the last call."""
 
 _BATCH_BYTES = 64 << 20
-"""Raw payload in one publication: it and its pages are in memory until they are written."""
+"""Raw payload in one publication, which is kept in memory until it is written."""
 _ATTEMPTS = 3
-"""A daemon that is short of room may evict what was just imported before the rest is there."""
+"""A daemon whose store is full may evict the first nodes of an import before the rest is there."""
 _SHOWN_CHARS, _SHOWN_NAMES = 40, 4
 
 
 def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance: Advance) -> int:
-    """Write the entry that ends at node `name` to the file `path`, every payload verified. Answers the file's bytes.
+    """Write the entry that ends at node `name` to the file `path`. Every payload is verified. Returns the file's size
+    in bytes.
 
-    Raises `StoreCorrupt` (something of the entry is damaged), `PrefixGone` (evicted meanwhile), `SettingsError` (the
-    file exists, unless `force`; or the entry is none that can be exported), `StoreUnavailable`. No file is left behind
-    then.
+    Raises `StoreCorrupt` (the entry is damaged), `PrefixGone` (it was evicted in the meantime), `SettingsError` (the
+    file exists, unless `force`, or the entry cannot be exported) or `StoreUnavailable`. Then no file is left.
     """
     if not force:
         refuse_existing(path)
@@ -67,9 +66,11 @@ def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance:
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What an import did, or would do. `new_nodes` of the `num_nodes` were not there before: `new_bytes`, raw.
+    """What an import did, or would do. `new_nodes` of the `num_nodes` were not stored before; `new_bytes` is their raw
+    size.
 
-    `id` is None where there is no store yet whose secret would name it. `is_new`: the entry was not listed before.
+    `id` is None if there is no store yet, because its secret is part of the name. `is_new`: the entry was not listed
+    before.
     """
 
     id: str | None
@@ -84,15 +85,15 @@ class Imported:
 
 
 def verify_payloads(reader: EntryReader, advance: Advance) -> None:
-    """Read and check all that the file holds. Raises `StoreCorrupt`, `StoreUnavailable`."""
+    """Read and check the whole file. Raises `StoreCorrupt`, `StoreUnavailable`."""
     for index in range(len(reader.spans)):
         advance(len(reader.read_payload(index)))
 
 
 def require_known_model(snapshot: Snapshot, reader: EntryReader) -> None:
-    """Raises `SettingsError` unless a daemon with the file's model, and the same libraries, has written to this store.
+    """Raises `SettingsError` unless a daemon with the file's model and the same libraries has written to this store.
 
-    The tenant may be another: whoever imports decides for all of them.
+    The tenant may differ: the user who imports decides for all tenants.
     """
     known: list[tuple[str, Identity | None]] = []
     wanted = Identity.parse(reader.manifest.identity)
@@ -105,10 +106,10 @@ def require_known_model(snapshot: Snapshot, reader: EntryReader) -> None:
 
 
 def open_target(path: Path, *, budget_bytes: int, min_free_bytes: int) -> Store:
-    """The store in folder `path`, to import into, created if there is none. Raises `CacheError`.
+    """Returns the store in folder `path`, which is created if there is none. Raises `CacheError`.
 
-    A store keeps to the budget of its last daemon: a smaller one would evict what that daemon holds. `budget_bytes` is
-    for a store that no daemon has opened.
+    A store keeps the budget of its last daemon, since a smaller one would evict what that daemon stored. `budget_bytes`
+    is for a store that no daemon has opened.
     """
     if (path / DATA).is_file():
         store = Store.open(path, min_free_bytes=min_free_bytes)
@@ -121,7 +122,7 @@ def open_target(path: Path, *, budget_bytes: int, min_free_bytes: int) -> Store:
 
 
 def plan_import(store: Store | None, reader: EntryReader) -> Imported:
-    """What `import_entry` would do; None stands for a store that is to be created. Evictions are not foreseen.
+    """Returns what `import_entry` would do, without evictions. None stands for a store that would be created.
 
     Raises `StoreCorrupt`, `StoreUnavailable`.
     """
@@ -131,15 +132,16 @@ def plan_import(store: Store | None, reader: EntryReader) -> Imported:
 
 
 def require_room(store: Store, reader: EntryReader) -> None:
-    """Raises `StoreFull` if the entry is larger than the store may become."""
+    """Raises `StoreFull` if the entry does not fit the budget of the store."""
     layout = PayloadLayout.parse(reader.manifest.layout)
     store.check_fits(sum(_most_bytes(layout, span) for span in reader.spans))
 
 
 def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Imported:
-    """Store what the file holds; what is there already stays as it is. The entry is visible when all of it is there.
+    """Store the entry of a file. Nodes that are stored already stay as they are. The entry is visible at the end.
 
-    Raises `StoreFull`, `StoreCorrupt`, `StoreUnavailable`, and `PrefixGone` if others evict faster than this writes.
+    Raises `StoreFull`, `StoreCorrupt`, `StoreUnavailable`, and `PrefixGone` if another process evicts the first nodes
+    before the last ones are written.
     """
     require_room(store, reader)
     task = _Import(store, reader)
@@ -157,8 +159,8 @@ def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Impo
 
 
 def use_codec(store: Store, name: str) -> None:
-    """Write payloads as `--kv-cache-codec` says. `auto` is what a daemon has measured to be best for this store, and
-    raw where none has."""
+    """Write payloads with this codec. `auto` is the codec that a daemon has measured to be best for this store, or raw
+    if none has."""
     if name != "auto":
         store.codec = Codec[name.upper()]
         return
@@ -168,7 +170,7 @@ def use_codec(store: Store, name: str) -> None:
 
 
 class _Import:
-    """One file on its way into one store, whose secret gives the nodes their names."""
+    """The import of one file into one store. The nodes get their names from the store's secret."""
 
     def __init__(self, store: Store, reader: EntryReader) -> None:
         self._store = store
@@ -191,7 +193,7 @@ class _Import:
         return _imported(self._reader, self._names[-1].hex(), missing, is_new=is_new)
 
     def publications(self, advance: Advance) -> Iterator[Publication]:
-        """Of what is missing, from the first block on; each is to be published before the next is asked for."""
+        """Yields publications of the missing nodes, from the first block on. Publish each before the next is taken."""
         nodes: list[NewNode] = []
         last = len(self._names) - 1
         for index, span in enumerate(self._reader.spans):
@@ -321,7 +323,7 @@ def _require_exportable(name: bytes, nodes: list[tuple[bytes, NodeRecord]], has_
 
 
 def _check_names(secret: int, manifest: Manifest, nodes: list[tuple[bytes, NodeRecord]]) -> None:
-    """Raises `StoreCorrupt` unless these are the nodes of the entry, and their names those of their token ids."""
+    """Raises `StoreCorrupt` unless these are the nodes of the entry, with the right names."""
     parent = manifest.root
     spans = manifest.spans
     for index, (name, node) in enumerate(nodes):
@@ -336,7 +338,7 @@ def _check_names(secret: int, manifest: Manifest, nodes: list[tuple[bytes, NodeR
 
 
 def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: PayloadLayout) -> tuple[memoryview, float]:
-    """The raw payload, in memory of its own, and the seconds that computing it took."""
+    """Returns a copy of the raw payload, and the seconds that computing it took."""
     usage = snapshot.usage(name)
     if usage is None:
         raise PrefixGone("the entry was evicted while it was exported; save the prompt again, or raise the budget")
@@ -368,7 +370,7 @@ def _most_bytes(layout: PayloadLayout, span: Span) -> int:
 
 
 def _parsed_identity(record: RootRecord) -> Identity | None:
-    """None for what an older format left behind, and what another program wrote."""
+    """Returns None if the identity cannot be read."""
     try:
         return Identity.parse(record.identity)
     except StoreCorrupt:
@@ -376,7 +378,7 @@ def _parsed_identity(record: RootRecord) -> Identity | None:
 
 
 def _why_unknown(model: str, wanted: Identity, known: list[tuple[str, Identity | None]]) -> str:
-    """What follows the name of a file whose model a store does not know."""
+    """Returns why the model of a file is unknown to a store; the sentence begins with the name of the file."""
     here = [identity for _, identity in known if identity is not None and _weights(identity) == _weights(wanted)]
     if here:
         return (
@@ -396,7 +398,7 @@ def _weights(identity: Identity) -> str | None:
 
 
 def _difference(there: Identity, here: Identity) -> str:
-    """The names of what differs, with the values where they are short."""
+    """Returns the names of the fields that differ, with their values where these are short."""
     a, b = (identity.fingerprint | {"block_size": str(identity.block_size)} for identity in (there, here))
     names = sorted(name for name in a | b if a.get(name) != b.get(name)) or ["layout"]
     return ", ".join(_comparison(name, a.get(name, ""), b.get(name, "")) for name in names[:_SHOWN_NAMES])

@@ -1,7 +1,7 @@
-"""What an exported file says of its entry, and which tensors it must then hold. See `store.entry_file` for the form.
+"""The metadata of an exported file, and the tensors that the file must hold. `entry_file` documents the format.
 
-A manifest comes from the store or from a file. One from a file is checked here: what it says of itself must agree, and
-it must be what an export writes.
+A manifest is made from the store or from a file. One from a file is checked here: its fields must agree with each
+other, and it must be one that an export writes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Decoded = TypeVar("Decoded")
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What a root is the hash of, as far as it matters here. `salt` is the tenant."""
+    """The fields of a root's identity text that are used here. `salt` is the tenant."""
 
     fingerprint: dict[str, str]
     block_size: int
@@ -63,14 +63,14 @@ class Identity(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> tuple[object, ...]:
-        """All but the tenant."""
+        """Everything but the tenant."""
         return self.fingerprint, self.block_size, self.layout_version, self.layout
 
 
 @dataclass(frozen=True)
 class Span:
-    """A node's place in the prompt: `num_tokens` tokens from `position` on. `states` says which of the file's states it
-    holds, None for a block."""
+    """The part of the prompt that a node holds: `num_tokens` tokens from `position` on. `states` is the number of its
+    row in the file's state tensors, None for a block."""
 
     position: int
     num_tokens: int
@@ -80,7 +80,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the file. `itemsize` is that of the dtype, in bytes."""
+    """A tensor of the file. `dtype` is the name that safetensors uses, `itemsize` its size in bytes."""
 
     dtype: str
     itemsize: int
@@ -114,7 +114,7 @@ class Manifest:
 
     @classmethod
     def of_metadata(cls, metadata: Mapping[str, str], *, with_logits: bool) -> Manifest:
-        """Inverse of `metadata`. Raises `StoreCorrupt` for what no export writes."""
+        """The inverse of `metadata`. Raises `StoreCorrupt` for metadata that no export writes."""
         try:
             manifest = cls(
                 root=bytes.fromhex(_matching(_ROOT, metadata["root"])),
@@ -135,21 +135,14 @@ class Manifest:
         except ValueError as error:
             raise StoreCorrupt(f"its metadata cannot be read: {error}") from error
         manifest.check()
-        if metadata.get("version") != manifest.version:
-            raise StoreCorrupt(f"its layout is one for version {manifest.version} of the form")
         return manifest
 
     def metadata(self) -> dict[str, str]:
-        """As texts, by name."""
+        """Returns the metadata of the file: texts by name."""
         left_out = {"with_logits", "states"}
         values = {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name not in left_out}
         values |= {"root": self.root.hex(), "created_at": repr(self.created_at)}
         return values | ({"states": ",".join(map(str, self.states))} if self.states else {})
-
-    @property
-    def version(self) -> str:
-        """Of the form: what has no states is written as it was before there were any."""
-        return "2" if self._parsed_layout().states else "1"
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
@@ -162,7 +155,7 @@ class Manifest:
 
     @property
     def spans(self) -> list[Span]:
-        """The nodes, in the order of their positions; a checkpoint comes after the block that ends there."""
+        """The nodes in the order of their positions. A checkpoint comes after the block that ends there."""
         spans: list[Span] = []
         checkpoints = {position: number for number, position in enumerate(self.checkpoints)}
         rest = self.num_tokens % self.block_size
@@ -176,7 +169,7 @@ class Manifest:
         return spans
 
     def token_tensors(self) -> dict[str, Tensor]:
-        """The per-token tensors that payloads are cut from, in their order there. Raises `StoreCorrupt`."""
+        """Returns the per-token tensors by name, in the order of a payload. Raises `StoreCorrupt`."""
         groups = self._parsed_layout().groups
         return _named(
             (name, _tensor(group.dtype, (1, group.heads, self.num_tokens, group.head_dim)))
@@ -185,19 +178,19 @@ class Manifest:
         )
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The tensors of states that payloads are cut from, in their order there. Raises `StoreCorrupt`."""
+        """Returns the tensors of states by name, in the order of a payload. Raises `StoreCorrupt`."""
         groups = self._parsed_layout().states
         return _named(
             (name, _tensor(group.dtype, (len(self.states), *group.shape))) for group in groups for name in group.tensors
         )
 
     def logits_tensor(self) -> Tensor:
-        """The next-token logits that a tail's payload ends with. Raises `StoreCorrupt`."""
+        """Returns the next-token logits, with which the payload of a tail ends. Raises `StoreCorrupt`."""
         vocab_size, dtype = self._parsed_layout().logits
         return _tensor(dtype, (vocab_size,))
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the file, those of wide elements first: each then starts at a multiple of its element."""
+        """Returns all tensors of the file by name. The widest elements come first, so that each is aligned."""
         tokens, states = self.token_tensors(), self.state_tensors()
         if not (tokens or states) or tokens.keys() & states.keys():
             raise StoreCorrupt("its layout holds no tensor, or one twice")
@@ -211,7 +204,7 @@ class Manifest:
         return dict(sorted(table.items(), key=lambda item: -item[1].itemsize))
 
     def check(self) -> None:
-        """Raises `StoreCorrupt` for what cannot be, or does not agree."""
+        """Raises `StoreCorrupt` if a field is out of range, or fields do not agree."""
         if not 1 <= self.num_tokens <= _MAX_TOKENS or not 1 <= self.block_size <= _MAX_BLOCK_SIZE:
             raise StoreCorrupt(f"{self.num_tokens} tokens in blocks of {self.block_size} are out of range")
         if not self.with_logits and self.num_tokens % self.block_size:
@@ -226,13 +219,13 @@ class Manifest:
     def _check_states(self) -> None:
         groups = self._parsed_layout().states
         if any(group.rows < 1 or math.prod(group.shape) % group.rows for group in groups):
-            raise StoreCorrupt("its layout cuts states into rows that do not fit")
+            raise StoreCorrupt("its layout splits states into rows that do not fit")
         if bool(self.states) != bool(groups):
-            raise StoreCorrupt("it has states and its layout has none, or the other way round")
+            raise StoreCorrupt("its layout has states and it has none, or the other way round")
         points, end = self.checkpoints, self.states[len(self.checkpoints) :]
         on_grid = all(position % self.block_size == 0 and position <= self.num_tokens for position in points)
         if not on_grid or list(points) != sorted(set(points)) or end not in ((), (self.num_tokens,)):
-            raise StoreCorrupt("its states are at no positions that can be")
+            raise StoreCorrupt("its states are at impossible positions")
 
     def _check_identity(self, identity: Identity) -> None:
         for name, told, found in (
@@ -252,7 +245,7 @@ class Manifest:
 
 
 def decode_json(text: str | bytes, type_: type[Decoded], what: str) -> Decoded:
-    """Raises `StoreCorrupt` for anything that is not JSON of this type."""
+    """Returns the decoded JSON. Raises `StoreCorrupt` if it is not JSON of this type."""
     try:
         return msgspec.json.decode(text, type=type_)
     except (ValueError, RecursionError) as error:
@@ -260,7 +253,7 @@ def decode_json(text: str | bytes, type_: type[Decoded], what: str) -> Decoded:
 
 
 def shown(text: str) -> str:
-    """Something from a file for a message: printable, and not too long."""
+    """Returns a text from a file for use in a message: printable and not too long."""
     line = repr(text)[1:-1]
     return line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]}…"
 
@@ -270,7 +263,7 @@ def _positions(text: str | None) -> tuple[int, ...]:
 
 
 def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """By their names in the file. Raises `StoreCorrupt` if there is one twice."""
+    """Returns the tensors by their names in the file. Raises `StoreCorrupt` for a name that occurs twice."""
     found = [(f"layers.{name}", tensor) for name, tensor in tensors]
     if len(dict(found)) != len(found):
         raise StoreCorrupt("its layout holds a tensor twice")

@@ -18,7 +18,7 @@ from diskprefix.store.store import Store
 from tests.faults.crash import ledger, prompts, worker
 from tests.faults.crash.check import Finding, check_entries, opened, verify
 from tests.faults.crash.ledger import Account
-from tests.faults.crash.worker import Plan
+from tests.faults.crash.worker import WorkerPlan
 from tests.server.daemon_process import clean_environment
 
 START_TIMEOUT_S = 120.0
@@ -49,7 +49,7 @@ class WorkerDied(Exception):
 class Worker:
     """A process that does what a plan says, until it is killed. `folder` is for its papers."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
+    def __init__(self, plan: WorkerPlan, folder: Path) -> None:
         self._ledger = Path(plan.ledger)
         self._start = self._ledger.stat().st_size if self._ledger.exists() else 0
         self._errors = folder / "errors.txt"
@@ -148,9 +148,9 @@ class StorePhase:
         verify(self._store, finding)
         check_entries(self._store, account, finding, may_evict=self.may_evict)
 
-    def _plan(self, index: int) -> Plan:
+    def _plan(self, index: int) -> WorkerPlan:
         tried = ledger.read(self._ledger).tried
-        return Plan(
+        return WorkerPlan(
             deed=self.deed,
             folder=str(self._store),
             ledger=str(self._ledger),
@@ -163,7 +163,7 @@ class StorePhase:
     def _files(self) -> dict[str, str]:
         return {}
 
-    def _kill_one(self, plan: Plan, awaited: str, moment_s: float) -> None:
+    def _kill_one(self, plan: WorkerPlan, awaited: str, moment_s: float) -> None:
         running = Worker(plan, self._folder)
         running.wait_begun(awaited)
         time.sleep(moment_s)

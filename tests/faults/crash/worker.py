@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class WorkerPlan:
     """`first`: number of the first prompt to save. `files`: by prompt, what to import."""
 
     deed: str
@@ -59,7 +59,7 @@ class Clock:
 class Loop:
     """One process's store and ledger."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: WorkerPlan) -> None:
         self.plan = plan
         self.ledger = Ledger(Path(plan.ledger))
         self.clock = Clock(plan.first)
@@ -168,7 +168,7 @@ DEEDS: dict[str, Callable[[Loop], None]] = {
 def main(plan_file: str) -> None:
     # Whoever is to kill this process may be killed first; then nobody would end it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    plan = Plan(**json.loads(Path(plan_file).read_text(encoding="utf-8")))
+    plan = WorkerPlan(**json.loads(Path(plan_file).read_text(encoding="utf-8")))
     DEEDS[plan.deed](Loop(plan))
     signal.pause()
 

@@ -263,7 +263,7 @@ def test_states_are_where_the_file_says_they_are(store: Store, tmp_path: Path) -
     path = exported(store, pub, tmp_path / "e.safetensors")
     with safe_open(path, "pt") as opened:
         metadata = opened.metadata()
-    assert (metadata["version"], metadata["states"]) == ("2", f"{BLOCK},{3 * BLOCK},{len(PROMPT)}")
+    assert (metadata["version"], metadata["states"]) == ("1", f"{BLOCK},{3 * BLOCK},{len(PROMPT)}")
     tensors = load_file(path)
     assert tensors["layers.3.conv0"].shape == (3, 6, 3)
     assert tensors["layers.2.recurrent0"].shape == (3, 2, 4, 5)
