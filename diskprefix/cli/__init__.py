@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -43,12 +44,23 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        # This prints --help.
+        with _ended_by_a_broken_pipe():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _ended_by_a_broken_pipe():
             return super().invoke(ctx)
-        except BrokenPipeError:
-            # click would turn it into exit code 1, which has another meaning here.
-            raise click.exceptions.Exit(_BROKEN_PIPE_EXIT_CODE) from None
+
+
+@contextmanager
+def _ended_by_a_broken_pipe() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        # click would turn it into exit code 1, which has another meaning here.
+        raise click.exceptions.Exit(_BROKEN_PIPE_EXIT_CODE) from None
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from diskprefix.cli.options import PathType
 from diskprefix.cli.tooling import advised, json_option, print_json, progress, require_store, store_folder_option
 from diskprefix.settings import format_size
 from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store
@@ -18,7 +19,7 @@ from diskprefix.store.folder import DATA
     "--to",
     "target",
     metavar="FOLDER",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=PathType(file_okay=False),
     help="Leave the store unchanged and write the compacted copy to this folder. This works beside a running daemon.",
 )
 @store_folder_option

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from diskprefix.cli.options import PathType
 from diskprefix.cli.tooling import (
     find_entry,
     json_option,
@@ -29,7 +30,7 @@ from diskprefix.tenant import short_tenant
     "-o",
     "--output",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=PathType(),
     show_default="the beginning of the id, in the current folder",
     help="The file to write, or the folder to write it into.",
 )

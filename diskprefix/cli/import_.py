@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.options import build_settings, setting_option
+from diskprefix.cli.options import PathType, build_settings, setting_option
 from diskprefix.cli.tooling import (
     advised,
     counted,
@@ -39,7 +39,7 @@ from diskprefix.tenant import short_tenant
 
 
 @click.command("import", short_help="Add exported prompts to the store.")
-@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PathType())
 @click.option("--dry-run", is_flag=True, help="Verify the files, show what would be imported, and change nothing.")
 @click.option(
     "--force",

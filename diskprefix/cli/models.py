@@ -52,7 +52,7 @@ class ModelRow:
 
 
 @click.command(short_help="List the architectures, and how each is restored.")
-@click.argument("names", nargs=-1, metavar="[NAME]…")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
 @json_option
 def models(names: tuple[str, ...], as_json: bool) -> None:
     """List the decoder architectures of the installed transformers: what their layers keep, how a prefix is restored,
@@ -120,6 +120,8 @@ def _row_of(name: str, table: dict[str, Any]) -> ModelRow:
     """Raises `SettingsError` for a name that is no architecture and no folder, `ModelError` for an unfit folder."""
     from transformers import CONFIG_MAPPING
 
+    if not name:
+        raise SettingsError("NAME: it is empty; give an architecture or a folder", param="NAME")
     path = Path(os.path.expanduser(name))
     if path.is_dir() and (name not in CONFIG_MAPPING or os.sep in name):
         return _row_of_folder(path, table)

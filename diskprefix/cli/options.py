@@ -20,10 +20,25 @@ from diskprefix.settings import SETTINGS, Settings, find_policy, flag_of, parse_
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 _DEFAULTS = Settings()
+
+
+class PathType(click.Path):
+    """A path that is not empty: pathlib would take an empty one for the current folder."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(path_type=Path, **attributes)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail(_EMPTY, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_EMPTY = "it is empty; give a value, or leave it out"
 _CLICK_TYPES: Mapping[str, Any] = {
     "integer": int,
-    "file": click.Path(path_type=Path, dir_okay=False),
-    "folder": click.Path(path_type=Path, file_okay=False),
+    "file": PathType(dir_okay=False),
+    "folder": PathType(file_okay=False),
 }
 """Sizes and durations stay text. `build_settings` reads them, whether they come from a flag or a policy file."""
 _METAVARS = {"size": "SIZE", "duration": "DURATION", "file": "FILE"}
@@ -60,7 +75,7 @@ class NonemptyOption(GroupedOption):
 def nonempty(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
     """Callback of a text option. Raises `BadParameter` for an empty text."""
     if value == "":
-        raise click.BadParameter("it is empty; give a value, or leave it out")
+        raise click.BadParameter(_EMPTY)
     return value
 
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_values, setting_option
+from diskprefix.cli.options import (
+    GroupedCommand,
+    PathType,
+    build_settings,
+    nonempty,
+    option,
+    policy_values,
+    setting_option,
+)
 from diskprefix.cli.simulate_plot import PLOT_FORMATS, draw, require_matplotlib
 from diskprefix.cli.simulate_table import show
 from diskprefix.cli.tooling import print_json, progress, status
@@ -48,6 +56,12 @@ def _recorded(otherwise: int) -> dict[str, Any]:
     return {"default": None, "show_default": f"the recording's, else {otherwise}"}
 
 
+def _nonempty_names(_context: click.Context, _parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        nonempty(_context, _parameter, name)
+    return names
+
+
 _EPILOG = """\b
 Examples:
   diskprefix simulate day.jsonl
@@ -66,7 +80,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
 
 
 @click.command(cls=GroupedCommand, short_help="Replay a workload, and show what each setting would do.", epilog=_EPILOG)
-@click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE...", callback=_nonempty_names)
 @option(
     "--scope",
     group=_SETTINGS,
@@ -131,7 +145,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     envvar=None,
     help="The model whose tokenizer and chat template render request bodies. Its weights are not loaded.",
 )
-@setting_option("chat_template", group=_WORKLOAD, envvar=None)
+@setting_option("chat_template", group=_WORKLOAD, envvar=None, type=PathType(exists=True, dir_okay=False))
 @option(
     "--limit",
     group=_WORKLOAD,
@@ -145,7 +159,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     "--plot",
     group=_OUTPUT,
     metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=PathType(dir_okay=False),
     show_default="nothing is drawn",
     help="Draw the restored share against the bytes written, with a curve for each scope, to a .png or .svg file. "
     "Needs matplotlib.",

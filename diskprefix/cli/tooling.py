@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from diskprefix.cli.options import PathType
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
 from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir
@@ -27,7 +28,7 @@ _SHOWN_ID_DIGITS, _MIN_ID_DIGITS = 12, 4
 
 store_folder_option = click.option(
     "--kv-cache-dir",
-    type=click.Path(path_type=Path),
+    type=PathType(),
     default=default_kv_cache_dir,
     envvar="DISKPREFIX_KV_CACHE_DIR",
     show_default=DEFAULT_DIR,
@@ -47,7 +48,8 @@ yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 
 def require_store(folder: Path) -> None:
     """Raises `StoreUnavailable` if there is no store in `folder`, so that a command that looks does not create one."""
-    if not (folder / DATA).is_file():
+    file = folder / DATA
+    if not file.is_file() or not file.stat().st_size:
         raise StoreUnavailable(f"{folder} holds no diskprefix store; give its folder with --kv-cache-dir")
 
 

@@ -14,6 +14,7 @@ from diskprefix.cli.options import (
     Decorated,
     GroupedCommand,
     build_settings,
+    nonempty,
     option,
     policy_option,
     setting_option,
@@ -108,6 +109,7 @@ class Warmed:
     metavar="KEY",
     envvar=variable_of("--api-key"),
     show_default="none is sent",
+    callback=nonempty,
     help="The key to send to a daemon with --api-keys. The prompts are saved for this key. Give it in the variable "
     "DISKPREFIX_API_KEY, where the list of processes does not show it.",
 )

@@ -412,6 +412,7 @@ def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
         ([], "Missing argument 'TRACE...'"),
         (["nowhere.jsonl"], "nowhere.jsonl: it cannot be read: No such file"),
         (["."], "it cannot be read: Is a directory"),
+        (["synthetic:edits", "--chat-template", "nowhere"], "File 'nowhere' does not exist"),
         (["synthetic:nobody"], "there is no workload 'nobody'; there are shared-anchor, interleaved"),
         (["synthetic:edits:"], "'' is not a number of requests, from 1 to 1000000"),
         (["synthetic:edits:0"], "'0' is not a number of requests"),

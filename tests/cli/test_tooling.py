@@ -70,11 +70,17 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_code_4(folder: Path,
     assert (ended.returncode, ended.stderr) == (4, message)
 
 
-@pytest.mark.parametrize("args", WRITERS)
-def test_a_pipe_that_nobody_reads_ends_it_quietly_with_the_code_of_a_shell(folder: Path, args: list[str]) -> None:
+HELP = [["--help"], ["serve", "--help"]]
+
+
+@pytest.mark.parametrize("args", [*([*args, "--kv-cache-dir", "kv"] for args in WRITERS), *HELP])
+def test_a_pipe_that_nobody_reads_ends_it_quietly_with_the_code_of_a_shell(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]
+) -> None:
+    monkeypatch.chdir(folder.parent)
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "diskprefix", *args, "--kv-cache-dir", str(folder)]
+    command = [sys.executable, "-m", "diskprefix", *args]
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, "")
@@ -109,6 +115,35 @@ def test_a_damaged_file_is_one_line_that_says_what_helps(
     assert f"{folder / 'data.mdb'} is damaged: " in ended.stderr
     assert "`verify --fix` cannot repair this: delete the file, or let `diskprefix serve` move it aside" in ended.stderr
     assert (folder / "data.mdb").read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *(["inspect", "--kv-cache-dir", ""], ["compact", "--to", ""], ["export", "3fa9", "-o", ""], ["import", ""]),
+        *(["serve", "--kv-cache-dir", ""], ["serve", "--record", ""], ["simulate", "x", "--plot", ""], ["models", ""]),
+        *(["simulate", ""], ["warm", "x", "--api-key", ""]),
+    ],
+)
+def test_an_empty_value_is_refused_and_does_not_mean_the_current_folder(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    Path("x").touch()
+    before = sorted(path.name for path in folder.iterdir())
+    ended = run(*args)
+    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert "it is empty" in ended.stderr
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("args", [["inspect"], ["verify", "--fix"], ["purge", "--all", "--yes"], ["compact"]])
+def test_an_empty_file_is_no_store_and_none_is_made_of_it(run: Run, tmp_path: Path, args: list[str]) -> None:
+    (tmp_path / "data.mdb").touch()
+    ended = run(*args, "--kv-cache-dir", tmp_path)
+    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (4, "", 1)
+    assert "holds no diskprefix store" in ended.stderr
+    assert (tmp_path / "data.mdb").stat().st_size == 0
 
 
 def test_the_folder_of_the_environment_may_begin_with_a_tilde(
