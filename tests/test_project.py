@@ -1,8 +1,7 @@
-"""What holds for the project as a whole: its files, its tools, and that the README says what the code does."""
+"""What holds for the project as a whole: its files, its tools, and that its pages say what the code does."""
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import os
 import re
@@ -12,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import diskprefix
-from diskprefix.settings import Settings, flag_of, parse_size
+from diskprefix.cli.options import setting_options
+from diskprefix.settings import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = {
@@ -49,12 +50,6 @@ def dependencies() -> set[str]:
     return {canonicalize_name(Requirement(line).name) for line in listed}
 
 
-def readme_section(title: str) -> str:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    sections = {section.partition("\n")[0]: section for section in re.split(r"^## ", text, flags=re.MULTILINE)}
-    return sections[title]
-
-
 def is_ignored(name: str) -> bool:
     patterns = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
     return any(fnmatch.fnmatch(name, pattern.strip("/")) for pattern in patterns if pattern)
@@ -78,8 +73,9 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_each_dependency_has_its_reason_in_the_readme() -> None:
-    reasons = dict(re.findall(r"^- `([^`]+)`: (.+)$", readme_section("Dependencies"), flags=re.MULTILINE))
+def test_each_dependency_has_its_reason_beside_it() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    reasons = dict(re.findall(r'^    "([a-z0-9-]+)[^"]*",  # (.{15,})$', text, flags=re.MULTILINE))
     assert {canonicalize_name(name) for name in reasons} == dependencies()
 
 
@@ -91,17 +87,22 @@ def test_each_dependency_has_a_known_good_version() -> None:
     assert all(re.fullmatch(r"==[0-9.]+", str(pin.specifier)) and not pin.url for pin in pins)
 
 
-def test_the_options_table_holds_every_flag_with_its_default() -> None:
-    rows = re.findall(r"^\| `(--[a-z-]+)` \| ([^|]*) \| [^|]+ \|$", readme_section("Options"), flags=re.MULTILINE)
-    shown = {flag: default.strip().strip("`") for flag, default in rows}
-    assert shown.keys() == {flag_of(field.name) for field in dataclasses.fields(Settings)} | {"--policy"}
-    for field in dataclasses.fields(Settings):
-        if isinstance(field.default, bool):
-            assert shown[flag_of(field.name)] == ("on" if field.default else "off")
-        elif isinstance(field.default, int):
-            assert parse_size(shown[flag_of(field.name)], param=field.name) == field.default
-        elif isinstance(field.default, str):
-            assert shown[flag_of(field.name)] == field.default
+def options_table() -> str:
+    """The table of options as `diskprefix/cli/README.md` must show it."""
+    command = click.Command("serve")
+    setting_options(SETTINGS)(command)
+    lines = ["| option | default | |", "| --- | --- | --- |"]
+    for parameter in sorted(command.params, key=lambda parameter: list(SETTINGS).index(str(parameter.name))):
+        setting = SETTINGS[str(parameter.name)]
+        value = parameter.default if setting.kind != "switch" else "on" if parameter.default else "off"
+        default = setting.unset or f"`{value}`"
+        lines.append(f"| `{parameter.opts[0]}` | {default} | {setting.help} |")
+    return "\n".join(lines)
+
+
+def test_the_options_table_is_what_the_settings_say() -> None:
+    page = (ROOT / "diskprefix/cli/README.md").read_text(encoding="utf-8")
+    assert options_table() in page, f"the table must be:\n{options_table()}"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -24,7 +24,8 @@ Examples:
 
 A flag overrides its variable, a variable overrides the policy file, and the policy file overrides the defaults.
 
-Exit codes: 0 ended by a signal; 2 wrong usage; 3 the model cannot be loaded; 4 the store or the port cannot be used.
+Exit codes: 0 ended by a signal; 2 wrong usage, or an address that cannot be used; 3 the model cannot be loaded; 4 the
+store cannot be used; 5 the accelerator failed, and only a new process can use it again.
 """
 
 
