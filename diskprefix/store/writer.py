@@ -1,7 +1,8 @@
-"""The background writer: publications leave the request's path here and reach the store in order.
+"""The background writer: a thread that writes publications to the store, in order, after the request has ended.
 
-It is bounded in bytes: when the buffer is full a publication is refused, never waited for. What is queued is visible to
-readers at once through `pending`. A failure of the store is logged once, counted, and leaves the daemon serving.
+The buffer is bounded in bytes. When it is full, a publication is refused, and no request waits. Queued nodes are
+visible to readers at once through `pending`. A failure of the store is logged once and counted, and the daemon goes on
+serving.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from diskprefix.store.store import Publication, Store
 log = logging.getLogger("diskprefix")
 
 _TOUCH_INTERVAL_S = 1.0
-"""How long uses may wait to be written together; a kill loses at most that much of hits and times of last use. The
-folder is looked at as often."""
+"""Uses of nodes wait so long to be written together. A kill loses at most that much of hits and times of last use. The
+folder is checked at the same interval."""
 _LAST_WRITE_S = 10.0
 
 Repair: TypeAlias = Callable[[Store, Mapping[bytes, RootRecord]], int]
@@ -40,7 +41,7 @@ def no_repair(_store: Store, _roots: Mapping[bytes, RootRecord]) -> int:
 
 
 class Writer:
-    """Owns the writing thread. `reserve`, `submit` and `touch` never wait for the disk and never raise."""
+    """Owns the writing thread. `reserve`, `submit` and `touch` do not wait for the disk and do not raise."""
 
     def __init__(self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0, repair: Repair = no_repair) -> None:
         """`ttl_s`: nodes that were not used for this many seconds are removed; 0 keeps them. Uses may ask for another
@@ -54,7 +55,7 @@ class Writer:
         self._touches: dict[bytes, Use] = {}
         self._damaged: dict[bytes, bytes] = {}
         self._roots: dict[bytes, RootRecord] = {}
-        """Of what is being written: it can replace a damaged record."""
+        """The root record of the publication that is being written. It can replace a damaged one."""
         self._pending: Mapping[bytes, NewNode] = MappingProxyType({})
         self._pending_bytes = 0
         self._changed = threading.Condition()
@@ -66,14 +67,15 @@ class Writer:
         self.written_bytes = 0
         self.written_tokens = 0
         self.error: str | None = None
-        """The store's last failure, None once a publication has been written again."""
+        """The store's last failure; None after the next publication that succeeds."""
         self._look()
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
 
     @property
     def pending(self) -> Mapping[bytes, NewNode]:
-        """Nodes not yet in the store, an immutable view. Take it before a snapshot, or a node may be in neither."""
+        """The nodes that are not yet in the store, an immutable view. Read it before a snapshot is taken, or a node may
+        be in neither."""
         return self._pending
 
     @property
@@ -81,19 +83,19 @@ class Writer:
         return self._pending_bytes
 
     def reserve(self, size: int) -> None:
-        """Set `size` bytes of the buffer aside for a publication that is being captured; the caller asked for room."""
+        """Reserve `size` bytes of the buffer for a publication. The caller has checked `room_bytes`."""
         with self._changed:
             self._pending_bytes += size
 
     def release(self, size: int) -> None:
-        """Give back what was reserved for a publication that could not be captured; it counts as dropped."""
+        """Give back the bytes reserved for a publication that could not be captured. It counts as dropped."""
         with self._changed:
             self._pending_bytes -= size
             self.dropped += 1
             self._changed.notify_all()
 
     def submit(self, publication: Publication, *, reserved_bytes: int) -> None:
-        """Queue a publication whose payloads fill what `reserve` set aside. Its nodes are visible at once."""
+        """Queue a publication whose payloads take the bytes that were reserved. Its nodes are visible at once."""
         assert publication.payload_bytes == reserved_bytes
         with self._changed:
             if publication.base is not None:
@@ -103,10 +105,10 @@ class Writer:
             self._changed.notify_all()
 
     def touch(self, name: bytes, when: float, ttl_s: float | None = None, *, hits: int = 1) -> None:
-        """Note the use of a stored node, and so of all that it continues; written together with others.
+        """Record the use of a stored node and of the nodes that it continues. Uses are written together, later.
 
-        `ttl_s`: for how long it asks to keep them, in seconds; None asks for what the daemon's says. `hits`: 0 if only
-        that is new.
+        `ttl_s`: how long the request asks to keep the nodes, in seconds; None leaves that to the daemon. `hits` is 0 if
+        only the time to live is new.
         """
         use = Use(when, hits, recorded_ttl(ttl_s))
         with self._changed:
@@ -114,23 +116,23 @@ class Writer:
             self._touches[name] = use if noted is None else noted.and_also(use)
 
     def quarantine(self, name: bytes, parent: bytes) -> None:
-        """Have a damaged node removed, before anything that is submitted from now on is written."""
+        """Remove a damaged node before the next publication is written."""
         with self._changed:
             self._damaged[name] = parent
             self._changed.notify_all()
 
     @property
     def room_bytes(self) -> int:
-        """What may still be reserved. It only grows until the one thread that reserves does so."""
+        """The bytes that may still be reserved. The number only grows until the one thread that reserves does so."""
         return 0 if self._closing else max(0, self._buffer_bytes - self._pending_bytes)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything reserved and queued is written; False when time runs out first."""
+        """Wait until everything reserved and queued is written. Returns False if the time runs out first."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._pending_bytes, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued, then stop. False when time ran out and publications were lost (they are counted)."""
+        """Write what is queued, then stop. Returns False if the time ran out and publications were lost."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -142,7 +144,7 @@ class Writer:
             self.dropped += lost
             while len(self._queue) > 1:
                 self._queue.pop()
-        # The transaction that is being written is let finish, for a while: LMDB would only roll it back.
+        # The transaction that is being written may finish, or LMDB would roll it back.
         self._thread.join(max(timeout_s, _LAST_WRITE_S))
         lost += self.is_alive
         if lost:
@@ -151,7 +153,7 @@ class Writer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still writes: then the store must not be closed. Another process may hold LMDB's lock for ever."""
+        """Whether the thread still runs, since another process may hold LMDB's lock. Then the store must stay open."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -166,7 +168,7 @@ class Writer:
             if publication is not None:
                 self._attempt(partial(self._write, publication))
                 self._forget(publication)
-            # After the publication: what was restored from memory is a node of the store only now.
+            # After the publication: nodes that were restored from memory are in the store only now.
             self._attempt(self._write_touches)
             if publication is None and closing:
                 return
@@ -174,7 +176,7 @@ class Writer:
                 self._attempt(self._maintain)
 
     def _attempt(self, step: Callable[[], None]) -> None:
-        """Run a step; whatever it raises, the thread lives on. A bug shows as a degraded cache and a traceback."""
+        """Run a step. The thread goes on whatever it raises: a bug shows as a degraded cache and a logged traceback."""
         try:
             step()
         except StoreCorrupt as error:
@@ -225,7 +227,7 @@ class Writer:
         self._expire()
 
     def _expire(self) -> None:
-        """Remove what has expired, now and then; the first time soon after the start, which tells what there is."""
+        """Remove expired nodes at intervals. The first time is soon after the start."""
         if self._store.problem is not None:
             return
         now = time.monotonic()
@@ -234,12 +236,12 @@ class Writer:
             self.expired += self._store.expire(self._ttl_s)
 
     def _look(self) -> None:
-        """Say what is wrong with the folder, once."""
+        """Report what is wrong with the folder, once."""
         if self._store.problem is not None:
             self._report(self._store.problem)
 
     def _repair(self, error: StoreCorrupt) -> None:
-        """Remove records that keep the store from being written. Damage of the file itself is `Store.maintain`'s."""
+        """Remove damaged records that make writing fail. `Store.maintain` deals with damage of the file itself."""
         try:
             self.quarantined += self._repair_store(self._store, self._roots)
         except CacheError as failure:
@@ -252,7 +254,7 @@ class Writer:
 
     def _report(self, error: CacheError | str) -> None:
         if self.error is None:
-            log.warning("[disk-cache] serving without saving until this is mended: %s", error)
+            log.warning("[disk-cache] serving without saving until this is repaired: %s", error)
         self.error = str(error)
 
     def _forget(self, publication: Publication) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 KINDS = ("no damage", *FILE_DAMAGE, *RECORD_DAMAGE)
 WITHOUT_THE_CHECK = """
 from diskprefix.store import opening
-opening._require_sound = lambda path: None
+opening._require_sound = lambda *_: None
 from tools.matrices.corruption import main
 main()
 """
