@@ -161,6 +161,13 @@ class Settings:
     max_body_bytes: int = _setting(
         32 * 1024**2, SERVER, "The largest request body. A larger one gets a 413.", kind="size", bounds=(1024, 2**40)
     )
+    max_connections: int = _setting(
+        256,
+        SERVER,
+        "The number of connections that may be open, those without a request included. More get a 503.",
+        kind="integer",
+        bounds=(1, 100_000),
+    )
     api_keys: Path | None = _setting(
         None,
         SERVER,

@@ -1,49 +1,134 @@
-"""One request in the engine, as the event loop sees it: events come in from the engine's thread, a disconnect goes out.
+"""One request in the engine, as the event loop sees it.
 
-A client that leaves cancels its ticket at once, whether the request is queued, in prefill or streaming.
+Events come from the engine's thread and wait in a buffer until the response takes them. A client that leaves cancels
+its request at once, whether the request is queued, in prefill or streaming.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 
-from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest
+from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, TextEvent
+from diskprefix.errors import DiskPrefixError
 
 if TYPE_CHECKING:
     from diskprefix.engine.scheduler import Scheduler
 
+log = logging.getLogger("diskprefix")
+
 Receive = Callable[[], Awaitable[Any]]
+
+MAX_WAITING_BYTES = 4 * 1024**2
+"""What may wait for a client that reads more slowly than the engine generates; about 100 000 tokens of plain text.
+
+The engine does not wait for a client, because other requests wait for the engine.
+"""
+_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 36, 400
+"""Memory that a token id and a `TokenLogprob` take, roughly."""
+
+
+class EventBuffer:
+    """The events of one request that wait to be sent, in order, within `MAX_WAITING_BYTES`.
+
+    Texts of the same choice that wait one behind the other are joined, so that a client which falls behind gets fewer,
+    longer chunks. `put` may be called from any thread, `get` on the event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._waiting: deque[Event | None] = deque()
+        self._num_bytes = 0
+        self._is_full = False
+        self._filled = asyncio.Event()
+
+    def put(self, event: Event | None) -> bool:
+        """Adds an event; None stands for the client's disconnect. Returns False if it no longer fits.
+
+        The first event that does not fit becomes an `ErrorEvent`, and all later ones are dropped.
+        """
+        with self._lock:
+            if self._is_full:
+                return False
+            self._num_bytes += _size(event)
+            if self._num_bytes > MAX_WAITING_BYTES:
+                self._is_full = True
+                event = ErrorEvent(DiskPrefixError("the client reads too slowly", code="client_too_slow"))
+            last = self._waiting[-1] if self._waiting else None
+            if isinstance(event, TextEvent) and isinstance(last, TextEvent) and event.choice == last.choice:
+                self._waiting[-1] = _join(last, event)
+                return True
+            self._waiting.append(event)
+        self._loop.call_soon_threadsafe(self._filled.set)
+        return not self._is_full
+
+    async def get(self) -> Event | None:
+        """Returns the next event and removes it; waits for one if there is none."""
+        while True:
+            with self._lock:
+                if self._waiting:
+                    event = self._waiting.popleft()
+                    self._num_bytes -= _size(event)
+                    return event
+                self._filled.clear()
+            await self._filled.wait()
+
+
+def _size(event: Event | None) -> int:
+    """Returns the bytes that an event takes in memory, roughly."""
+    if not isinstance(event, TextEvent):
+        return 0
+    num_logprobs = sum(1 + len(logprob.top) for logprob in event.logprobs)
+    return len(event.text) + _BYTES_PER_TOKEN * len(event.token_ids) + _BYTES_PER_LOGPROB * num_logprobs
+
+
+def _join(first: TextEvent, second: TextEvent) -> TextEvent:
+    return TextEvent(
+        first.choice,
+        first.text + second.text,
+        first.token_ids + second.token_ids,
+        first.logprobs + second.logprobs,
+    )
 
 
 class Generation:
-    """Async iterator of a request's events; ends after its `DoneEvent`.
+    """An async iterator over a request's events, which ends after the `DoneEvent`.
 
-    Raises `ClientDisconnect` when the client left, and the engine's error where the request failed. `close()` must be
-    called in the end; it is safe to call twice, and it cancels what still runs.
+    Raises `ClientDisconnect` if the client left, and the engine's error if the request failed. `close()` must be called
+    in the end; it cancels what still runs, and may be called twice.
     """
 
     def __init__(self, scheduler: Scheduler, request: GenerateRequest, receive: Receive) -> None:
         """Submits the request. Raises `QueueFull` or `NotReady`."""
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._events = EventBuffer(self._loop)
+        self._id = request.id
         self._closed = False
         self._ticket = scheduler.submit(request, self._emit)
         self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
 
     def _emit(self, event: Event) -> None:
         """Called in the engine's thread."""
-        if not self._closed:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        if not self._closed and not self._events.put(event):
+            self._loop.call_soon_threadsafe(self._cancel_slow)
+
+    def _cancel_slow(self) -> None:
+        if not self._ticket.cancelled:
+            log.warning("[server] %s cancelled: the client reads too slowly", self._id)
+            self._ticket.cancel()
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._ticket.cancel()
-        self._events.put_nowait(None)
+        self._events.put(None)
 
     def close(self) -> None:
         """Cancels what still runs and stops listening."""
@@ -52,7 +137,7 @@ class Generation:
         self._watch.cancel()
 
     async def next(self) -> Event:
-        """The next event that is not an error."""
+        """Returns the next event. Raises as the class says."""
         event = await self._events.get()
         if event is None:
             raise ClientDisconnect

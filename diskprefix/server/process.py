@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import signal
@@ -19,12 +18,15 @@ from typing import TYPE_CHECKING
 import prometheus_client
 import uvicorn
 
-from diskprefix.errors import DiskPrefixError, SettingsError
+from diskprefix.errors import DiskPrefixError
 from diskprefix.server.keys import ApiKeys
+from diskprefix.server.listener import listen
 from diskprefix.server.notify import notify
 from diskprefix.settings import Settings, format_size
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from diskprefix.server.daemon import Daemon, EngineLoader
     from diskprefix.server.serving import Serving
 
@@ -37,8 +39,7 @@ _SLOW_CLIENT_S = 3
 """And what a client that does not read gets after that."""
 
 _KEEP_ALIVE_S = 75
-_BACKLOG = 2048
-_ABSENT_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
+"""Time that an idle connection is kept open for another request."""
 _FORCED_EXIT_CODE = 130
 
 
@@ -62,9 +63,21 @@ def run(settings: Settings, load_engine: EngineLoader) -> None:
     app = create_app(settings, load_engine, keys)
     daemon: Daemon = app.state.daemon
     daemon.prior_s = process_age_s()
-    config = uvicorn.Config(
+    server = _Server(uvicorn_config(app, settings), daemon, keys)
+    daemon.on_ready = lambda serving: _announce(serving, settings, address)
+    daemon.on_progress = lambda line: notify(STATUS=line)
+    daemon.on_failure = server.exit_soon
+    server.run(sockets=listeners)
+    _end(daemon)
+
+
+def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """How uvicorn serves the application: its limits and timeouts, and nothing logged that the daemon logs itself."""
+    from diskprefix.server.connection import limited
+
+    return uvicorn.Config(
         app,
-        http="h11",
+        http=limited(settings.max_connections),
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -75,49 +88,6 @@ def run(settings: Settings, load_engine: EngineLoader) -> None:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(GRACE_S) + _SLOW_CLIENT_S,
     )
-    server = _Server(config, daemon, keys)
-    daemon.on_ready = lambda serving: _announce(serving, settings, address)
-    daemon.on_progress = lambda line: notify(STATUS=line)
-    daemon.on_failure = server.exit_soon
-    server.run(sockets=listeners)
-    _end(daemon)
-
-
-def listen(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on all addresses of `host`; port 0 takes a free one. Raises `SettingsError`.
-
-    They listen at once, before anything slow: a second daemon on the port must hear of it immediately.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise SettingsError(f"--host: {host!r} cannot be resolved: {error}", param="--host") from error
-    listeners: list[socket.socket] = []
-    failure: OSError | None = None
-    for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
-        if listeners and port == 0:
-            break
-        try:
-            listeners.append(_without_delay(socket.create_server(address, family=family, backlog=_BACKLOG)))
-        except OSError as error:
-            failure = error
-    # A name may have an address that this machine lacks, such as ::1 where IPv6 is off. A port in use is another thing.
-    if failure is not None and (not listeners or failure.errno not in _ABSENT_ADDRESS):
-        for listener in listeners:
-            listener.close()
-        hint = "is a daemon running already? Choose another with --port" if port else "see --host"
-        message = f"--port: cannot listen on {host}:{port}: {os.strerror(failure.errno or 0)}; {hint}"
-        raise SettingsError(message, param="--port") from failure
-    return listeners
-
-
-def _without_delay(listener: socket.socket) -> socket.socket:
-    """Accepted sockets inherit TCP_NODELAY: without it, the first tokens of a stream wait 40 ms for an acknowledgement.
-
-    asyncio sets it only on sockets that name TCP as their protocol, and these do not.
-    """
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
 
 
 def _exit_cleanly(_signal: int, _frame: FrameType | None) -> None:

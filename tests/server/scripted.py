@@ -5,7 +5,6 @@ What a real engine does too fast, too rarely or not at all: standing still in th
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,8 @@ from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.server.app import create_app
 from diskprefix.server.daemon import Daemon
+from diskprefix.server.listener import listen
+from diskprefix.server.process import uvicorn_config
 from diskprefix.settings import Settings
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import wait_until
@@ -144,12 +145,11 @@ class AppServer:
     def __init__(self, settings: Settings, load_engine: Any) -> None:
         self.app = create_app(settings, load_engine)
         self.daemon: Daemon = self.app.state.daemon
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
+        [self.listener] = listen("127.0.0.1", 0)
+        self.port: int = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(self.app, http="h11", ws="none", lifespan="on", log_config=None, access_log=False)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
+        self._server = uvicorn.Server(uvicorn_config(self.app, settings))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]})
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30)

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.errors import SettingsError
-from diskprefix.server.process import listen, process_age_s
+from diskprefix.server.process import process_age_s
 from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon, serve_flags, wait_until
 from tests.store.building import change_format
 
@@ -178,44 +177,6 @@ def test_a_model_that_does_not_exist_is_refused(cache: Path, tmp_path: Path) -> 
     assert "nothing" in line
 
 
-@pytest.mark.parametrize("host", ["300.1.1.1", "no such host"])
-def test_a_host_that_cannot_be_resolved_is_refused(host: str) -> None:
-    with pytest.raises(SettingsError, match="--host"):
-        listen(host, 0)
-
-
-def test_an_address_that_this_machine_lacks_is_left_out_if_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    def two_addresses(*_: object, **__: object) -> list[Any]:
-        return [(socket.AF_INET, 0, 0, "", (address, 0)) for address in ("203.0.113.7", "127.0.0.1")]
-
-    monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
-    [listener] = listen("both", 0)
-    assert listener.getsockname()[0] == "127.0.0.1"
-    listener.close()
-
-
-def test_a_port_in_use_on_one_of_two_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-
-        def two_addresses(*_: object, **__: object) -> list[Any]:
-            return [(socket.AF_INET, 0, 0, "", (address, port)) for address in ("127.0.0.2", "127.0.0.1")]
-
-        monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
-        with pytest.raises(SettingsError, match=f"both:{port}: Address already in use"):
-            listen("both", port)
-
-
-def test_port_0_takes_a_free_port_of_one_address() -> None:
-    listeners = listen("localhost", 0)
-    try:
-        assert len(listeners) == 1
-        assert listeners[0].getsockname()[1] > 0
-    finally:
-        for listener in listeners:
-            listener.close()
-
-
 def test_the_age_of_a_process_is_counted_from_its_start() -> None:
     assert 0 < process_age_s() < 24 * 3600
 
@@ -272,11 +233,3 @@ def test_a_daemon_that_cannot_load_is_never_ready(
     with DaemonProcess(*serve_flags(tmp_path / "nothing", cache), environment=environment) as daemon:
         assert daemon.process.wait(120) == 3
     assert not any("READY" in message for message in heard.messages)
-
-
-def test_small_writes_are_sent_at_once() -> None:
-    (listener,) = listen("127.0.0.1", 0)
-    with listener, socket.create_connection(listener.getsockname()):
-        accepted, _ = listener.accept()
-        with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -1,0 +1,112 @@
+"""One client's connection and its limits: how many may be open, and how long a client may send or take nothing.
+
+The routes limit bodies (see `body`) and the scheduler limits requests. What neither sees is limited here: clients that
+connect and send nothing, that send headers without end, or that do not read the response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from diskprefix.errors import NotReady
+from diskprefix.server.errors import error_body
+
+log = logging.getLogger("diskprefix")
+
+HEADERS_S = 30.0
+"""Time for the head of a request, from the connection or from the first byte after another request."""
+_REFUSAL_S = 1.0
+"""Time for a client to read why it was refused, before the connection is closed."""
+_LOG_EVERY_S = 60.0
+
+
+def limited(max_connections: int) -> type[LimitedConnection]:
+    """Returns the protocol class for a server with at most `max_connections` open connections."""
+    return type("LimitedConnection", (LimitedConnection,), {"max_connections": max_connections, "refused": set()})
+
+
+class LimitedConnection(H11Protocol):
+    """uvicorn's connection. One above the limit gets a 503 at once; one without a request is closed after a while."""
+
+    max_connections: ClassVar[int]
+    refused: ClassVar[set[LimitedConnection]]
+    logged_at: ClassVar[float] = -_LOG_EVERY_S
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._headers_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self.max_connections:
+            self._refuse(transport)
+            return
+        super().connection_made(transport)
+        self._start_headers_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if self in self.refused:
+            return
+        if not self._is_in_request:
+            self._start_headers_timer()
+        super().data_received(data)
+        if self._is_in_request:
+            self._stop_headers_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_headers_timer()
+        self.refused.discard(self)
+        super().connection_lost(exc)
+
+    @property
+    def _is_in_request(self) -> bool:
+        """Whether the head of a request has arrived that is not yet answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start_headers_timer(self) -> None:
+        if self._headers_timer is None:
+            self._headers_timer = self.loop.call_later(HEADERS_S, self.transport.close)
+
+    def _stop_headers_timer(self) -> None:
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
+
+    def _refuse(self, transport: asyncio.Transport) -> None:
+        """Sends a 503. The connection is closed a moment later: at once, the client might not get to read it."""
+        self.transport = transport
+        self._log_refusal()
+        if len(self.refused) >= self.max_connections:
+            transport.abort()
+            return
+        self.refused.add(self)
+        transport.write(_refusal(self.max_connections))
+        transport.write_eof()
+        self.loop.call_later(_REFUSAL_S, transport.abort)
+
+    def _log_refusal(self) -> None:
+        now = time.monotonic()
+        if now - self.logged_at >= _LOG_EVERY_S:
+            type(self).logged_at = now
+            log.warning(
+                "[server] connections are refused: %d are open (--max-connections); this is logged once a minute",
+                len(self.connections),
+            )
+
+
+def _refusal(max_connections: int) -> bytes:
+    error = NotReady(
+        f"the daemon has {max_connections} open connections and takes no more (--max-connections); try again later",
+        code="too_many_connections",
+    )
+    body = json.dumps(error_body(error)).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,0 +1,67 @@
+"""The sockets on which the daemon listens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from diskprefix.errors import SettingsError
+
+STALLED_S = 60
+"""Time after which the kernel closes a connection whose client is gone, or takes none of what waits for it."""
+
+_KEEPALIVE_S, _KEEPALIVE_PROBES = 15, 4
+_BACKLOG = 2048
+_ABSENT_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Returns listening sockets on all addresses of `host`; port 0 takes a free port of the first address.
+
+    They listen at once, before anything slow, so that a second daemon on the port is refused immediately. Raises
+    `SettingsError`.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"--host: {host!r} cannot be resolved: {error}", param="--host") from error
+    listeners: list[socket.socket] = []
+    failure: OSError | None = None
+    for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+        if listeners and port == 0:
+            break
+        try:
+            listeners.append(_configured(socket.create_server(address, family=family, backlog=_BACKLOG)))
+        except OSError as error:
+            failure = error
+    # A name may have an address that this machine lacks, such as ::1 where IPv6 is off. Other failures count.
+    if failure is not None and (not listeners or failure.errno not in _ABSENT_ADDRESS):
+        for listener in listeners:
+            listener.close()
+        hint = "is a daemon running already? Choose another with --port" if port else "see --host"
+        message = f"--port: cannot listen on {host}:{port}: {os.strerror(failure.errno or 0)}; {hint}"
+        raise SettingsError(message, param="--port") from failure
+    return listeners
+
+
+def _configured(listener: socket.socket) -> socket.socket:
+    """Sets the options that accepted sockets inherit.
+
+    Without TCP_NODELAY, the first tokens of a stream wait 40 ms for an acknowledgement. asyncio sets it only on sockets
+    that name TCP as their protocol, and these do not. The others are for clients that are gone or do not read: only the
+    kernel knows whether a client takes what was sent.
+    """
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": _KEEPALIVE_S,
+        "TCP_KEEPINTVL": _KEEPALIVE_S,
+        "TCP_KEEPCNT": _KEEPALIVE_PROBES,
+        "TCP_USER_TIMEOUT": STALLED_S * 1000,
+    }
+    for name, value in options.items():
+        # Linux has all of them, other systems some.
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return listener

@@ -1,0 +1,88 @@
+"""The sockets on which the daemon listens, and the connections that they accept."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from diskprefix.errors import SettingsError
+from diskprefix.server import listener as listening
+from diskprefix.server.listener import listen
+from tests.server.daemon_process import wait_until
+
+
+@pytest.mark.parametrize("host", ["300.1.1.1", "no such host"])
+def test_a_host_that_cannot_be_resolved_is_refused(host: str) -> None:
+    with pytest.raises(SettingsError, match="--host"):
+        listen(host, 0)
+
+
+def test_an_address_that_this_machine_lacks_is_left_out_if_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def two_addresses(*_: object, **__: object) -> list[Any]:
+        return [(socket.AF_INET, 0, 0, "", (address, 0)) for address in ("203.0.113.7", "127.0.0.1")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
+    [listener] = listen("both", 0)
+    assert listener.getsockname()[0] == "127.0.0.1"
+    listener.close()
+
+
+def test_a_port_in_use_on_one_of_two_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        def two_addresses(*_: object, **__: object) -> list[Any]:
+            return [(socket.AF_INET, 0, 0, "", (address, port)) for address in ("127.0.0.2", "127.0.0.1")]
+
+        monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
+        with pytest.raises(SettingsError, match=f"both:{port}: Address already in use"):
+            listen("both", port)
+
+
+def test_port_0_takes_a_free_port_of_one_address() -> None:
+    listeners = listen("localhost", 0)
+    try:
+        assert len(listeners) == 1
+        assert listeners[0].getsockname()[1] > 0
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def test_small_writes_are_sent_at_once() -> None:
+    (listener,) = listen("127.0.0.1", 0)
+    with listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_connection_whose_client_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "STALLED_S", 1)
+    (listener,) = listen("127.0.0.1", 0)
+    with listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        accepted.setblocking(False)
+
+        def is_closed() -> bool:
+            try:
+                accepted.send(b"x" * 65536)
+            except BlockingIOError:
+                return False
+            except TimeoutError:
+                return True
+            return False
+
+        with accepted:
+            wait_until(is_closed, "the kernel closes the connection")
+
+
+def test_the_client_of_an_idle_connection_is_probed() -> None:
+    (listener,) = listen("127.0.0.1", 0)
+    with listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < listening.STALLED_S
