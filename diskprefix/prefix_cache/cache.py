@@ -204,8 +204,17 @@ class PrefixCache:
                 self.counters["errors"] += 1
                 log.warning("[disk-cache] a prompt was not saved: %r", error, exc_info=error)
 
+    @property
+    def health(self) -> tuple[str, str | None]:
+        """`ok`, `unsupported` or `degraded`, and why it is degraded. Reads nothing from the disk."""
+        error = self.store.problem or self.writer.error
+        return "degraded" if error else "unsupported" if self.layout.unsupported else "ok", error
+
     def stats(self) -> dict[str, Any]:
-        """What `/props` and `/metrics` show. Counts of this process, sizes of the store. Never raises."""
+        """What `/props` and `/metrics` show. Counts of this process, sizes of the store. Never raises.
+
+        Reads the store, which may wait for the disk.
+        """
         try:
             counts, error = self.store.counts(), self.store.problem or self.writer.error
         except CacheError as failure:

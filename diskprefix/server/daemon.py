@@ -40,15 +40,17 @@ class Daemon:
 
     def __init__(self, settings: Settings, load_engine: EngineLoader) -> None:
         self.settings = settings
-        self.metrics = ServerMetrics(lambda: self.serving)
+        self.metrics = ServerMetrics()
         self.serving: Serving | None = None
         self.failure: BaseException | None = None
         self.prior_s = 0.0
         """Age of the process when this object was made; part of the start-up times."""
         self.doing = "starting"
         """What the load is at, one line for `/health` and systemd."""
-        self.on_ready: Callable[[Serving], None] = lambda _serving: None
-        self.on_failure: Callable[[], None] = lambda: None
+        self.on_ready: Callable[[Serving, dict[str, Any]], None] = lambda _serving, _stats: None
+        """Called with the counts of the cache, too."""
+        self.on_failure: Callable[[BaseException], None] = lambda _error: None
+        """Called when the load fails, and when the accelerator is lost."""
         self.on_progress: Progress = lambda _line: None
         self._load_engine = load_engine
         self._made_at = time.perf_counter()
@@ -67,7 +69,7 @@ class Daemon:
             return "failed"
         if self.serving is None:
             return "loading"
-        return "degraded" if self.serving.engine.cache.stats()["state"] == "degraded" else "ok"
+        return "degraded" if self.serving.engine.cache.health[0] == "degraded" else "ok"
 
     @property
     def is_loading(self) -> bool:
@@ -79,7 +81,8 @@ class Daemon:
         if self._stopping:
             raise NotReady("the daemon is stopping")
         if self.failure is not None:
-            raise NotReady("the model could not be loaded; the daemon's log has the reason")
+            what = "the model could not be loaded" if self.serving is None else "the daemon cannot go on and ends"
+            raise NotReady(f"{what}; its log has the reason")
         if self.serving is None:
             raise NotReady(f"the model is still loading ({self.doing}); /health tells when it is ready")
         return self.serving
@@ -133,21 +136,17 @@ class Daemon:
             loop.call_soon_threadsafe(self._progressed, line)
 
         try:
-            serving = self._serve(report)
+            serving = self._serve(report, loop)
+            stats = serving.engine.cache.stats()
         except DiskPrefixError as error:
-            self._hand_over(loop, self._failed, error)
+            _call_soon(loop, self._failed, error)
         except Exception as error:
             log.exception("loading failed unexpectedly")
-            self._hand_over(loop, self._failed, error)
+            _call_soon(loop, self._failed, error)
         else:
-            self._hand_over(loop, self._loaded, serving)
+            _call_soon(loop, self._loaded, serving, stats)
 
-    @staticmethod
-    def _hand_over(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], value: object) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(call, value)
-
-    def _serve(self, progress: Progress) -> Serving:
+    def _serve(self, progress: Progress, loop: asyncio.AbstractEventLoop) -> Serving:
         scope = parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")
         from diskprefix.engine.scheduler import Scheduler
 
@@ -160,7 +159,9 @@ class Daemon:
             media=engine.media,
         )
         renderer.warm_up()
-        scheduler = Scheduler(engine, self.settings.max_queue)
+        scheduler = Scheduler(
+            engine, self.settings.max_queue, on_fatal=lambda error: _call_soon(loop, self._failed, error)
+        )
         scheduler.start()
         return Serving(
             engine=engine,
@@ -183,11 +184,17 @@ class Daemon:
         self.doing = line
         self.on_progress(line)
 
-    def _loaded(self, serving: Serving) -> None:
+    def _loaded(self, serving: Serving, stats: dict[str, Any]) -> None:
         self.serving = serving
         if not self._stopping:
-            self.on_ready(serving)
+            self.on_ready(serving, stats)
 
     def _failed(self, error: BaseException) -> None:
         self.failure = error
-        self.on_failure()
+        self.on_failure(error)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *values: Any) -> None:
+    """Calls `call` on the event loop, unless that has ended meanwhile."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call, *values)

@@ -1,8 +1,8 @@
-"""Prometheus metrics in a registry of their own. Cache figures are read from the cache when they are scraped."""
+"""Prometheus metrics. Figures of the cache are read from the cache at each scrape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -43,9 +43,9 @@ _GATE_GAUGES = {
 
 
 class ServerMetrics:
-    """What the server counts. `serving` answers the loaded engine, or None while loading."""
+    """What the server counts."""
 
-    def __init__(self, serving: Callable[[], Serving | None]) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "diskprefix_requests", "HTTP requests answered.", ["route", "status"], registry=self.registry
@@ -66,7 +66,6 @@ class ServerMetrics:
         }
         for kind in ("prompt", "completion", "restored"):
             self._tokens.labels(kind)
-        self.registry.register(_EngineCollector(serving))
         ProcessCollector(registry=self.registry)
 
     def count_request(self, route: str, status: int) -> None:
@@ -80,30 +79,34 @@ class ServerMetrics:
         for phase, histogram in self._seconds.items():
             histogram.observe(getattr(done.timings, f"{phase}_ms") / 1000)
 
-    def render(self) -> bytes:
-        """The text that a scrape gets."""
-        return generate_latest(self.registry)
+    async def render(self, serving: Serving | None) -> bytes:
+        """Returns the text that a scrape gets. `serving` is None while the model loads."""
+        stats = await serving.cache_stats() if serving else {}
+        engine = CollectorRegistry()
+        engine.register(_EngineCollector(serving, stats))
+        return generate_latest(self.registry) + generate_latest(engine)
 
 
 class _EngineCollector(Collector):
-    """Queue and cache figures, read when asked for."""
+    """Figures of the queue and the cache, for one scrape."""
 
-    def __init__(self, serving: Callable[[], Serving | None]) -> None:
+    def __init__(self, serving: Serving | None, stats: dict[str, Any]) -> None:
         self._serving = serving
+        self._stats = stats
 
     def describe(self) -> list[Metric]:
         # Without this, registering would call collect() to learn the names.
         return []
 
     def collect(self) -> Iterator[Metric]:
-        serving = self._serving()
+        serving = self._serving
         yield GaugeMetricFamily("diskprefix_ready", "1 once the model is loaded.", value=float(serving is not None))
         if serving is None:
             return
         scheduler = serving.scheduler
         yield GaugeMetricFamily("diskprefix_queue_depth", "Requests that wait.", value=scheduler.queue_depth)
         yield GaugeMetricFamily("diskprefix_running", "Requests in the engine.", value=float(scheduler.running))
-        yield from _cache_metrics(serving.engine.cache.stats())
+        yield from _cache_metrics(self._stats)
 
 
 def _cache_metrics(stats: dict[str, Any]) -> Iterator[Metric]:

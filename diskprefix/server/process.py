@@ -8,17 +8,18 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import prometheus_client
 import uvicorn
 
-from diskprefix.errors import DiskPrefixError
+from diskprefix.errors import DeviceLost, DiskPrefixError
 from diskprefix.server.keys import ApiKeys
 from diskprefix.server.listener import listen
 from diskprefix.server.notify import notify
@@ -34,6 +35,9 @@ log = logging.getLogger("diskprefix")
 
 GRACE_S = 5.0
 """What a running request gets to finish after SIGTERM."""
+
+_DEVICE_LOST_S = 60.0
+"""What a process without its accelerator gets to end in order."""
 
 _SLOW_CLIENT_S = 3
 """And what a client that does not read gets after that."""
@@ -64,9 +68,9 @@ def run(settings: Settings, load_engine: EngineLoader) -> None:
     daemon: Daemon = app.state.daemon
     daemon.prior_s = process_age_s()
     server = _Server(uvicorn_config(app, settings), daemon, keys)
-    daemon.on_ready = lambda serving: _announce(serving, settings, address)
+    daemon.on_ready = lambda serving, stats: _announce(serving, stats, settings, address)
     daemon.on_progress = lambda line: notify(STATUS=line)
-    daemon.on_failure = server.exit_soon
+    daemon.on_failure = server.fail
     server.run(sockets=listeners)
     _end(daemon)
 
@@ -103,8 +107,14 @@ class _Server(uvicorn.Server):
         self._daemon = daemon
         self._keys = keys
 
-    def exit_soon(self) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Ends the process, which then raises `error`. A lost accelerator may keep it from ending in order."""
         self.should_exit = True
+        if isinstance(error, DeviceLost):
+            log.critical("[server] %s; the daemon ends, for its supervisor to start it again", error.message)
+            timer = threading.Timer(_DEVICE_LOST_S, os._exit, (error.exit_code,))
+            timer.daemon = True
+            timer.start()
 
     async def on_tick(self, counter: int) -> bool:
         """Several times a second."""
@@ -149,15 +159,14 @@ def _end(daemon: Daemon) -> None:
         os._exit(0)
 
 
-def _announce(serving: Serving, settings: Settings, address: str) -> None:
-    cache = describe_cache(serving, settings)
+def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, address: str) -> None:
+    cache = _describe_cache(serving, stats, settings)
     log.info("diskprefix ready on %s · %s · %s · %s", address, serving.model_name, cache, _startup(serving))
     notify(READY=1, STATUS=f"serving {serving.model_name} on {address}, {cache}")
 
 
-def describe_cache(serving: Serving, settings: Settings) -> str:
-    """`cache auto:30 in /var/cache/diskprefix/kv (12 entries, 210.0 MiB of 4.0 GiB)`."""
-    stats = serving.engine.cache.stats()
+def _describe_cache(serving: Serving, stats: dict[str, Any], settings: Settings) -> str:
+    """Returns for example `cache auto:30 in /var/cache/diskprefix/kv (12 entries, 210.0 MiB of 4.0 GiB)`."""
     if serving.scope.kind == "off":
         return "cache off"
     if stats["state"] == "unsupported":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import ModelNotFound
@@ -27,6 +28,12 @@ class Serving:
     fingerprint: str
     loaded_at: int
     startup_s: dict[str, float]
+    _reading_stats: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def cache_stats(self) -> dict[str, Any]:
+        """Returns the cache's counts, read in a thread because they come from the disk; one read at a time."""
+        async with self._reading_stats:
+            return await asyncio.to_thread(self.engine.cache.stats)
 
     def require_model(self, name: str | None) -> None:
         """Raises `ModelNotFound` for a name other than the served model's. None stands for the served model."""

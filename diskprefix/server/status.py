@@ -152,16 +152,20 @@ async def health(request: Request) -> JSONResponse:
     if not log_context(request).caller.sees_all:
         public = Health(status=status, message=None, model=None, cache=None, queue_depth=None, running=None)
         return JSONResponse(public.model_dump(), status_code)
-    stats = serving.engine.cache.stats() if serving else None
     content = Health(
         status=status,
         message=daemon.doing if status == "loading" else None,
         model=serving.model_name if serving else None,
-        cache=CacheHealth(state=stats["state"], error=stats["error"]) if stats else None,
+        cache=_cache_health(serving) if serving else None,
         queue_depth=serving.scheduler.queue_depth if serving else 0,
         running=serving.scheduler.running if serving else False,
     )
     return JSONResponse(content.model_dump(), status_code)
+
+
+def _cache_health(serving: Serving) -> CacheHealth:
+    state, error = serving.engine.cache.health
+    return CacheHealth(state=state, error=error)
 
 
 @router.get("/props", summary="Properties", responses=_NOT_READY | _ADMIN_ONLY, dependencies=[Depends(_require_admin)])
@@ -172,7 +176,7 @@ async def props(request: Request) -> Props:
     return Props(
         version=__version__,
         model=_model_props(serving),
-        full_cache=_full_cache(daemon, serving),
+        full_cache=_full_cache(daemon, serving, await serving.cache_stats()),
         queue_depth=serving.scheduler.queue_depth,
         running=serving.scheduler.running,
         settings={f.name: _plain(getattr(daemon.settings, f.name)) for f in fields(daemon.settings)},
@@ -194,8 +198,7 @@ def _model_props(serving: Serving) -> ModelProps:
     )
 
 
-def _full_cache(daemon: Daemon, serving: Serving) -> FullCache:
-    stats = serving.engine.cache.stats()
+def _full_cache(daemon: Daemon, serving: Serving, stats: dict[str, Any]) -> FullCache:
     gate = GateProps(**stats["gate"])
     counts = {name: value for name, value in stats.items() if name != "gate"}
     return FullCache(disk_policy=_disk_policy(daemon, serving), gate=gate, state=counts)
@@ -239,7 +242,8 @@ def _plain(value: object) -> object:
 )
 async def metrics(request: Request) -> Response:
     """Counters and histograms in Prometheus' text format; available while loading too."""
-    return Response(_daemon(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    daemon = _daemon(request)
+    return Response(await daemon.metrics.render(daemon.serving), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models", summary="List models", responses=_NOT_READY)

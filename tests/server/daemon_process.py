@@ -33,12 +33,12 @@ def clean_environment(**changes: str) -> dict[str, str]:
 class DaemonProcess:
     """A started daemon. `url` is known once it listens; `wait_ready` returns when the model is loaded."""
 
-    def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *flags: str, environment: dict[str, str] | None = None, module: str = "diskprefix") -> None:
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self._ended = False
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "diskprefix", "serve", "--port", "0", *flags],
+            [sys.executable, "-m", module, "serve", "--port", "0", *flags],
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,

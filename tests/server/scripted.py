@@ -108,7 +108,7 @@ class ScriptedEngine:
         self.model_name = "scripted"
         self.identity = {"root": "0123456789abcdef0123456789abcdef"}
         self.startup_timings = {"weights": 0.5}
-        self.cache = SimpleNamespace(stats=lambda: self.stats)
+        self.cache = ScriptedCache(self)
 
     def load(self, settings: Settings, progress: Callable[[str], None]) -> Engine:
         """Stands in for `app.load_engine`."""
@@ -131,6 +131,26 @@ class ScriptedEngine:
     def close(self) -> bool:
         self.closed.set()
         return True
+
+
+class ScriptedCache:
+    """Shows the engine's `stats`. Reading them waits while `is_readable` is not set, as for a slow disk."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self._engine = engine
+        self.is_readable = threading.Event()
+        self.is_readable.set()
+        self.is_waited_for = threading.Event()
+
+    @property
+    def health(self) -> tuple[str, str | None]:
+        return self._engine.stats["state"], self._engine.stats["error"]
+
+    def stats(self) -> dict[str, Any]:
+        if not self.is_readable.is_set():
+            self.is_waited_for.set()
+            assert self.is_readable.wait(30)
+        return self._engine.stats
 
 
 def until_cancelled(_request: GenerateRequest, _emit: Emit, is_cancelled: Callable[[], bool]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from diskprefix.errors import DeviceLost
 from diskprefix.server.process import process_age_s
 from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon, serve_flags, wait_until
 from tests.store.building import change_format
@@ -175,6 +176,24 @@ def test_a_model_that_does_not_exist_is_refused(cache: Path, tmp_path: Path) -> 
     code, line = refused_start(*serve_flags(tmp_path / "nothing", cache))
     assert code == 3
     assert "nothing" in line
+
+
+@pytest.mark.parametrize("closing", [{}, {"NEVER_CLOSES": "1"}])
+def test_a_lost_accelerator_ends_the_daemon_with_an_exit_code_for_which_systemd_starts_it_again(
+    chat_model: Path, cache: Path, closing: dict[str, str]
+) -> None:
+    environment = clean_environment(**closing)
+    flags = serve_flags(chat_model, cache)
+    with DaemonProcess(*flags, environment=environment, module="tests.server.lost_device") as daemon:
+        answer = httpx.post(daemon.wait_ready().url + CHAT, json=BODY, timeout=60)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "device_lost"
+        assert daemon.process.wait(60) == DeviceLost.exit_code != 0
+        daemon.wait_for_line("for its supervisor to start it again")
+    unit = (Path(__file__).parents[2] / "systemd" / "diskprefix.service").read_text(encoding="utf-8").split("\n")
+    assert "Restart=on-failure" in unit
+    never = next(line for line in unit if line.startswith("RestartPreventExitStatus="))
+    assert str(DeviceLost.exit_code) not in never.partition("=")[2].split()
 
 
 def test_the_age_of_a_process_is_counted_from_its_start() -> None:
