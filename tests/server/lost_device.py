@@ -24,6 +24,6 @@ if __name__ == "__main__":
     engine = ScriptedEngine(lose_device)
     if "NEVER_CLOSES" in os.environ:
         diskprefix.server.process._DEVICE_LOST_S = 0.5
-        engine.close = threading.Event().wait  # type: ignore[assignment]
+        engine.close = threading.Event().wait  # type: ignore[method-assign]
     diskprefix.app.load_engine = engine.load
     main()
