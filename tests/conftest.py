@@ -1,4 +1,4 @@
-"""Fixtures for all rooms: a tiny chat model on disk, and a daemon that serves it."""
+"""What all tests share: the order they run in, a tiny chat model on disk, and a daemon that serves it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from tests.server.daemon_process import DaemonProcess, running_daemon
 # The same examples in every run, and no verdict that depends on how busy the machine is.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files with slow tests first, so that no process is left alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,14 @@ EACH_KIND = (
 one layer with it."""
 ONE_PASS = "mamba"
 CANNOT = "deepseek_v4"
+FEW = (*EACH_KIND, ONE_PASS, CANNOT)
+"""Run at the full length and in both dtypes; `tools/bench exactness` runs all so."""
+SHORT = Lengths.scaled(181, block=16)
+"""For the others. Longer than any window, and with checkpoints at several positions."""
 
 
 def jobs_of(names: tuple[str, ...], dtypes: tuple[str, ...], folder: Path, reply: int) -> list[Job]:
     return exactness.tiny_jobs(list(names), dtypes, folder, reply)
-
-
-def run(jobs: list[Job], folder: Path) -> dict[tuple[str, str], Row]:
-    return {(row.architecture, row.dtype): row for row in run_jobs(jobs, folder, 2, lambda _line: None)}
 
 
 def verified() -> dict[str, Any]:
@@ -61,19 +62,21 @@ def verified() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row]:
-    """Some of each kind, in both dtypes."""
-    folder = tmp_path_factory.mktemp("few")
-    return run(jobs_of((*EACH_KIND, ONE_PASS, CANNOT), DTYPES, folder, 16), folder)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row]:
+    """Every architecture in bfloat16, and some of each kind in float32 too: one run, as its processes start slowly."""
+    folder = tmp_path_factory.mktemp("exactness")
+    others = jobs_of(tuple(name for name in ARCHITECTURES if name not in FEW), ("bfloat16",), folder, 4)
+    jobs = jobs_of(FEW, DTYPES, folder, 16) + [replace(job, lengths=SHORT) for job in others]
+    return {(row.architecture, row.dtype): row for row in run_jobs(jobs, folder, 2, lambda _line: None)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*EACH_KIND, ONE_PASS])
 def test_each_kind_of_layer_is_restored_bit_for_bit_in_another_process(
-    few: dict[tuple[str, str], Row], name: str, dtype: str
+    found: dict[tuple[str, str], Row], name: str, dtype: str
 ) -> None:
-    row = few[name, dtype]
+    row = found[name, dtype]
     assert row.bitwise, row.reason
     assert len(row.cases) == 5
     assert all(case.logits and case.greedy and case.restored == case.expected for case in row.cases)
@@ -81,22 +84,23 @@ def test_each_kind_of_layer_is_restored_bit_for_bit_in_another_process(
 
 
 @pytest.mark.slow
-def test_what_cannot_be_restored_says_why(few: dict[tuple[str, str], Row]) -> None:
-    row = few[CANNOT, "bfloat16"]
+def test_what_cannot_be_restored_says_why(found: dict[tuple[str, str], Row]) -> None:
+    row = found[CANNOT, "bfloat16"]
     assert (row.bitwise, row.kind) == (False, "unsupported")
     assert row.reason is not None
     assert row.reason.startswith("unsupported: ")
 
 
 @pytest.mark.slow
-def test_the_verified_table_says_what_a_run_finds(few: dict[tuple[str, str], Row]) -> None:
-    found = exactness.verified_table(list(few.values()))["architectures"]
-    assert found == {name: verified()["architectures"][name] for name in found}
+def test_the_verified_table_says_what_a_run_finds(found: dict[tuple[str, str], Row]) -> None:
+    few = [row for (name, _), row in found.items() if name in FEW]
+    table = exactness.verified_table(few)["architectures"]
+    assert table == {name: verified()["architectures"][name] for name in table}
 
 
 @pytest.mark.slow
-def test_every_architecture_is_restored_bit_for_bit(tmp_path: Path) -> None:
-    found = run(jobs_of(tuple(ARCHITECTURES), ("bfloat16",), tmp_path, 4), tmp_path)
+def test_every_architecture_is_restored_bit_for_bit(found: dict[tuple[str, str], Row]) -> None:
+    assert {name for name, _ in found} == set(ARCHITECTURES)
     wrong = {name: row.reason for (name, _), row in found.items() if not row.is_as_it_should_be}
     assert wrong == {}
     unsupported = {name for (name, _), row in found.items() if row.kind == "unsupported"}
