@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from tests.server.chat_model import write_chat_model
-from tests.server.daemon_process import DaemonProcess, running_daemon
+from tests.server.daemon_process import DaemonProcess, serve_flags
 
 # The same examples in every run, and no verdict that depends on how busy the machine is.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -30,6 +30,6 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def daemon(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """A real daemon for the whole session. Tests that stop or disturb one start their own."""
-    with running_daemon(chat_model, tmp_path_factory.mktemp("daemon") / "kv") as process:
-        yield process
+    """A daemon for the whole session, started as a user starts it. Tests that stop or disturb one start their own."""
+    with DaemonProcess(*serve_flags(chat_model, tmp_path_factory.mktemp("daemon") / "kv"), fresh=True) as process:
+        yield process.wait_ready()

@@ -1,15 +1,9 @@
-"""Generate with a session in a process of its own, which then ends in one way or another.
-
-    python -m tests.session_worker ARCHITECTURE FOLDER close|save|exit
-
-`close` closes the session; `save` saves and dies of SIGKILL; `exit` just ends. FOLDER gets the store and `expected.pt`.
-"""
+"""Generates with a session in a process of its own, which then ends in one way or another."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -22,6 +16,10 @@ SEED, LENGTH = 5, 6 * BLOCK + 3
 
 
 def main(name: str, folder: Path, ending: str) -> None:
+    """Writes the store and `expected.pt` to `folder`.
+
+    `ending`: `close` closes the session, `save` saves and dies of SIGKILL, `exit` just returns.
+    """
     model = tiny_model(name, torch.bfloat16)
     prompt = random_prompt(SEED, LENGTH)
     session = PrefixCacheSession(model, scope="full", settings=tiny_settings(folder / "kv"))
@@ -38,7 +36,3 @@ def main(name: str, folder: Path, ending: str) -> None:
     elif ending == "save":
         session.save()
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

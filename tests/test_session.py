@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 import diskprefix.session
 from diskprefix import PrefixCacheSession
 from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, SettingsError, StoreUnavailable
+from tests import forked, session_worker
 from tests.exactness.architectures import tiny_model
 from tests.runner import BLOCK, DEVICES, VOCAB, random_prompt, tiny_llama, tiny_settings
 from tests.server import media_models
@@ -613,8 +615,12 @@ def test_a_closed_session_says_so(model: PreTrainedModel, tmp_path: Path) -> Non
 def test_another_process_restores_the_same_bits(name: str, ending: str, tmp_path: Path) -> None:
     """Also one that ended without closing its session, and one that was killed after `save`."""
     prompt = [int(token_id) for token_id in random_prompt(SEED, LENGTH)]
-    command = [sys.executable, "-m", "tests.session_worker", name, str(tmp_path), ending]
-    subprocess.run(command, check=ending != "save", cwd=Path(__file__).parent.parent)
+    if ending == "exit":
+        # What Python does when an interpreter ends is part of it.
+        code = f"from tests import session_worker as w; w.main({name!r}, w.Path({str(tmp_path)!r}), 'exit')"
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+    else:
+        assert forked.run(session_worker.main, name, tmp_path, ending) == (-signal.SIGKILL if ending == "save" else 0)
     model = tiny_model(name, torch.bfloat16)
     with open_session(model, tmp_path / "kv") as session:
         output = session.generate(prompt, **REPLY)

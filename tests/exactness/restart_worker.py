@@ -1,7 +1,5 @@
 """Run prompts through the prefix cache in a process of its own, which then dies of SIGKILL.
 
-    python -m tests.exactness.restart_worker PLAN.json OUT.npz
-
 PLAN: {"folder": str, "dtype": "bfloat16", "requests": [{"seeds": [[seed, num_tokens], ...], "scope": "full"}, ...]}.
 A prompt is its seeded parts, joined. OUT holds the next-token logits of every request as raw bytes, the greedy tokens,
 and how many tokens were restored.
@@ -12,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +34,3 @@ def main(plan_file: str, out_file: str) -> None:
     runner.flush()
     np.savez(out_file, logits=np.stack(logits), greedy=np.array(greedy), restored=np.array(restored))
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

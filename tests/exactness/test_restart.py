@@ -17,6 +17,8 @@ import httpx
 import numpy as np
 import pytest
 
+from tests import forked
+from tests.exactness import restart_worker
 from tests.runner import BLOCK
 from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags
 
@@ -41,9 +43,7 @@ def random_requests(seed: int, count: int) -> list[Request]:
 def run_in_a_process(folder: Path, dtype: str, requests: list[Request], name: str) -> Any:
     plan, out = folder / f"{name}.json", folder / f"{name}.npz"
     plan.write_text(json.dumps({"folder": str(folder / "kv"), "dtype": dtype, "requests": requests}))
-    command = [sys.executable, "-m", "tests.exactness.restart_worker", str(plan), str(out)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
-    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert forked.run(restart_worker.main, str(plan), str(out)) == -signal.SIGKILL
     return np.load(out)
 
 

@@ -6,8 +6,6 @@ import contextlib
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,11 +13,11 @@ from pathlib import Path
 
 from diskprefix.errors import CacheError
 from diskprefix.store.store import Store
+from tests import forked
 from tests.faults.crash import ledger, prompts, worker
 from tests.faults.crash.check import Finding, check_entries, opened, verify
 from tests.faults.crash.ledger import Account
 from tests.faults.crash.worker import WorkerPlan
-from tests.server.daemon_process import clean_environment
 
 START_TIMEOUT_S = 120.0
 DEED_TIMEOUT_S = 300.0
@@ -54,14 +52,7 @@ class Worker:
         self._start = self._ledger.stat().st_size if self._ledger.exists() else 0
         self._errors = folder / "errors.txt"
         plan.write(folder / "plan.json")
-        with self._errors.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faults.crash.worker", str(folder / "plan.json")],
-                stdin=subprocess.DEVNULL,
-                stderr=errors,
-                cwd=Path(__file__).parents[3],
-                env=clean_environment(),
-            )
+        self._process = forked.start(worker.main, str(folder / "plan.json"), errors=self._errors)
 
     def wait_begun(self, deed: str) -> None:
         """Raises `WorkerDied`."""
@@ -73,21 +64,22 @@ class Worker:
 
     def kill(self) -> None:
         """Raises `WorkerDied` if it had ended before."""
-        self._process.send_signal(signal.SIGKILL)
-        if self._process.wait() != -signal.SIGKILL:
+        self._process.kill()
+        self._process.join()
+        if self._process.exitcode != -signal.SIGKILL:
             raise self._died()
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            if self._process.exitcode is not None or time.monotonic() > deadline:
                 self._process.kill()
-                self._process.wait()
+                self._process.join()
                 raise self._died()
             time.sleep(_POLL_S)
 
     def _died(self) -> WorkerDied:
-        return WorkerDied(f"exit code {self._process.returncode}: {self._errors.read_text()[-2000:]}")
+        return WorkerDied(f"exit code {self._process.exitcode}: {self._errors.read_text()[-2000:]}")
 
 
 class StorePhase:

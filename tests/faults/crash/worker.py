@@ -1,4 +1,4 @@
-"""`python -m tests.faults.crash.worker PLAN.json`: do things to a store, and note each in the ledger, until killed."""
+"""What a process does to a store until it is killed: it notes each thing in the ledger."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ctypes
 import io
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -171,7 +170,3 @@ def main(plan_file: str) -> None:
     plan = WorkerPlan(**json.loads(Path(plan_file).read_text(encoding="utf-8")))
     DEEDS[plan.deed](Loop(plan))
     signal.pause()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
