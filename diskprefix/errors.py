@@ -19,15 +19,15 @@
         ├── StoreFull                                a publication does not fit the budget or the disk
         └── PrefixGone                               a publication continues a prefix that was evicted meanwhile
 
-A message is one line that says what is wrong and what to do next. Errors of libraries are translated where they are
-called; nothing above that place needs to know the library.
+A message is one line that says what is wrong and what to do next. Errors of a library are translated where the library
+is called, so that no other module needs to know them.
 """
 
 from __future__ import annotations
 
 
 class DiskPrefixError(Exception):
-    """Root of the tree. `param` names the request field or flag at fault; `code` is a stable machine-readable word."""
+    """The base class. `param` names the request field or the flag at fault. `code` is a stable word for programs."""
 
     http_status = 500
     exit_code = 1
@@ -64,7 +64,7 @@ class ModelNotFound(DiskPrefixError):
 
 
 class QueueFull(DiskPrefixError):
-    """`retry_after_s` is a hint: the time that the requests ahead are expected to take."""
+    """`retry_after_s` is the time that the requests before this one are expected to take."""
 
     http_status = 503
     error_type = "server_error"
@@ -76,7 +76,7 @@ class QueueFull(DiskPrefixError):
 
 
 class ShareFull(QueueFull):
-    """Not 503: other callers are served, and a proxy must not take the daemon for down."""
+    """The status is not 503, because other callers are served and a proxy must not consider the daemon down."""
 
     http_status = 429
     error_type = "invalid_request_error"

@@ -35,7 +35,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw]?)\s*", re.ASCII)
 
 
 def parse_size(text: str | int, *, param: str) -> int:
-    """`4GiB`, `500mb`, `1.5 GiB` or a plain number of bytes → bytes. Raises `SettingsError`."""
+    """Returns the bytes of `4GiB`, `500mb`, `1.5 GiB` or a number of bytes. Raises `SettingsError`."""
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     match = _SIZE.fullmatch(str(text))
@@ -47,9 +47,9 @@ def parse_size(text: str | int, *, param: str) -> int:
 
 
 def parse_duration(text: str | float, *, param: str) -> float:
-    """`90s`, `15m`, `12h`, `7d`, `2w` or a plain number of seconds → seconds. Raises `SettingsError`.
+    """Returns the seconds of `90s`, `15m`, `12h`, `7d`, `2w` or a number of seconds. Raises `SettingsError`.
 
-    The unit is in lower case, as `M` is read as months by many.
+    The unit must be in lower case, because many people read `M` as months.
     """
     match = _DURATION.fullmatch(str(text))
     if not match:
@@ -61,7 +61,7 @@ def parse_duration(text: str | float, *, param: str) -> float:
 
 
 def format_size(num_bytes: float) -> str:
-    """Bytes in the largest binary unit that keeps the number at or above one: 4.0 GiB."""
+    """Returns a size in the largest binary unit in which it is at least one: `4.0 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -70,13 +70,13 @@ def format_size(num_bytes: float) -> str:
 
 
 def cache_home() -> Path:
-    """`$XDG_CACHE_HOME/diskprefix`, or `~/.cache/diskprefix`."""
+    """Returns `$XDG_CACHE_HOME/diskprefix`, or `~/.cache/diskprefix`."""
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     return (Path(base) if base else Path.home() / ".cache") / "diskprefix"
 
 
 def default_kv_cache_dir() -> Path:
-    """systemd's CacheDirectory when the service runs under it, else the `kv` folder of `cache_home()`."""
+    """Returns the folder `kv` in systemd's CacheDirectory if the service runs under it, else in `cache_home()`."""
     directory = os.environ.get("CACHE_DIRECTORY", "").split(":")[0]
     return (Path(directory) if directory else cache_home()) / "kv"
 
@@ -91,7 +91,7 @@ class Setting:
     kind: Kind = "text"
     metavar: str | None = None
     unset: str | None = None
-    """What the help shows as the default where the default is no value of its own."""
+    """What the help shows as the default if the default is None or depends on the machine."""
     choices: tuple[str, ...] = ()
     bounds: tuple[float, float] = (-math.inf, math.inf)
     """The least and the largest value."""
@@ -301,7 +301,7 @@ class Settings:
 
 
 SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings)}
-"""Field name → how it is given, in the order of the help."""
+"""The `Setting` of each field by its name, in the order of the help."""
 
 
 def _refuse(name: str, reason: str) -> NoReturn:
@@ -309,12 +309,12 @@ def _refuse(name: str, reason: str) -> NoReturn:
 
 
 def flag_of(name: str) -> str:
-    """`kv_cache_dir` → `--kv-cache-dir`."""
+    """Returns `--kv-cache-dir` for `kv_cache_dir`."""
     return "--" + name.replace("_", "-")
 
 
 def find_policy(name_or_path: str) -> Path:
-    """A preset by its bare name (`agent`), or the path of a TOML file. Raises `SettingsError`."""
+    """Returns the file of a preset by its name (`agent`), or a TOML file by its path. Raises `SettingsError`."""
     package = Path(__file__).parent
     presets = next((d for d in (package / "presets", package.parent / "policies") if d.is_dir()), None)
     candidate = Path(name_or_path)
@@ -333,10 +333,10 @@ def find_policy(name_or_path: str) -> Path:
 
 
 def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) -> dict[str, Any]:
-    """The settings that a policy file holds, keyed by field name. Raises `SettingsError` naming file, line and key.
+    """Returns the values in a policy file by field name. Raises a `SettingsError` that names file, line and key.
 
-    `convert` takes the name of a field and its value as TOML has it, and gives the value to go on with. An error of its
-    own is said of that line.
+    `convert` takes the name of a field and its TOML value, and returns the value to use. Its errors are reported with
+    that line too.
     """
     try:
         text = path.read_text(encoding="utf-8")
