@@ -196,7 +196,7 @@ def test_the_checker_catches(module: str, source: str, violation: str) -> None:
         ("prefix_cache", "from diskprefix.cache_options import CacheOptions"),
         ("store.maintenance.verify", "from diskprefix.store.store import Store"),
         ("store.store", "from diskprefix.store.codec.codec import Codec"),
-        ("cli.verify", "from diskprefix.store.maintenance.repair import mend"),
+        ("cli.verify", "from diskprefix.store.maintenance.repair import repair_problems"),
     ],
 )
 def test_the_checker_allows(module: str, source: str) -> None:

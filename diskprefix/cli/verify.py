@@ -20,7 +20,7 @@ from diskprefix.cli.tooling import (
 )
 from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
-from diskprefix.store.maintenance.repair import Mended, mend
+from diskprefix.store.maintenance.repair import RepairReport, repair_problems
 from diskprefix.store.maintenance.verify import IndexReport, Problem, verify_index
 from diskprefix.store.maintenance.verify_payloads import PayloadReport, verify_payloads
 from diskprefix.store.store import Store
@@ -71,7 +71,7 @@ def verify(fix: bool, index_only: bool, kv_cache_dir: Path, as_json: bool) -> in
         index = verify_index(store)
         payloads = _verify_payloads(store, index, index_only)
         problems = (*index.problems, *payloads.problems)
-        mended = mend(store, problems) if fix else None
+        mended = repair_problems(store, problems) if fix else None
     if as_json:
         print_json(_report(index, payloads, problems, mended))
     else:
@@ -89,7 +89,7 @@ def _verify_payloads(store: Store, index: IndexReport, index_only: bool) -> Payl
 
 
 def _report(
-    index: IndexReport, payloads: PayloadReport, problems: tuple[Problem, ...], mended: Mended | None
+    index: IndexReport, payloads: PayloadReport, problems: tuple[Problem, ...], mended: RepairReport | None
 ) -> dict[str, Any]:
     """Returns what --json prints. `mended` is what --fix did, or None without --fix."""
     report = {
@@ -126,7 +126,7 @@ def _show(
     click.echo(f"{counted(len(problems), 'problem')} ({_joined(counts)}): {checked}")
 
 
-def _show_mended(mended: Mended, num_problems: int) -> None:
+def _show_mended(mended: RepairReport, num_problems: int) -> None:
     click.echo(
         f"repaired {num_problems - len(mended.left)} of {counted(num_problems, 'problem')}; removed "
         f"{counted(len(mended.entries), 'saved prompt')}, {counted(mended.blocks, 'block')}, "

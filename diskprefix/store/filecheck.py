@@ -163,7 +163,7 @@ class _Tree(NamedTuple):
     def require_plain(self, where: str) -> None:
         """A database of the store has no duplicates, no integer keys and no values of fixed size."""
         if self.flags or self.pad:
-            raise StoreCorrupt(f"{where} has flags {self.flags:#x} or pad {self.pad} of a database that is not ours")
+            raise StoreCorrupt(f"{where} has flags {self.flags:#x} or pad {self.pad} that no database of a store has")
 
 
 class _Meta(NamedTuple):

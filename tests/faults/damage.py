@@ -1,4 +1,4 @@
-"""Changing a closed store's records behind its back, for tests of what finds and mends damage."""
+"""Changes the records of a closed store with LMDB, for tests of verification and repair."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Records:
 
 @contextmanager
 def damaged(folder: Path) -> Iterator[Records]:
-    """The records of the store in `folder`, which nobody has open, to be changed at will."""
+    """Yields the raw records of the store in `folder`, which no process has open."""
     env = lmdb.open(str(folder), max_dbs=len(DATABASES), map_size=256 << 20)
     try:
         with env.begin(write=True) as txn:

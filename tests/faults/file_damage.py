@@ -1,4 +1,4 @@
-"""Damage to the bytes of an LMDB data file: at random, and where it hurts. What is done follows from a seed."""
+"""Damages the bytes of an LMDB data file, at random places and in its structure. A seed decides everything."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ META_FIELDS = {
 
 @dataclass
 class DataFile:
-    """A data file as bytes, and an older state of it, for pages whose last write was lost.
+    """A data file as bytes, and an older version of it for pages whose last write was lost.
 
     Where things are is said of a sound file: ask before the first byte is changed.
     """
@@ -122,11 +122,11 @@ class DataFile:
         return (self.number(at, 8) * PAGE + 16 if in_overflow else at), self.number(node, 4)
 
     def any_page(self) -> int:
-        """Any page, one of the structure rather than of payloads in most cases."""
+        """Returns a random page, in most cases one of the structure and not of a payload."""
         return self.rng.choice(self.structure) if self.rng.random() < 0.8 else self.rng.randrange(self.num_pages)
 
     def any_place(self) -> int:
-        """An offset that LMDB interprets: in a header, an offset array, a node's header, its key or its page number."""
+        """Returns a random offset that LMDB interprets, in a page header, an offset array or a node."""
         page = self.rng.choice(self.structure)
         nodes = self.nodes(page) if self.kind(page) in (BRANCH, LEAF) else []
         choices = [page * PAGE + self.rng.randrange(16)]
@@ -146,7 +146,7 @@ class DataFile:
         return self.rng.choice(self.databases[self.rng.choice(names)])
 
     def put(self, place: int, value: bytes | bytearray) -> None:
-        """Overwrite; what would lie behind the end of the file is left out."""
+        """Overwrite bytes. Those behind the end of the file are left out."""
         value = value[: max(0, len(self.data) - place)]
         self.data[place : place + len(value)] = value
 
@@ -193,7 +193,7 @@ def zero_pages(file: DataFile) -> None:
 
 
 def fill_page_with_garbage(file: DataFile) -> None:
-    """In some cases behind a header that is whole."""
+    """In some cases the page header is kept."""
     page, keep = file.any_page(), file.rng.choice((0, 0, 12, 16))
     file.put(page * PAGE + keep, file.rng.randbytes(PAGE - keep))
 
@@ -230,7 +230,7 @@ def damage_meta(file: DataFile) -> None:
 
 
 def lose_writes(file: DataFile) -> None:
-    """Some pages are as they were some transactions ago."""
+    """Replace some pages by their content of some transactions ago."""
     places = range(0, min(len(file.data), len(file.older)) // PAGE * PAGE, PAGE)
     changed = [at for at in places if file.data[at : at + PAGE] != file.older[at : at + PAGE]]
     for at in file.rng.sample(changed, min(len(changed), file.rng.choice((1, 1, 2, len(changed) // 2)))):
@@ -238,12 +238,12 @@ def lose_writes(file: DataFile) -> None:
 
 
 def swap_payloads(file: DataFile) -> None:
-    """Two stored payloads of the same size change places."""
+    """Swap two stored payloads of the same size."""
     _swap_two_alike(file, [b"payloads"])
 
 
 def swap_records(file: DataFile) -> None:
-    """Two records of one database and one size change places."""
+    """Swap two records of one database that have the same size."""
     _swap_two_alike(file, list(file.databases))
 
 
@@ -294,11 +294,11 @@ RECORD_DAMAGE: dict[str, Damage] = {
     "huge lengths in records": write_record_numbers,
     "bit flips in records": flip_record_bits,
 }
-"""Damage that leaves LMDB's structure alone: only what is in the records can tell."""
+"""Damage that leaves LMDB's structure intact. Only the content of the records shows it."""
 
 
 def damaged(data: bytes, older: bytes, kind: str, seed: int) -> bytes:
-    """A damaged copy of `data`; `older` is an earlier state of the same file."""
+    """Returns a damaged copy of `data`. `older` is an earlier version of the same file."""
     file = DataFile(bytearray(data), older, random.Random(f"{kind} {seed}"))
     # Known before a byte changes: it is remembered, and the damage looks at it.
     assert file.structure

@@ -1,4 +1,4 @@
-"""Work that may be killed by a signal or never end, each piece in a process of its own."""
+"""Runs work that may be killed by a signal or hang, in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def run_isolated(work: Callable[[], str], timeout_s: float) -> str:
-    """What `work` answers in a forked child; else "signal …", "hang", or "traceback …".
+    """Returns what `work` returns in a forked child; otherwise "signal …", "hang" or "traceback …".
 
     The alarm that ends a hang is the kernel's: it also ends one inside a library. Call it where no threads run.
     """

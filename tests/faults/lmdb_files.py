@@ -1,4 +1,4 @@
-"""Real LMDB files shaped like the store's, and a hard use of one, for tests of the check of the file."""
+"""Real LMDB files like the store's, and code that uses every part of one, for the tests of the file check."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Churn:
 
 
 def build_churned(folder: Path, *, seed: int = 1, payload_bytes: int = 60_000) -> Path:
-    """A file after many publications and deletions: trees of depth 2, a free list of several pages. Its data file."""
+    """Returns a data file after many publications and deletions: trees of depth 2, a free list of several pages."""
     env = open_file(folder)
     churn = Churn(env, seed)
     for _ in range(40):
@@ -79,7 +79,7 @@ def build_churned(folder: Path, *, seed: int = 1, payload_bytes: int = 60_000) -
 
 
 def build_with_reader(folder: Path, *, seed: int = 1) -> Path:
-    """A file in which a reader kept pages from being reused: the free list itself is a tree of depth 2."""
+    """Returns a data file in which a reader kept pages from being reused: the free list is a tree of depth 2."""
     env = open_file(folder)
     churn = Churn(env, seed)
     churn.publish(60, 20_000)
@@ -92,7 +92,7 @@ def build_with_reader(folder: Path, *, seed: int = 1) -> Path:
 
 
 def use_hard(folder: Path, seed: int) -> str:
-    """Read everything, change much, reopen, again. Answers "used", or the error by which LMDB refused."""
+    """Read everything and change much, twice. Returns "used", or the error with which LMDB refused."""
     rng = random.Random(seed)
     try:
         for _ in range(2):
@@ -112,7 +112,7 @@ def use_hard(folder: Path, seed: int) -> str:
 
 
 def _read_everything(env: Any) -> None:
-    """Every key and value, both ways, and every key by search."""
+    """Read every key and value in both directions, and find every key."""
     with env.begin() as txn:
         for name in DATABASES:
             with suppress(lmdb.NotFoundError):
@@ -126,7 +126,7 @@ def _read_everything(env: Any) -> None:
 
 
 def _change(env: Any, rng: random.Random) -> None:
-    """A transaction of puts of new and old keys, small and large, and of deletions."""
+    """Commit puts of new and old keys, with small and large values, and deletions."""
     databases = {name: env.open_db(name) for name in DATABASES}
     with env.begin(write=True) as txn:
         payloads, nodes = databases[b"payloads"], databases[b"nodes"]

@@ -1,4 +1,4 @@
-"""`python -m tests.faults.mutants FILE OLDER FOLDER CASES SEED`: how LMDB fares with damage that passes.
+"""`python -m tests.faults.mutants FILE OLDER FOLDER CASES SEED`: what LMDB does with damaged files that pass the check.
 
 Prints one JSON line for each damaged copy: its kind and seed, what the check says, and how a hard use ended. A process
 of its own, so that a fork has no threads to lose.
@@ -22,7 +22,7 @@ _TIMEOUT_S = 20.0
 
 
 def verdict_of_check(file: Path) -> str:
-    """The state that it reports, or "corrupt: …"."""
+    """Returns the state that the check reports, or "corrupt: …"."""
     try:
         return check_file(file).state.value
     except StoreCorrupt as error:
@@ -30,7 +30,7 @@ def verdict_of_check(file: Path) -> str:
 
 
 def use_and_check(folder: Path, seed: int) -> str:
-    """How the use ended; LMDB must also leave a file behind that passes the check."""
+    """Returns how the use of the file ended. LMDB must leave a file that passes the check."""
     outcome = use_hard(folder, seed)
     checked = verdict_of_check(folder / "data.mdb")
     return outcome if checked == FileState.SOUND.value else f"{outcome}, then {checked}"

@@ -52,9 +52,9 @@ HOUR_S = 3600.0
 YEAR_S = 365 * 24 * HOUR_S
 OTHER_ROOT = b"o" * 16
 SMALL, LARGE = layout_of(60_000), layout_of(1_200_000)
-"""Blocks of one piece, and of several."""
+"""Layouts whose blocks have one piece, and several."""
 HYBRID = layout_of(20_000, 60_000)
-"""Of a model with states at one position."""
+"""The layout of a model with states that exist at one position only."""
 HISTORY_LIMIT = 100
 
 
@@ -81,7 +81,7 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """What one daemon saw. Nodes are counted: restored at its start, and of how many."""
+    """The report of one daemon. `restored` of the `nodes` were restored at its start."""
 
     store_id: str
     restored: int
@@ -108,7 +108,7 @@ VERDICTS = ("nothing lost", "part lost", "fresh store")
 
 
 class Failure(Exception):
-    """What must not happen: a verdict, and the details."""
+    """A failed case: a verdict and its details."""
 
     def __init__(self, verdict: str, detail: str) -> None:
         super().__init__(verdict)
@@ -141,7 +141,7 @@ def _join(first: TokenIds, second: TokenIds) -> TokenIds:
 
 
 def build(folder: Path, prompts: list[Saved]) -> tuple[bytes, bytes]:
-    """The data file of a store that has been full and evicted before, and the same file some publications earlier."""
+    """Returns the data file of a store that has evicted nodes, and the same file some publications earlier."""
     clock = Clock()
     store = Store.open(folder, budget_bytes=BUDGET_BYTES, clock=clock)
     for seed in range(100, 130):
@@ -162,7 +162,7 @@ def build(folder: Path, prompts: list[Saved]) -> tuple[bytes, bytes]:
 
 
 def live(folder: Path, prompts: list[Saved], seed: int) -> str:
-    """One daemon's life on a folder, as JSON: a `Life`, or a verdict with details."""
+    """Use a folder as a daemon does. Returns JSON: a `Life`, or a verdict with details."""
     logging.getLogger("diskprefix").setLevel(logging.CRITICAL + 1)
     try:
         return json.dumps(asdict(_live(folder, prompts, seed)))
@@ -214,7 +214,7 @@ def _daemon(folder: Path) -> Iterator[tuple[Store, Writer]]:
 
 
 def _restore(store: Store, writer: Writer, pub: Publication) -> int:
-    """As a request does: the longest chain of nodes that are stored and sound. Answers how many; they are compared."""
+    """Restore the longest sound prefix as a request does, and compare it. Returns its number of nodes."""
     count = 0
     try:
         with store.snapshot() as snapshot:
@@ -229,7 +229,7 @@ def _restore(store: Store, writer: Writer, pub: Publication) -> int:
 
 
 def _is_stored(snapshot: Snapshot, writer: Writer, node: NewNode) -> bool:
-    """Whether a node can be restored; one that is damaged is reported to the writer, which removes it."""
+    """Returns whether a node can be restored. The writer is told to remove a damaged one."""
     try:
         token_ids = node.token_ids.tobytes()
         if not snapshot.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated):
@@ -248,7 +248,7 @@ def _is_stored(snapshot: Snapshot, writer: Writer, node: NewNode) -> bool:
 
 
 def _look_around(store: Store, prompts: list[Saved]) -> None:
-    """What a daemon and `inspect` read besides: the history, the counts, the entries."""
+    """Read what a daemon and `inspect` read: the history, the counts and the entries."""
     known = {(saved.root, saved.token_ids.tobytes()) for saved in prompts}
     try:
         with store.snapshot() as snapshot:
@@ -281,7 +281,7 @@ def _unsaved(store: Store, writer: Writer, prompts: list[Saved]) -> int:
 
 
 def run_case(folder: Path, data: bytes, older: bytes, prompts: list[Saved], kind: str, seed: int) -> Case:
-    """Two lives on a damaged copy; `folder` is made anew."""
+    """Start a daemon's store twice on a damaged copy. `folder` is created again."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
     file = folder / DATA

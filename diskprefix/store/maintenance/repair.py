@@ -32,7 +32,7 @@ _PASSES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mended:
+class RepairReport:
     """What a repair removed, and the problems of the index that are left.
 
     `entries` are the names of the saved prompts that were removed, `blocks` and `prompts` the numbers of blocks and of
@@ -53,11 +53,11 @@ def repair_index(store: Store, roots: Mapping[bytes, RootRecord] = MappingProxyT
     """
     found = verify_index(store).problems
     _put_roots(store, roots)
-    left = mend(store, found).left
+    left = repair_problems(store, found).left
     return len(found) - len(left)
 
 
-def mend(store: Store, problems: Sequence[Problem]) -> Mended:
+def repair_problems(store: Store, problems: Sequence[Problem]) -> RepairReport:
     """Repair these problems, and those of the index that they hide."""
     removed: Counter[str] = Counter()
     entries: list[bytes] = []
@@ -72,7 +72,9 @@ def mend(store: Store, problems: Sequence[Problem]) -> Mended:
             entries += [key] if database == "entries" else []
         _recount(store, miscounted)
         problems = verify_index(store).problems
-    return Mended(left=tuple(problems), entries=tuple(entries), blocks=removed["nodes"], prompts=removed["history"])
+    return RepairReport(
+        left=tuple(problems), entries=tuple(entries), blocks=removed["nodes"], prompts=removed["history"]
+    )
 
 
 def _is_of_node(problem: Problem) -> bool:

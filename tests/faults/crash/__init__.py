@@ -1,4 +1,4 @@
-"""Processes that are killed in the middle of what they do to a store, and what must hold afterwards.
+"""Kills processes with SIGKILL while they change a store, and checks the store afterwards.
 
-`tools/bench crash` runs all of it at full length, `tests/test_crash.py` a little of it.
+`tools/bench crash` runs the whole matrix, `tests/faults/test_crash.py` a short one.
 """

@@ -1,4 +1,4 @@
-"""What must hold of a store after a process that used it was killed: at any moment, by its ledger."""
+"""Checks a store after a process that used it was killed, against the ledger of that process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FILES = {DATA, LMDB_LOCK, LOCK}
 
 @dataclass
 class Finding:
-    """`restored`: entries that were restored and are what they should be."""
+    """What a check found. `restored` is the number of entries that were restored byte for byte."""
 
     restored: int = 0
     failures: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Finding:
 
 
 def verify(folder: Path, finding: Finding) -> None:
-    """Run `diskprefix verify` as a person would."""
+    """Run `diskprefix verify` as a user would."""
     command = [sys.executable, "-m", "diskprefix", "verify", "--json", "--kv-cache-dir", str(folder)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environment())
     try:
@@ -98,7 +98,7 @@ def _check_entries(store: Store, account: Account, finding: Finding, may_evict: 
 
 
 class _ModelRestorer:
-    """Restores the prompts of one model and compares what comes."""
+    """Restores the prompts of one model and compares their state."""
 
     def __init__(self, store: Store, model: Model, writer: Writer, payload: Payload) -> None:
         layout = dense_layout(
@@ -115,7 +115,7 @@ class _ModelRestorer:
         self._restorer = Restorer(self._model, writer, capacity=prompts.MAX_TOKENS)
 
     def problem(self, number: int) -> str | None:
-        """What is wrong with a prompt that is stored; None if every byte of it is right."""
+        """Returns what is wrong with a stored prompt; None if every byte of it is right."""
         token_ids = prompts.token_ids(number)
         try:
             restored = self._restorer.restore(token_ids)

@@ -1,7 +1,7 @@
-"""What a process says of its own deeds, line by line, before and after each: what is in it survives SIGKILL.
+"""A log in which a process records the begin and the end of each of its deeds. It survives SIGKILL.
 
-A line is one `write` to a file. The kernel has it then, whatever becomes of the process, so nothing need be synced: it
-is processes that are killed here, not machines.
+A line is one `write` to a file. The kernel keeps it when the process dies, and only processes are killed here, so the
+file is not synced.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 
 
 class Ledger:
-    """The writing side."""
+    """Writes a ledger."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def begin(self, deed: str, number: int = -1) -> None:
-        """`number`: of the prompt that the deed is about."""
+        """Record the begin of a deed. `number` is that of its prompt."""
         self._write({"begin": deed, "number": number})
 
     def end(self, deed: str, number: int = -1, gone: Iterable[int] = ()) -> None:
-        """The deed is done, and the entries of the prompts `gone` went with it."""
+        """Record the end of a deed, which removed the entries of the prompts `gone`."""
         self._write({"end": deed, "number": number, "gone": sorted(gone)})
 
     def _write(self, line: dict[str, object]) -> None:
@@ -40,21 +40,21 @@ class Account:
     """
 
     saved: frozenset[int]
-    """Prompts whose saving was acknowledged, and that no later deed is known to have removed."""
+    """Prompts whose saving was acknowledged and that no later deed removed."""
     tried: frozenset[int]
-    """All prompts whose saving ever began."""
+    """All prompts whose saving began."""
     doing: tuple[str, int] | None
     durations: dict[str, list[float]]
     """Seconds that each kind of deed took."""
 
 
 def num_begun(path: Path, deed: str, start: int) -> int:
-    """How many such lines there are from the byte `start` on."""
+    """Returns the number of such lines from byte `start` on."""
     return _text(path)[start:].count(f'"begin": "{deed}"')
 
 
 def num_ended(path: Path, deed: str, start: int) -> int:
-    """How many such lines there are from the byte `start` on."""
+    """Returns the number of such lines from byte `start` on."""
     return _text(path)[start:].count(f'"end": "{deed}"')
 
 

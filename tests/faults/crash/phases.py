@@ -28,24 +28,24 @@ _CODECS = ("RAW", "PLANES", "ZSTD")
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One kill. `doing`: what the process had begun and not ended when it died; None if it was between two deeds."""
+    """One kill. `doing` is the deed that the kill interrupted, None if it came between two deeds."""
 
     phase: str
     moment_s: float
-    """After the deed that was waited for had begun."""
+    """Seconds between the begin of the awaited deed and the kill."""
     doing: str | None
     restored: int
     failures: tuple[str, ...]
     evicted: int = 0
-    """Blocks, where a daemon counted them."""
+    """The number of blocks, if a daemon counted them."""
 
 
 class WorkerDied(Exception):
-    """The process did not do what it was started for; the message has what it said."""
+    """The process ended before the kill. The message holds its output."""
 
 
 class Worker:
-    """A process that does what a plan says, until it is killed. `folder` is for its papers."""
+    """A process that carries out a plan until it is killed. `folder` holds its plan and its output."""
 
     def __init__(self, plan: WorkerPlan, folder: Path) -> None:
         self._ledger = Path(plan.ledger)
@@ -83,11 +83,11 @@ class Worker:
 
 
 class StorePhase:
-    """Kills of one kind. The store goes on from kill to kill unless `_prepare` makes it anew."""
+    """Kills of one kind. All kills use the same store unless `_prepare` creates a new one."""
 
     deed = ""
     awaited = "publish"
-    """Once this has begun, the moment of the kill is drawn."""
+    """The deed after whose begin the random time before the kill starts."""
     times = 1
     """How often it is done, where its length decides over which time the kills are spread."""
     budget_bytes = 1 << 30
@@ -102,7 +102,7 @@ class StorePhase:
         self._span_s = 0.2
 
     def rounds(self, kills: int) -> Iterator[Round]:
-        """Raises `WorkerDied` if not even an undisturbed process does what it should."""
+        """Raises `WorkerDied` if a process that is not killed fails."""
         self._set_up()
         for index in range(kills):
             self._prepare(index)
@@ -162,7 +162,7 @@ class StorePhase:
         running.kill()
 
     def _run_undisturbed(self) -> None:
-        """Let a process do its work, to learn how long that takes: so long the moments of the kills are spread over."""
+        """Measure how long a process takes that is not killed. The kills are spread over this time."""
         running = Worker(self._plan(0), self._folder)
         running.wait_ended(self.awaited, self.times)
         running.kill()
@@ -170,13 +170,13 @@ class StorePhase:
         self._learn(ledger.read(self._ledger))
 
     def _learn(self, account: Account) -> None:
-        """A kill that came too late tells that there is less time than was thought."""
+        """Shorten the time over which kills are spread, after a kill that came too late."""
         durations = account.durations.get(self.awaited, [])[-self.times :]
         if self.awaited == self.deed and len(durations) == self.times:
             self._span_s = min(self._span_s, 1.1 * sum(durations))
 
     def _note_what_is_left(self, account: Account) -> None:
-        """What the last, unfinished deed evicted is found and noted, or the next check would miss it."""
+        """Find what the interrupted deed evicted and note it, so that the next check does not report it as lost."""
         if not self.may_evict:
             return
         # A store that does not open was reported by the check.
@@ -186,7 +186,7 @@ class StorePhase:
             ledger.Ledger(self._ledger).end("kill", gone=gone)
 
     def _acknowledge(self, numbers: range) -> None:
-        """A fresh ledger that says that these were saved."""
+        """Create a ledger that says that these prompts were saved."""
         self._ledger.unlink(missing_ok=True)
         book = ledger.Ledger(self._ledger)
         for number in numbers:
@@ -195,7 +195,7 @@ class StorePhase:
 
 
 class SavePhase(StorePhase):
-    """Publications into a store with room enough; uses of what is stored between them."""
+    """Publications into a store with enough room, and uses of stored nodes between them."""
 
     deed = "save"
     _same_store = 10
@@ -206,7 +206,7 @@ class SavePhase(StorePhase):
             self._ledger.unlink(missing_ok=True)
 
     def _awaits(self, index: int) -> tuple[str, float]:
-        """The first kill of each store comes while it is created."""
+        """The first kill of each store comes during its creation."""
         return ("open", _CREATION_S) if index % self._same_store == 0 else super()._awaits(index)
 
     def _check(self, account: Account, finding: Finding) -> None:

@@ -24,7 +24,7 @@ Payload: TypeAlias = Callable[[bytes, TokenIds, int], memoryview]
 BLOCK = 16
 MAX_TOKENS = 128
 _FAMILY = 5
-"""So many prompts in a row share a beginning."""
+"""The number of consecutive prompts that share a beginning."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def tip(secret: int, number: int) -> bytes:
 
 
 def publication(store: Store, number: int) -> Publication:
-    """All of a prompt: nodes, entry, place in the history."""
+    """Returns the publication of a prompt: nodes, entry and history."""
     model, ids = model_of(number), token_ids(number)
     layout = PayloadLayout.parse(model.layout)
     nodes: list[NewNode] = []

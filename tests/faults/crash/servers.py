@@ -1,4 +1,4 @@
-"""Real daemons that die of SIGKILL while they answer, save and evict; and what their successors say."""
+"""Kills real daemons while they answer, save and evict, and checks the answers of the daemons that follow."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BEGIN_TIMEOUT_S = 120.0
 
 @dataclass(eq=False)
 class _Cache:
-    """A folder that daemons follow each other on. `keeps`: its budget is so large that nothing is ever evicted."""
+    """A folder that daemons use one after the other. `keeps`: the budget is so large that nothing is evicted."""
 
     folder: Path
     budget: str
@@ -75,7 +75,7 @@ class ServerPhase:
             yield replace(done, restored=finding.restored, failures=tuple(finding.failures))
 
     def _answers_without_cache(self) -> list[Any]:
-        """What a daemon that neither saves nor restores answers to every prompt."""
+        """Returns the answers of a daemon without the cache to every prompt."""
         with self._daemon(_Cache(self._folder / "cold", "64MiB", keeps=True), disk_prefix_cache="off") as daemon:
             daemon.wait_ready()
             with daemon.client() as client:
@@ -84,7 +84,7 @@ class ServerPhase:
         return [reply["choices"] for reply in replies]
 
     def _round(self, cache: _Cache, finding: Finding) -> Round:
-        """What goes wrong is added to `finding`, and not yet in the answer."""
+        """Adds every failure to `finding`."""
         moment_s = self._rng.uniform(0.0, _LONGEST_MOMENT_S)
         self._answered.clear()
         with self._daemon(cache) as daemon:
@@ -106,7 +106,7 @@ class ServerPhase:
         )
 
     def _doing(self, answered_of_burst: int, log: str) -> str | None:
-        """What a daemon had begun when it was killed, by its answers and its log."""
+        """Returns what a daemon was doing when it was killed, according to its answers and its log."""
         if answered_of_burst < BURST:
             return "answering"
         return "saving" if log.count("] wrote ") + log.count("] not saved") < len(self._answered) else None
@@ -116,7 +116,7 @@ class ServerPhase:
         return DaemonProcess(*serve_flags(self._model, cache.folder, log_level="debug", **(same | changes)))
 
     def _ask_again(self, client: httpx.Client, cache: _Cache, finding: Finding) -> None:
-        """Prompts that earlier daemons were sent, whether they came to save them or not."""
+        """Returns prompts that were sent to earlier daemons, saved or not."""
         saved = self._rng.sample(cache.saved, min(AGAIN, len(cache.saved)))
         sent = self._rng.sample(cache.sent, min(AGAIN, len(cache.sent)))
         for number in saved + sent:
@@ -134,7 +134,7 @@ class ServerPhase:
         cache.saved += numbers
 
     def _ask(self, client: httpx.Client, number: int, finding: Finding) -> int:
-        """Answers how many tokens were restored."""
+        """Returns how many tokens were restored."""
         reply = _ask(client, self._prompts[number])
         self._answered.append(number)
         if reply["choices"] != self._cold[number]:

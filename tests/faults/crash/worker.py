@@ -1,4 +1,4 @@
-"""What a process does to a store until it is killed: it notes each thing in the ledger."""
+"""Changes a store and records each deed in a ledger, until the process is killed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tests.faults.crash import ledger, prompts
 from tests.faults.crash.ledger import Ledger
 
 CLOCK_STEP_S = 11.0
-"""Between two publications: longer than a node counts as just written."""
+"""The time between two publications, longer than nodes are kept from eviction after they were written."""
 TTL_S = 20 * CLOCK_STEP_S
 AHEAD = 40
-"""So many publications are made up at a time, before they are saved: a kill is to fall into the saving."""
+"""The number of publications that are prepared at a time, so that a kill is likely to come while they are saved."""
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """`first`: number of the first prompt to save. `files`: by prompt, what to import."""
+    """`first` is the number of the first prompt to save, `files` the file to import for each prompt."""
 
     deed: str
     folder: str
@@ -46,7 +46,7 @@ class WorkerPlan:
 
 
 class Clock:
-    """A clock that each publication moves on, in this process and in those before it."""
+    """A clock that each publication advances, across processes."""
 
     def __init__(self, number: int) -> None:
         self.now = 1_700_000_000.0 + number * CLOCK_STEP_S
@@ -76,7 +76,7 @@ class Loop:
             store.close()
 
     def publish_all(self, store: Store) -> Iterator[int]:
-        """Publish one prompt after the other, for ever. Yields the number of each."""
+        """Publish one prompt after the other without end. Yields the number of each."""
         for first in count(self.plan.first, AHEAD):
             for publication in [prompts.publication(store, first + further) for further in range(AHEAD)]:
                 yield self.publish(store, publication)
@@ -101,7 +101,7 @@ class Loop:
         self.ledger.end("touch", number)
 
     def _end(self, store: Store, deed: str, number: int = -1, *, look: bool) -> None:
-        """Acknowledge, with what is there no more."""
+        """Record the end of a deed and the entries that it removed."""
         gone: set[int] = set()
         if look:
             with store.snapshot() as snapshot:
@@ -112,7 +112,7 @@ class Loop:
 
 
 def save(loop: Loop) -> None:
-    """Saves beside each other, into room enough; between them the uses of what was saved."""
+    """Saves into a store with enough room, and uses of stored nodes between them."""
     rng = np.random.default_rng(loop.plan.first)
     with loop.opened() as store:
         for number in loop.publish_all(store):
@@ -121,7 +121,7 @@ def save(loop: Loop) -> None:
 
 
 def evict(loop: Loop) -> None:
-    """Saves into a full store, each of which evicts; now and then what is old expires."""
+    """Saves into a full store, each of which evicts, and expiries at intervals."""
     with loop.opened() as store:
         for number in loop.publish_all(store):
             if number % 3 == 0:
@@ -129,7 +129,7 @@ def evict(loop: Loop) -> None:
 
 
 def compact(loop: Loop) -> None:
-    """Some saves, some evictions, and the file is written anew."""
+    """Some saves, some evictions, and then a compaction."""
     for number in count(loop.plan.first, 3):
         with loop.opened() as store:
             for further in range(3):
@@ -141,7 +141,7 @@ def compact(loop: Loop) -> None:
 
 
 def import_(loop: Loop) -> None:
-    """Exported prompts, one after the other."""
+    """Imports of exported prompts, one after the other."""
     for number, file in loop.plan.files.items():
         loop.ledger.begin("import", int(number))
         codec = ("--kv-cache-codec", loop.plan.codec.lower())
@@ -150,7 +150,7 @@ def import_(loop: Loop) -> None:
 
 
 def command(*arguments: str) -> None:
-    """A command of diskprefix, in this process. Raises `DiskPrefixError`."""
+    """Runs a command of diskprefix in this process. Raises `DiskPrefixError`."""
     with contextlib.redirect_stdout(io.StringIO()):
         code = cli.main(list(arguments), prog_name="diskprefix", standalone_mode=False)
     assert not code, f"diskprefix {' '.join(arguments)}: exit code {code}"

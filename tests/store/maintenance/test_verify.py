@@ -14,7 +14,7 @@ import pytest
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.maintenance import repair
-from diskprefix.store.maintenance.repair import mend, repair_index
+from diskprefix.store.maintenance.repair import repair_index, repair_problems
 from diskprefix.store.maintenance.verify import Problem, ProblemKind, verify_index
 from diskprefix.store.maintenance.verify_payloads import verify_payloads
 from diskprefix.store.schema import (
@@ -496,7 +496,7 @@ def test_verify_finds_and_fix_mends(stored: Stored, what: str) -> None:
     store = open_store(stored.folder)
     found = problems_of(store)
     assert expected <= kinds(found), found
-    assert mend(store, found).left == ()
+    assert repair_problems(store, found).left == ()
     assert problems_of(store) == []
     # Nothing was taken of the root that was not touched.
     assert is_whole(store, stored.first if what in OF_THE_OTHER_ROOT else stored.other)
@@ -515,7 +515,7 @@ def test_whatever_happens_to_records_what_is_left_after_fix_is_right(stored: Sto
         for _ in range(rng.choice((1, 1, 3, 20))):
             _damage_at_random(records, rng)
     store = open_store(stored.folder)
-    assert mend(store, problems_of(store)).left == ()
+    assert repair_problems(store, problems_of(store)).left == ()
     assert problems_of(store) == []
     originals = {node.name: node for pub in stored.publications for node in pub.nodes}
     with store.snapshot() as snapshot:
@@ -559,7 +559,7 @@ def test_a_damaged_checkpoint_goes_alone(stored: Stored) -> None:
         records.flip("payloads", piece_key(name, 1), 1000)
     store = open_store(stored.folder)
     before = store.counts()
-    mended = mend(store, problems_of(store))
+    mended = repair_problems(store, problems_of(store))
     assert (mended.blocks, mended.entries, mended.left) == (1, (), ())
     assert store.counts()["blocks"] == before["blocks"] - 1
     others = tuple(node for node in stored.hybrid.nodes if node.name != name)
@@ -592,11 +592,11 @@ def test_a_long_subtree_goes_in_several_transactions_and_a_stop_between_them_lea
 
     monkeypatch.setattr(store, "changes", stopping)
     with pytest.raises(KeyboardInterrupt):
-        mend(store, found)
+        repair_problems(store, found)
     monkeypatch.setattr(store, "changes", changes)
     assert store.counts()["blocks"] == len(pub.nodes) - 8 + len(other.nodes)
     assert problems_of(store) == found
-    assert mend(store, found).left == ()
+    assert repair_problems(store, found).left == ()
     assert store.counts()["blocks"] == 1 + len(other.nodes)
     assert is_whole(store, other)
     store.close()
@@ -621,7 +621,7 @@ def test_fix_looks_again_before_it_removes(stored: Stored) -> None:
     before = store.counts()
     with store.snapshot() as snapshot:
         usage = snapshot.usage(node)
-    assert mend(store, stale).left == ()
+    assert repair_problems(store, stale).left == ()
     with store.snapshot() as snapshot:
         assert snapshot.usage(node) == usage
     assert store.counts() == before
@@ -634,7 +634,7 @@ def test_a_mended_usage_record_keeps_what_is_known(stored: Stored) -> None:
     with damaged(stored.folder) as records:
         records.change_usage(name, children=9, last_used=77.0, hits=2.5, prefill_s=0.25)
     store = open_store(stored.folder)
-    mend(store, problems_of(store))
+    repair_problems(store, problems_of(store))
     with store.snapshot() as snapshot:
         usage = snapshot.usage(name)
     assert usage is not None
@@ -728,7 +728,7 @@ def test_a_store_that_another_process_fills_and_evicts_from_has_no_problems(tmp_
             payloads = verify_payloads(store, index.stored_bytes, nothing)
             assert (*index.problems, *payloads.problems) == ()
             seen += payloads.num_pieces
-            assert mend(store, index.problems).left == ()
+            assert repair_problems(store, index.problems).left == ()
         assert seen
         assert writer.poll() is None
         store.close()
