@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,12 +41,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def victim(tmp_path: Path) -> Path:
-    """A file of root's that root's group may write. It is empty: LMDB writes to an empty file at once."""
-    file = tmp_path / "victim"
-    file.touch()
-    file.chmod(0o660)
-    return file
+def victim() -> Iterator[Path]:
+    """A file of root's that root's group may write, where everybody can reach it. It is empty: LMDB writes to an empty
+    file at once."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o711)
+        file = Path(place) / "victim"
+        file.touch()
+        file.chmod(0o660)
+        os.setgroups([0])
+        yield file
 
 
 def state(file: Path) -> tuple[bytes, int, int, int]:
@@ -214,8 +219,6 @@ def test_a_message_names_the_folder_as_it_was_given(folder: Path) -> None:
 
 
 def test_roots_groups_add_nothing_to_the_owners_rights(folder: Path, victim: Path) -> None:
-    victim.parent.chmod(0o711)
-    os.setgroups([0])
     with owner_rights(folder), pytest.raises(PermissionError):
         victim.write_bytes(b"changed")
 
