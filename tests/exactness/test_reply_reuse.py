@@ -319,7 +319,7 @@ def test_a_store_of_replies_is_sound_through_eviction_and_purge(
         patched.setattr(store, "_clock", lambda: time.time() + 3600)
         patched.setattr(store, "_usable_bytes", lambda: used // 2)
         patched.setattr(store, "budget_bytes", used)
-        assert 0 < store._make_room(0, frozenset()) < before
+        assert 0 < store.evictor.make_room(0, frozenset()) < before
     assert is_sound(runner)
     for whole in turns:
         assert same(runner.run(whole, "auto:30", reply=4), runner.run(whole, "off", reply=4))

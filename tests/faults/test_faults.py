@@ -219,7 +219,7 @@ def test_a_daemon_starts_on_a_full_disk_whatever_it_would_have_to_write(
     store = Store.open_for_serving(folder, budget_bytes=16 << 20, on_corruption="refuse", min_free_bytes=0)
     (disk / "filler").unlink()
     if store.problem is not None:
-        store._retry_at = 0.0
+        store.watch._retry_at = 0.0
         assert store.maintain()
     pub = publication(store, prompt(100, 3 * BLOCK), payload_bytes=1000)
     store.publish(pub)

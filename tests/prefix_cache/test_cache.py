@@ -492,7 +492,7 @@ def test_a_cache_without_memory_fails_no_request_and_leaks_nothing(
     assert answer.report.miss_reason == ("error" if step == "restore" else None)
     runner.flush()
     assert (runner.cache.stats()["errors"] > 0, runner.cache.writer.pending_bytes) == (True, 0)
-    assert not runner.cache.store._pins
+    assert not runner.cache.store.evictor.pinned()
     assert same(runner.run(longer, "full", reply=4), cold)
     runner.close()
 
@@ -529,7 +529,7 @@ def test_what_a_restore_goes_on_from_stays_while_it_is_extended(tmp_path: Path) 
     runner.arena.reserve(len(branch))
     restored = cached.restore(runner.arena)
     assert (restored.num_tokens, restored.matched) == (4 * BLOCK, 6 * BLOCK)
-    assert set(runner.cache.store._pins) == {restored.tip, restored.blocks[-1].name}
+    assert set(runner.cache.store.evictor.pinned()) == {restored.tip, restored.blocks[-1].name}
     cached.close()
-    assert not runner.cache.store._pins
+    assert not runner.cache.store.evictor.pinned()
     runner.close()

@@ -640,3 +640,35 @@ def test_whether_anything_has_a_time_of_its_own_is_looked_for_once_and_known_aft
             known.append(store.may_have_own_ttls)
     assert known == [True, False, True, True, True, False]
     store.close()
+
+
+CHURN = """
+import sys
+from pathlib import Path
+from tests.store.building import BLOCK, Clock, open_store, prompt, publication
+clock = Clock()
+store = open_store(Path(sys.argv[1]), budget_bytes=16 << 20, clock=clock)
+for seed in range(100, 130):
+    clock.now += 11
+    store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
+store.close()
+"""
+
+
+def test_what_a_reader_without_a_lock_got_stays_as_it_was_when_its_pages_are_overwritten(tmp_path: Path) -> None:
+    """No lock file can be joined, so the writer does not know of the reader and writes over the pages that it reads."""
+    store = open_store(tmp_path, budget_bytes=16 << 20)
+    pub = publication(store, prompt(1, 3 * BLOCK), payload_bytes=1_000_000)
+    store.publish(pub)
+    store.close()
+    (tmp_path / "lock.mdb").unlink()
+    reader = Store.open(tmp_path, read_only=True)
+    offset = (tmp_path / "data.mdb").read_bytes().index(bytes(pub.nodes[0].payload[:4096]))
+    with reader.snapshot() as snapshot:
+        piece = snapshot.piece(pub.nodes[0].name, 0)
+        assert piece is not None
+        before = bytes(piece)
+        subprocess.run([sys.executable, "-c", CHURN, str(tmp_path)], check=True)
+        assert (tmp_path / "data.mdb").read_bytes()[offset : offset + 4096] not in before, "the pages are overwritten"
+        assert bytes(piece) == before
+    reader.close()

@@ -274,6 +274,10 @@ def do_there(path: Path, now: float, action: Callable[..., R], *args: Any) -> R:
     return action(store, *args)
 
 
+def usable_bytes(store: Store) -> int:
+    return store.evictor.usable_bytes()
+
+
 def close_there(path: Path) -> None:
     if path in _opened:
         _opened.pop(path)[0].close()
@@ -318,7 +322,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def usable(self, process: str) -> int:
         """What the pages that hold data may take, as the store of that process reckons: some less than its budget."""
-        usable = self.do(process, Store._usable_bytes)
+        usable = self.do(process, usable_bytes)
         assert 0 < usable < (self.store.budget_bytes if process == "here" else BUDGET)
         return usable
 

@@ -216,7 +216,7 @@ def test_a_store_without_times_of_its_own_is_hardly_ever_looked_through(
 
     def expire(_ttl_s: float) -> int:
         # What has a time of its own is there at the first look only.
-        store.may_have_own_ttls = own and not looks
+        store.evictor.may_have_own_ttls = own and not looks
         looks.append(now[0])
         return 0
 

@@ -1,0 +1,150 @@
+"""Making room in a store: which limits hold, and the deletion of what `eviction` chooses."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from diskprefix.errors import StoreFull
+from diskprefix.settings import format_size
+from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
+from diskprefix.store.folder import FolderUnavailable
+from diskprefix.store.watch import FolderWatch
+
+_F64 = struct.Struct("<d")
+_EVICT_BATCH = 64
+"""Nodes deleted in one transaction. With more, the transaction would copy more pages than a full file has free."""
+_HISTORY_SHARE = 16
+"""The recent prompts of all roots may take this part of the budget. Clients who choose salts make many roots."""
+
+
+class Evictor:
+    """Keeps a store within its budget and within the free space of its disk. Nodes that are pinned stay.
+
+    `may_have_own_ttls` tells whether a node may have a time to live of its own. Nodes that another process wrote count
+    after the next `expire`.
+    """
+
+    def __init__(self, watch: FolderWatch, min_free_bytes: int, clock: Callable[[], float]) -> None:
+        """`min_free_bytes` of the disk stay free; 0 for no such limit."""
+        self.may_have_own_ttls = True
+        self._watch = watch
+        self._min_free_bytes = min_free_bytes
+        self._clock = clock
+        self._pins: Counter[bytes] = Counter()
+        self._pins_lock = threading.Lock()
+
+    def pin(self, name: bytes) -> None:
+        with self._pins_lock:
+            self._pins[name] += 1
+
+    def unpin(self, name: bytes) -> None:
+        with self._pins_lock:
+            self._pins[name] -= 1
+            if self._pins[name] <= 0:
+                del self._pins[name]
+
+    def pinned(self) -> frozenset[bytes]:
+        with self._pins_lock:
+            return frozenset(self._pins)
+
+    def make_room(self, need_bytes: int, keep: frozenset[bytes]) -> int:
+        """Evict until `need_bytes` more fit. Nodes named in `keep` stay. Returns the number of evicted nodes.
+
+        Raises `StoreFull`, and evicts nothing, if evicting all that may be evicted is not enough.
+        """
+        with self._watch.snapshot() as snapshot:
+            used, usable, budget = snapshot.used_bytes(), self.usable_bytes(), self._watch.budget_bytes
+            wanted = bytes_to_free(used=used, need=need_bytes, usable=usable, budget=budget)
+            if not wanted:
+                return 0
+            prompts = snapshot.prompts_beyond(budget // _HISTORY_SHARE)
+            table = snapshot.usages()
+            victims = choose_victims(
+                table,
+                snapshot.parent,
+                bytes_wanted=wanted,
+                pinned=keep | self.pinned(),
+                now=self._clock(),
+                saves_nothing=snapshot.saves_nothing(),
+            )
+            freed = sum(int(table.records["stored_bytes"][table.row_of[name]]) for name in victims)
+            if need_bytes and used + need_bytes - freed > usable:
+                raise StoreFull(
+                    f"no room for {format_size(need_bytes)}: what is stored was just written or is in use; "
+                    "raise --kv-cache-budget"
+                )
+        self._forget(prompts)
+        self._evict(victims)
+        return len(victims)
+
+    def expire(self, ttl_s: float) -> int:
+        """Remove nodes and remembered prompts that were not used for `ttl_s` seconds; with 0 they stay.
+
+        A node that a request asked to keep for another time goes after that time. Returns the number of removed nodes.
+        """
+        with self._watch.snapshot() as snapshot:
+            table, now = snapshot.usages(), self._clock()
+            names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)
+            prompts = snapshot.prompts_before(now - ttl_s) if ttl_s else []
+        self.may_have_own_ttls = table.has_own_ttls
+        self._evict(names)
+        self._forget(prompts)
+        return len(names)
+
+    def check_fits(self, need_bytes: int) -> None:
+        """Raises `StoreFull` if that much could not be stored even if everything else were evicted."""
+        if need_bytes > self.usable_bytes():
+            raise StoreFull(f"{format_size(need_bytes)} do not fit {self._limit()}")
+
+    def usable_bytes(self) -> int:
+        """What the pages that hold data may take of the budget, or of the space on the disk if that is less."""
+        return usable_bytes(min(self._watch.budget_bytes, self._disk_limit()))
+
+    def may_grow(self, need_bytes: int) -> bool:
+        """Whether `min_free_bytes` of the disk stay free even if none of the file's free pages can be used."""
+        return not self._min_free_bytes or self._file_bytes() + need_bytes <= self._disk_limit()
+
+    def let_freed_pages_age(self) -> None:
+        """Commit an empty transaction: LMDB reuses pages only from the second one after the one that freed them."""
+        with self._watch.changes() as changes:
+            changes.put_meta("evicted_at", _F64.pack(self._clock()))
+
+    def _evict(self, victims: list[bytes]) -> None:
+        """Delete nodes, children first. A node that was continued or pinned since it was chosen stays."""
+        for start in range(0, len(victims), _EVICT_BATCH):
+            with self._watch.changes() as changes:
+                for name in victims[start : start + _EVICT_BATCH]:
+                    usage = changes.usage(name)
+                    if usage is not None and not usage.children and name not in self.pinned():
+                        changes.delete_node(name, changes.parent(name))
+        if victims:
+            self.let_freed_pages_age()
+
+    def _forget(self, prompts: list[bytes]) -> None:
+        """Remove remembered prompts, given by their keys, and the records of roots that have nothing left."""
+        if prompts:
+            with self._watch.changes() as changes:
+                changes.forget(prompts)
+
+    def _file_bytes(self) -> int:
+        return self._watch.environment.file_bytes()
+
+    def _disk_limit(self) -> int:
+        """How large the file may become so that `min_free_bytes` of the disk stay free."""
+        if not self._min_free_bytes:
+            return self._watch.budget_bytes
+        try:
+            disk = os.statvfs(self._watch.path)
+        except OSError as error:
+            raise FolderUnavailable(self._watch.path, error) from error
+        return self._file_bytes() + max(0, disk.f_bavail * disk.f_frsize - self._min_free_bytes)
+
+    def _limit(self) -> str:
+        if self._disk_limit() < self._watch.budget_bytes:
+            floor = format_size(self._min_free_bytes)
+            return f"the disk, of which {floor} stay free; free some, or lower --kv-cache-min-free"
+        return f"--kv-cache-budget {format_size(self._watch.budget_bytes)}; raise it or save a shorter prefix"

@@ -1,0 +1,194 @@
+"""The folder of a store while a process uses it: opening, closing, and opening again after a problem.
+
+The file may become unusable while a daemon runs: somebody removes it, it is damaged, or its disk becomes read-only. The
+store is *detached* then. Every call raises `StoreUnavailable`, which a request counts as a miss, until `maintain` can
+open the folder again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreUnavailable
+from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
+from diskprefix.store.changes import Changes
+from diskprefix.store.compact import compact_folder
+from diskprefix.store.environment import Environment
+from diskprefix.store.folder import FolderLock, FolderUnavailable
+from diskprefix.store.identity import Names, identify
+from diskprefix.store.opening import Access, open_environment, set_aside
+from diskprefix.store.snapshot import Snapshot
+
+log = logging.getLogger("diskprefix")
+
+_U64 = struct.Struct("<Q")
+_RETRY_S = 2.0
+"""The time between attempts to open a folder that could not be opened. Checking a large file takes a while."""
+
+
+class FolderWatch:
+    """The environment and the lock of a store's folder. One thread at a time may open, close or maintain it.
+
+    `names` is replaced as a whole when another store is opened. `budget_bytes` is the daemon's budget; a tool that gave
+    none uses the one of the last daemon. `mapped` holds the names of nodes whose pages this process has read since the
+    file was opened.
+    """
+
+    def __init__(self, path: Path, access: Access, clock: Callable[[], float]) -> None:
+        self.path = path
+        self.budget_bytes = access.budget_bytes
+        self.names = Names(b"", 0)
+        self.mapped: set[bytes] = set()
+        self._access = access
+        self._clock = clock
+        self._env: Environment | None = None
+        self._lock: FolderLock | None = None
+        self._problem: str | None = None
+        self._retry_at = 0.0
+
+    @property
+    def problem(self) -> str | None:
+        """Why the store cannot be written, or not even read; None if it can."""
+        env = self._env
+        return self._problem or (env.broken if env is not None else None)
+
+    @property
+    def environment(self) -> Environment:
+        """The open environment. Raises `StoreUnavailable` if there is none."""
+        env = self._env
+        if env is None:
+            raise StoreUnavailable(self._problem or f"{self.path}: the store is closed")
+        return env
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """A read transaction. Pages that are freed meanwhile cannot be reused before it ends."""
+        env = self.environment
+        with env.transaction() as txn:
+            yield Snapshot(env.databases, txn, copy_payloads=not env.has_lock)
+
+    @contextmanager
+    def changes(self) -> Iterator[Changes]:
+        """A write transaction: committed at the end, rolled back by an exception. One at a time in all processes."""
+        env = self.environment
+        if env.read_only:
+            raise StoreUnavailable(f"--kv-cache-dir {self.path}: opened for reading only; nothing is saved")
+        with env.transaction(write=True) as txn:
+            yield Changes(env.databases, txn, self._clock())
+
+    def attach(self) -> None:
+        """Open the folder. A file that is damaged or has another format is moved aside first, if that was asked for.
+
+        Raises `CacheError`.
+        """
+        try:
+            self._open(self._access)
+        except (StoreCorrupt, StoreFormatError) as error:
+            if self._access.on_corruption == "refuse":
+                raise
+            set_aside(self.path, error)
+            self._open(self._access)
+        self._problem = None
+
+    def attach_if_possible(self) -> None:
+        """`attach` for a daemon: problems of the file system that may end are left to `maintain`.
+
+        Raises `CacheError` for all others.
+        """
+        try:
+            self.attach()
+        except FolderUnavailable as error:
+            if not error.passing:
+                raise
+            self._read_only(error)
+
+    def detach(self) -> None:
+        """Close the folder. Raises `StoreUnavailable` if a transaction of this process does not end."""
+        env, self._env = self._env, None
+        if env is not None and not env.close_when_idle():
+            self._env = env
+            raise StoreUnavailable(f"{self.path}: a reader of this process does not end")
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def maintain(self) -> bool:
+        """Open the folder again if its file was removed, replaced or damaged, or can be written again.
+
+        Returns whether it was opened for reading and writing. Never raises.
+        """
+        if not self._is_due():
+            return False
+        self._retry_at = time.monotonic() + _RETRY_S
+        try:
+            self.detach()
+            self.attach()
+        except FolderUnavailable as error:
+            self._read_only(error)
+        except CacheError as error:
+            self._problem = str(error)
+        else:
+            return True
+        return False
+
+    def compact(self) -> None:
+        """Replace the file by a compacted copy, unless another process has it open.
+
+        Errors are logged, and the file stays as it is. If it cannot be opened afterwards, `maintain` tries again.
+        """
+        self.detach()
+        try:
+            compact_folder(self.path)
+        except CacheError as error:
+            log.warning("[disk-cache] the file keeps its size: %s", error)
+        try:
+            self.attach()
+        except CacheError as error:
+            self._problem = str(error)
+
+    def _is_due(self) -> bool:
+        """Whether the folder should be opened again and the last attempt is not too recent."""
+        env = self._env
+        if env is not None and (env.broken or not env.is_in_place()):
+            self._problem = env.broken or f"{self.path} was removed or replaced"
+            return True
+        may_be_writable = env is None or (env.read_only and os.access(self.path, os.W_OK))
+        return may_be_writable and time.monotonic() >= self._retry_at
+
+    def _open(self, access: Access) -> None:
+        env, lock = open_environment(self.path, access)
+        try:
+            names = identify(self.path, env, self._clock())
+            self._agree_on_budget(env)
+        except BaseException:
+            env.close()
+            lock.close()
+            raise
+        self.names, self._env, self._lock, self.mapped = names, env, lock, set()
+
+    def _agree_on_budget(self, env: Environment) -> None:
+        """Store a daemon's budget in the file; for a tool, which has none, use the one in the file."""
+        with env.transaction() as txn:
+            stored = Snapshot(env.databases, txn).meta("budget") or b""
+        if not self._access.budget_bytes:
+            budget = _U64.unpack(stored)[0] if len(stored) == _U64.size else 0
+            self.budget_bytes = budget if MIN_BUDGET <= budget <= MAX_BUDGET else env.file_bytes()
+            if not env.read_only:
+                env.let_grow_to(self.budget_bytes)
+        elif stored != _U64.pack(self.budget_bytes) and not env.read_only:
+            with env.transaction(write=True) as txn:
+                Changes(env.databases, txn, self._clock()).put_meta("budget", _U64.pack(self.budget_bytes))
+
+    def _read_only(self, error: FolderUnavailable) -> None:
+        """Open the store for reading, if there is one; `error` says why it cannot be written."""
+        try:
+            self._open(Access(read_only=True))
+        except CacheError:
+            log.debug("[disk-cache] nothing to read in %s", self.path, exc_info=True)
+        self._problem = str(error)

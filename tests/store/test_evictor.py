@@ -1,0 +1,99 @@
+"""The races of eviction: what another thread does between choosing the victims and deleting them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diskprefix.store import evictor
+from diskprefix.store.store import Publication, Store
+from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
+
+Then = Callable[[list[bytes]], object]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Store:
+    return open_store(tmp_path, budget_bytes=14 << 20, clock=clock)
+
+
+def saved(store: Store, clock: Clock, seed: int) -> Publication:
+    """A prompt of three blocks, of about 1 MB each, and a tail."""
+    clock.now += 11
+    pub = publication(store, prompt(seed, 3 * BLOCK + 1), payload_bytes=1_000_000)
+    store.publish(pub)
+    return pub
+
+
+def after_the_choice(monkeypatch: pytest.MonkeyPatch, name: str, then: Then) -> None:
+    """Call `then` with the first victims that are chosen, before they are deleted, as another thread could act then."""
+    choose: Callable[..., list[bytes]] = getattr(evictor, name)
+
+    def chosen_then(*args: Any, **options: Any) -> list[bytes]:
+        victims = choose(*args, **options)
+        monkeypatch.undo()
+        then(victims)
+        return victims
+
+    monkeypatch.setattr(evictor, name, chosen_then)
+
+
+def test_a_node_that_is_pinned_after_it_was_chosen_to_make_room_stays(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pubs = [saved(store, clock, seed) for seed in range(4)]
+    pinned: list[bytes] = []
+
+    def pin_the_first(victims: list[bytes]) -> None:
+        assert len(victims) > 1
+        pinned.append(victims[0])
+        store.pin(victims[0])
+
+    after_the_choice(monkeypatch, "choose_victims", pin_the_first)
+    fresh = publication(store, prompt(9, 3 * BLOCK), payload_bytes=1_000_000)
+    clock.now += 11
+    store.publish(fresh)
+    with store.snapshot() as snapshot:
+        # Its ancestors have a child for as long as it is there, so they stay too.
+        path = [name for name, _ in snapshot.path(pinned[0])]
+    assert any(path == [node.name for node in pub.nodes[: len(path)]] for pub in pubs)
+    assert is_whole(store, fresh)
+    store.close()
+
+
+def test_a_node_that_is_pinned_after_it_was_found_expired_stays(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pub = saved(store, clock, 1)
+    assert pub.tip is not None
+    clock.now += 1000
+    after_the_choice(monkeypatch, "expired", lambda victims: store.pin(victims[0]))
+    store.expire(100)
+    assert is_whole(store, pub)
+    store.unpin(pub.tip)
+    store.expire(100)
+    assert store.counts()["blocks"] == 0
+    store.close()
+
+
+def test_a_node_that_is_continued_after_it_was_chosen_stays(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pub = saved(store, clock, 1)
+    clock.now += 1000
+    longer = np.concatenate([prompt(1, 3 * BLOCK + 1)[: 3 * BLOCK], prompt(9, BLOCK)])
+    child = publication(store, longer, payload_bytes=1_000_000)
+    after_the_choice(monkeypatch, "expired", lambda _: store._try_write(child) or pytest.fail("not written"))
+    store.expire(100)
+    assert is_whole(store, child)
+    assert not is_whole(store, pub)
+    store.close()
