@@ -64,7 +64,8 @@ def test_a_node_that_is_pinned_after_it_was_chosen_to_make_room_stays(
     store.publish(fresh)
     with store.snapshot() as snapshot:
         # Its ancestors have a child for as long as it is there, so they stay too.
-        path = [name for name, _ in snapshot.path(pinned[0])]
+        path = list(snapshot.ancestry(pinned[0]))[::-1]
+    assert path[-1:] == pinned
     assert any(path == [node.name for node in pub.nodes[: len(path)]] for pub in pubs)
     assert is_whole(store, fresh)
     store.close()
