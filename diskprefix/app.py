@@ -56,7 +56,6 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     from diskprefix.model.rehearsal import rehearse
     from diskprefix.model.threads import threads_in_identity
     from diskprefix.prefix_cache.cache import PrefixCache
-    from diskprefix.tenant import SHARED
 
     imported = time.perf_counter()
     scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
@@ -97,7 +96,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         opened.callback(cache.close, 0)
         if recorder is not None:
             opened.callback(recorder.close)
-        identity = fingerprint.as_dict() | {"root": cache.namespace(SHARED).root.hex()}
+        identity = fingerprint.as_dict() | {"root": cache.root.hex()}
         engine = Engine(loaded, cache, recorder=recorder, identity=identity)
         engine.warm_up()
         opened.pop_all()

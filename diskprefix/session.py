@@ -324,6 +324,7 @@ class PrefixCacheSession:
 
         If it `goes_on`, they are not needed: None where all of it was restored.
         """
+        self._cache.load(self._options.tenant)
         cached = self._cache.begin(prompt, self._options, goes_on=goes_on)
         try:
             arena.truncate(0)

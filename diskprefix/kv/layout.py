@@ -168,11 +168,6 @@ class Layout:
         """Where a prefix can be restored: wherever its blocks end, at checkpoints, at the end of a prompt only."""
         return "one_pass" if self.is_one_pass else "sliceable" if self.is_sliceable else "checkpoints"
 
-    @property
-    def checkpoint_tokens(self) -> int:
-        """How many tokens' own state weighs as much as one checkpoint; without any such state, more than any prompt."""
-        return -(-self.state_bytes // self.bytes_per_token) if self.bytes_per_token else 2**31
-
     def loaded_bytes(self, num_tokens: int) -> int:
         """Bytes that restoring `num_tokens` tokens loads: of layers with a window what lies under it, and states."""
         loaded = (g.bytes_per_token * (num_tokens - min(g.first_needed(num_tokens), num_tokens)) for g in self.groups)

@@ -1,12 +1,14 @@
-"""Which blocks of prompts were seen before, far beyond the window, and how often prompts like this one come again.
+"""Which prompts are worth keeping the first time they come: what is known of prompts older than the window.
 
-The window holds recent prompts token by token. Here each block is a name only, so that a document that is asked about
-again after a thousand other requests is known, and so is a conversation that goes on after them: for that, of each
-prompt its last tokens are kept, which fill no block.
+The window holds recent prompts token by token. An `AdmissionFilter` remembers far more prompts, by the names of their
+blocks only. It answers three questions about a new prompt:
 
-And each prompt is a trial: did most of what was new in it come again? The share of trials that did, among those with
-about as many new tokens, says whether the next such prompt is worth keeping the first time it comes: always for an
-agent, whose turns continue each other, and never for one-off questions.
+* How many of its first blocks were seen before? A document that is asked about again after a thousand other requests
+  is known, although the window does not hold it any more.
+* Does it continue an earlier prompt, as the next turn of a conversation does?
+* How often did prompts like it come again? Each prompt is a trial, which succeeds when most of what was new in it is
+  seen again. Prompts with about as many new blocks are alike. For the turns of an agent nearly every trial succeeds,
+  for one-off questions none does.
 """
 
 from __future__ import annotations
@@ -17,31 +19,34 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diskprefix.prompt import Prompt, last_safe
-from diskprefix.tokens import TokenIds, common_prefix_length
+from diskprefix.tokens import TokenIds
 
 _GENERATION = 1 << 16
-"""Names in one of the two generations: 16 million tokens with blocks of 256. Some megabytes."""
+"""The most names in one of the two generations: 16 million tokens with blocks of 256."""
 _TRIALS = 1 << 12
-_ENOUGH_TRIALS = 10
-"""Trials of a kind before they say anything."""
-_WORTHWHILE = 2 / 5
-"""What comes again in so many cases is worth keeping at once: it takes far longer to compute than to write. With one in
-four, a trace of documents that are asked about again and again had 2 % more restored and 6 % more written."""
-_REWRITTEN = 32
-"""Tokens with which templates have the model reply, at most."""
+"""Trials that are remembered."""
 _ENDS = 1 << 12
-"""Blocks whose prompts' ends are kept, and so many of each."""
-_ENDS_OF_A_BLOCK = 4
-BRANCHES = 2
-"""A conversation goes on in one way, or is tried once more. What goes on in more ways is a beginning that many have."""
+"""Prompts whose last tokens, which fill no block, are remembered."""
+_ENOUGH_TRIALS = 10
+"""Fewer trials of prompts like one say nothing about it."""
+_LIKELY = 2 / 5
+"""Prompts of which a larger share came again are kept at once: computing takes far longer than writing. With 1/2, an
+agent restored 1.7 points less (`openhands-mock` of `tools/bench`)."""
+_BRANCHES = 2
+"""What so many prompts continue, each in its own way, is not a conversation but a beginning that they share."""
+
+_NAME_BYTES, _TRIAL_BYTES, _END_BYTES = 128, 384, 640
+"""About what one of these takes in memory, with its place in a table; of an end without its tokens."""
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """What is known of a prompt: `num_blocks` of its first blocks were seen before; of `trials` prompts with about as
-    many new blocks, `again` had most of them come again. `continues`: it is an earlier prompt, gone on. `is_trusting`:
-    what is not known of a prompt yet speaks for it."""
+    """What is known of a prompt.
+
+    `num_blocks` of its first blocks were seen before. Of `trials` prompts like it, `again` came again. `continues`: it
+    is an earlier prompt with more behind it. `is_trusting`: a prompt is kept while too few prompts like it were seen to
+    know.
+    """
 
     num_blocks: int = 0
     trials: int = 0
@@ -50,14 +55,14 @@ class Sighting:
     is_trusting: bool = False
 
     @property
-    def is_untried(self) -> bool:
-        """Whether too few prompts like it came to say anything, and so it is kept to find out."""
+    def is_learning(self) -> bool:
+        """Whether the prompt is to be kept to find out whether prompts like it come again."""
         return self.is_trusting and self.trials < _ENOUGH_TRIALS
 
     @property
-    def is_likely_again(self) -> bool:
-        """Whether prompts like it come again often enough to be kept at once."""
-        return self.trials >= _ENOUGH_TRIALS and self.again > _WORTHWHILE * self.trials
+    def is_likely_repeat(self) -> bool:
+        """Whether prompts like it come again often enough to keep it at once."""
+        return self.trials >= _ENOUGH_TRIALS and self.again > _LIKELY * self.trials
 
 
 @dataclass
@@ -68,18 +73,22 @@ class _Trial:
 
 @dataclass
 class _End:
-    """What a prompt has behind its last full block, and how many different prompts continue it."""
+    """The tokens of a prompt after its last full block, and the number of prompts that continue it in their own way."""
 
     token_ids: TokenIds
-    num_continued: int = 0
+    num_branches: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return _END_BYTES + self.token_ids.nbytes
 
 
 class AdmissionFilter:
-    """The names of blocks that were seen, of one root. Names are chained, so each stands for a whole prefix. Not
-    thread-safe: one thread looks and adds.
+    """Remembers the prompts of one root by the names of their blocks. A name stands for a whole prefix, as names are
+    chained. Not thread-safe: one thread looks and adds.
 
-    `is_trusting`: the first prompts of each kind are kept to find out whether they come again. Not where clients choose
-    the roots: each would be trusted anew.
+    `is_trusting`: the first prompts of each kind are kept, to find out whether they come again. This is not for roots
+    that clients choose: each new one would be trusted again.
     """
 
     def __init__(self, *, is_trusting: bool) -> None:
@@ -87,27 +96,33 @@ class AdmissionFilter:
         self._young: set[bytes] = set()
         self._old: set[bytes] = set()
         self._trials: OrderedDict[bytes, _Trial] = OrderedDict()
-        """By the block that tells whether most of a prompt's new blocks came again."""
+        """By the block that shows, when it is seen again, that most of the prompt's new blocks came again."""
         self._counts: dict[int, list[int]] = {}
-        """Kind → trials, and those that came again."""
-        self._ends: OrderedDict[bytes, list[_End]] = OrderedDict()
-        """By the last full block of prompts."""
+        """For each kind of prompt: the number of trials, and of those that came again."""
+        self._ends: OrderedDict[bytes, _End] = OrderedDict()
+        """By the last full block; of several prompts with the same blocks, that of the latest."""
+        self._end_bytes = 0
 
     def __len__(self) -> int:
+        """The number of names; those in both generations count twice."""
         return len(self._young) + len(self._old)
 
-    def look(self, prompt: Prompt, names: Sequence[bytes], block_size: int) -> Sighting:
-        """What is known of a prompt whose full blocks, of `block_size` tokens, have these names, in order."""
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        return _NAME_BYTES * len(self) + _TRIAL_BYTES * len(self._trials) + self._end_bytes
+
+    def look(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> Sighting:
+        """Returns what is known of a prompt. `names` are those of its full blocks of `block_size` tokens, in order."""
         num_seen = self._num_seen(names)
         trials, again = self._counts.get(_kind(len(names) - num_seen), (0, 0))
-        end = self._continued_by(prompt, names[:num_seen], block_size)
-        continues = end is not None and end.num_continued < BRANCHES
-        return Sighting(num_seen, trials, again, continues, self._is_trusting)
+        end = self._continued(token_ids, names[:num_seen], block_size)
+        return Sighting(num_seen, trials, again, end is not None and end.num_branches < _BRANCHES, self._is_trusting)
 
     def add(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> None:
-        """Remember a prompt."""
+        """Remember a prompt. The arguments are those of `look`."""
         if names:
-            self._add_end(Prompt(token_ids), names, block_size)
+            self._add_end(token_ids, names, block_size)
         num_seen = self._num_seen(names)
         for name in names[:num_seen]:
             trial = self._trials.get(name)
@@ -120,30 +135,27 @@ class AdmissionFilter:
         if len(self._young) >= _GENERATION:
             self._young, self._old = set(), self._young
 
-    def _add_end(self, prompt: Prompt, names: Sequence[bytes], block_size: int) -> None:
+    def _add_end(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> None:
         # A copy: the caller's array may be a view of a buffer that is used again.
-        own = prompt.token_ids[len(names) * block_size :].copy()
-        ends = self._ends.setdefault(names[-1], [])
-        self._ends.move_to_end(names[-1])
-        if any(np.array_equal(end.token_ids, own) for end in ends):
+        end = _End(token_ids[len(names) * block_size :].copy())
+        earlier = self._ends.get(names[-1])
+        if earlier is not None and np.array_equal(earlier.token_ids, end.token_ids):
+            self._ends.move_to_end(names[-1])
             return
-        # Without its boundaries: only what is there in full counts.
-        if (continued := self._continued_by(prompt, names, block_size, most_rewritten=0)) is not None:
-            continued.num_continued += 1
-        ends.append(_End(own))
-        del ends[:-_ENDS_OF_A_BLOCK]
+        if (continued := self._continued(token_ids, names, block_size)) is not None:
+            continued.num_branches += 1
+        self._end_bytes += end.num_bytes - (earlier.num_bytes if earlier is not None else 0)
+        self._ends[names[-1]] = end
+        self._ends.move_to_end(names[-1])
         if len(self._ends) > _ENDS:
-            self._ends.popitem(last=False)
+            self._end_bytes -= self._ends.popitem(last=False)[1].num_bytes
 
-    def _continued_by(
-        self, prompt: Prompt, names: Sequence[bytes], block_size: int, most_rewritten: int = _REWRITTEN
-    ) -> _End | None:
-        """The end of the longest earlier prompt that this one continues; its first blocks have these names."""
-        for number in range(len(names), 0, -1):
-            position, ends = number * block_size, self._ends.get(names[number - 1], ())
-            found = [end for end in ends if is_continued(prompt, position, end.token_ids, most_rewritten)]
-            if found:
-                return max(found, key=lambda end: _num_shared(prompt, position, end.token_ids))
+    def _continued(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> _End | None:
+        """The end of the longest earlier prompt that this one, whose first blocks have these names, begins with."""
+        for num_blocks in range(len(names), 0, -1):
+            end, start = self._ends.get(names[num_blocks - 1]), num_blocks * block_size
+            if end is not None and np.array_equal(token_ids[start : start + len(end.token_ids)], end.token_ids):
+                return end
         return None
 
     def _num_seen(self, names: Sequence[bytes]) -> int:
@@ -162,27 +174,6 @@ class AdmissionFilter:
             counts[1] -= oldest.again
 
 
-def is_continued(prompt: Prompt, position: int, end: TokenIds, most_rewritten: int = _REWRITTEN) -> bool:
-    """Whether `prompt` is an earlier one, gone on: nothing that was said there is missing. They share the first
-    `position` tokens; `end` is what the earlier one has behind them.
-
-    What the template wrote at its very end, to have the model reply, may have been rewritten: at most `most_rewritten`
-    tokens without a marker, behind the last boundary that both have.
-    """
-    common = _num_shared(prompt, position, end)
-    rewritten = end[common:]
-    if not len(rewritten):
-        return True
-    if len(rewritten) > most_rewritten or last_safe(prompt, position + common) <= prompt.system_end:
-        return False
-    markers = prompt.token_ids[np.asarray(prompt.boundaries, dtype=np.intp) - 1]
-    return not np.isin(rewritten, markers).any()
-
-
-def _num_shared(prompt: Prompt, position: int, end: TokenIds) -> int:
-    return common_prefix_length(prompt.token_ids[position : position + len(end)], end)
-
-
 def _kind(num_new: int) -> int:
-    """Prompts whose new parts are of about the same length, within a factor of two, are alike."""
+    """Prompts whose numbers of new blocks differ by less than a factor of two are of one kind."""
     return num_new.bit_length()

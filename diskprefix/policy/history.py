@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from itertools import islice
 
 import numpy as np
 
 from diskprefix.tokens import TokenIds
+
+_PROMPT_BYTES = 256
+"""What a prompt takes in memory beside its tokens: an array, and its places in two queues."""
 
 
 class History:
@@ -27,14 +29,6 @@ class History:
         self._groups: deque[bytes] = deque()
         """The group of each prompt, in the order in which they were added."""
         self._num_tokens = 0
-
-    @classmethod
-    def from_prompts(cls, prompts: Iterable[tuple[bytes, TokenIds]], *, max_prompts: int, max_tokens: int) -> History:
-        """The window after `prompts`, each behind its group, were added in their order, oldest first."""
-        history = cls(max_prompts, max_tokens)
-        for group, token_ids in prompts:
-            history.add(token_ids, group)
-        return history
 
     def add(self, token_ids: TokenIds, group: bytes = b"") -> None:
         """Remember a copy of `token_ids`, shape (num_tokens,), int32, as the newest; forget the oldest over the bounds.
@@ -57,9 +51,9 @@ class History:
         return tuple(islice(reversed(self._windows.get(group, ())), max(n, 0)))
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all prompts, whatever their groups."""
-        return self._num_tokens
+    def num_bytes(self) -> int:
+        """About what all prompts take in memory."""
+        return 4 * self._num_tokens + _PROMPT_BYTES * len(self._groups)
 
     def __len__(self) -> int:
         """Prompts, whatever their groups."""

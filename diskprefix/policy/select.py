@@ -1,23 +1,26 @@
-"""Scope + history + boundaries + kind of state → what of a prompt is kept.
+"""Decides how much of a prompt is kept.
 
-`off`, `full` and `N` say it themselves, and so does a client that marks positions. `auto` infers it:
+The scopes `off`, `full` and `N` say it themselves, and so does a client that marks positions. `auto` infers it from
+what was seen before. It only cuts at safe boundaries: positions between messages, where other prompts can go on too.
 
-*Where state can be cut anywhere*, keeping more costs only the blocks that are new, so what was seen twice is kept: up
-to the longest prefix that the prompt shares with one of the window, or whose blocks were seen before that, down to a
-safe boundary. Three things need no second sighting. A conversation that only grows will go on: all of it is kept, up to
-the last safe boundary. So is a prompt of a kind that often came again. And a system prompt that nobody
-has sent yet will be sent again, unless the window shows that nothing ever is.
+Where state can be cut anywhere (`sliceable`), keeping more costs only the blocks that are new. So what was seen twice
+is kept: the longest prefix that this prompt shares with an earlier one. More than that is kept in four cases:
 
-*Where state exists at checkpoints only*, each costs its own bytes, so the places are chosen that are expected to save
-most: each prompt of the window votes for the last safe boundary that it shares with this one, older ones together for
-the last that was seen before, and a prompt that will go on or come again votes for its own end. Of all sets of
-positions that one is taken whose
+* The prompt continues an earlier one, so the next turn will continue this one. All of it is kept. If each turn rewrites
+  the end of the turn before, as a reminder that moves along does, the part that will be rewritten is left out.
+* Most prompts like it came again (`Sighting.is_likely_repeat`).
+* Too few prompts like it were seen to know (`Sighting.is_learning`).
+* No recent prompt has its system message. The next one probably has it, unless recent prompts share nothing at all.
+
+Where state exists at checkpoints only, each checkpoint costs its own bytes. So the positions are chosen that are
+expected to save most. Each prompt of the window votes for the last safe boundary that it shares with this prompt. Older
+prompts together vote for the last boundary that was seen before. This prompt votes for its own end if it is expected to
+come again. The set of positions is chosen for which
 
     sum over its positions of (tokens since the position before) x (votes for it or for a later one)  -  price of each
 
 is largest. The first position before is where this prompt was restored to: what is stored already saves nothing more.
-The price is what a checkpoint weighs against the state of tokens, at most `min_tokens`: that much saved is worth
-keeping, so it says.
+The price is `min_tokens`: what saves that much is worth keeping.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from diskprefix.policy.admission import BRANCHES, Sighting
+from diskprefix.policy.admission import Sighting
 from diskprefix.policy.scope import Scope
 from diskprefix.prompt import Prompt, last_safe
 from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
@@ -167,15 +170,6 @@ class _Window(NamedTuple):
         lengths = (len(earlier) for earlier, n in zip(self.prompts, self.commons, strict=True) if n == self.common)
         return min(lengths, default=self.common) - self.common
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the prompt is an earlier one, gone on. What others of the window begin with too, and leave where this
-        one leaves it, is no conversation but a beginning that they share."""
-        if self.sighting.continues:
-            return True
-        others = sum(n == self.common < len(earlier) for earlier, n in zip(self.prompts, self.commons, strict=True))
-        return self.common > 0 and not self.lost and others < BRANCHES
-
 
 def select(
     scope: Scope,
@@ -188,7 +182,6 @@ def select(
     interval: int,
     state: StateKind = "sliceable",
     restored: int = 0,
-    checkpoint_tokens: int = 0,
     sighting: Sighting = _UNKNOWN,
 ) -> Selection:
     """What of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same answer.
@@ -197,8 +190,7 @@ def select(
     was seen. Nothing is kept if it would be less than `min_tokens`. `state`: whether the state of every layer can be
     cut anywhere, or is restorable where a checkpoint was taken, or where a prompt ended that was computed in one pass.
     `cold_max` and `interval` place the checkpoints of `full` and `N`; for those of `auto`, `restored` is how many
-    tokens need not be computed, and `checkpoint_tokens` what a checkpoint weighs, in tokens whose state weighs as much
-    (0: nothing). `sighting` is what is known of the prompt's blocks beyond the window.
+    tokens need not be computed. `sighting` is what is known of the prompt's blocks beyond the window.
     """
     num_tokens = len(prompt.token_ids)
     if scope.kind == "off":
@@ -212,7 +204,7 @@ def select(
     prompt = _with_marks_that_count(prompt, block_size, least)
     if auto and not prompt.marks:
         if state == "checkpoints":
-            price = min(max(checkpoint_tokens, block_size), max(least, block_size))
+            price = max(least, block_size)
             choice = _by_support(prompt, window, block_size, least, restored, price)
         else:
             choice = _by_sighting(prompt, window, least)
@@ -319,16 +311,16 @@ def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
     open files): what the prompt that it shares most with lost there, it will lose too.
     """
     num_tokens, common = len(prompt.token_ids), window.common
-    if window.goes_on:
+    if window.sighting.continues:
         return _Choice(last_safe(prompt, num_tokens), "continues", is_whole=False)
-    # To share the system message, or less than what is lost, says nothing of the rest.
+    # To share only the system message, or less than was lost, says nothing about the rest.
     is_same = last_safe(prompt, common) > prompt.system_end and window.lost <= common
     end = last_safe(prompt, max(num_tokens - window.lost, 0) if is_same else num_tokens)
     if is_same and 0 < window.lost * _SHORT_END <= common + window.lost:
         return _Choice(end, "continues", is_whole=False)
-    if window.sighting.is_likely_again:
+    if window.sighting.is_likely_repeat:
         return _Choice(end, "likely_repeat", is_whole=False)
-    return _Choice(end, "learning", is_whole=False) if window.sighting.is_untried else None
+    return _Choice(end, "learning", is_whole=False) if window.sighting.is_learning else None
 
 
 def _system_guess(prompt: Prompt, window: _Window, least: int) -> _Choice | None:

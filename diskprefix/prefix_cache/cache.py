@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.policy.admission import AdmissionFilter
-from diskprefix.policy.history import History
-from diskprefix.policy.scope import MAX_VALUE, Scope
+from diskprefix.policy.scope import Scope
 from diskprefix.prefix_cache.cost_model import CostModel, Use
-from diskprefix.prefix_cache.nodes import PromptNodes
+from diskprefix.prefix_cache.namespaces import TenantNamespaces
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prefix_cache.restore import READER_THREADS
 from diskprefix.prompt import Prompt
@@ -27,32 +24,17 @@ from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
 from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import HISTORY_TOKENS, Kind, RootRecord
+from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from diskprefix.tenant import SHARED, Tenant
-from diskprefix.tokens import TokenIds, root_hash
+from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
 
-_TENANTS = 256
-_ALL_HISTORY_TOKENS = 1 << 24
-"""Tenants and tokens whose recent prompts are kept in memory together, as clients choose salts; those of others are
-read from the store when they come back."""
-
-
-@dataclass(frozen=True, eq=False)
-class TenantNamespace:
-    """What one tenant sees of the cache: a root of its own, the recent prompts under it, and what was seen before."""
-
-    root: bytes
-    record: RootRecord
-    history: History
-    admission: AdmissionFilter
-
 
 class PrefixCache:
-    """The prefix cache of one model. `begin` is for the engine thread; `stats` may be called from any thread.
+    """The prefix cache of one model. `begin` is for the engine thread; `load` and `stats` are for any thread.
 
     `identity` gives the canonical text that identifies the model's numbers for a tenant (`kv.fingerprint`): its hash is
     the root of all that the tenant stores. `device` names what computes them, as precisely as its speed is to be told
@@ -81,75 +63,33 @@ class PrefixCache:
             store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
         )
         self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
-        self._identity = identity
-        self._on_history = on_history
-        self._model_name = model_name
-        self._namespaces: OrderedDict[Tenant, TenantNamespace] = OrderedDict()
-        self._purged_at: bytes | None = None
+        self.namespaces = TenantNamespaces(
+            store,
+            identity,
+            model_name=model_name,
+            block_size=settings.block_size,
+            layout=self.payload_layout,
+            layout_text=layout.describe(),
+            on_history=on_history,
+        )
         self._capturer = ThreadPoolExecutor(1, thread_name_prefix="kv-capture")
         # The thread starts with its first task: now, so that it cannot fail in the middle of a request.
         self._capturer.submit(time.time).result()
         self._capturing: list[Future[None]] = []
         self.counters: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
-        root = self.namespace(SHARED).root
-        key = f"{root.hex()} {device} {store.store_id.hex()}"
+        self.load(SHARED)
+        self.root = self.namespaces.get(SHARED).root
+        """What is stored under for callers with neither key nor salt."""
+        key = f"{self.root.hex()} {device} {store.store_id.hex()}"
         self.worth = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
 
-    def namespace(self, tenant: Tenant) -> TenantNamespace:
-        """The tenant's part of the cache, its recent prompts read from the store if they are not in memory."""
-        self._forget_what_was_purged()
-        namespace = self._namespaces.pop(tenant, None) or self._read_namespace(tenant)
-        self._namespaces[tenant] = namespace
-        while len(self._namespaces) > _TENANTS or self._history_tokens() > _ALL_HISTORY_TOKENS:
-            self._namespaces.popitem(last=False)
-        return namespace
+    def load(self, tenant: Tenant) -> None:
+        """Have the tenant's recent prompts in memory when its request begins. For any thread; may take a second.
 
-    def _forget_what_was_purged(self) -> None:
-        """`diskprefix purge` may have removed recent prompts, here or beside another daemon: read them anew then."""
-        try:
-            with self.store.snapshot() as snapshot:
-                purged_at = snapshot.meta("purged_at")
-        except CacheError:
-            return
-        if purged_at != self._purged_at:
-            self._purged_at = purged_at
-            self._namespaces.clear()
-
-    def _history_tokens(self) -> int:
-        """Tokens that the recent prompts of all tenants but the current one hold."""
-        return (
-            sum(namespace.history.num_tokens for namespace in self._namespaces.values())
-            if len(self._namespaces) > 1
-            else 0
-        )
-
-    def _read_namespace(self, tenant: Tenant) -> TenantNamespace:
-        identity = self._identity(str(tenant))
-        root = root_hash(identity)
-        record = RootRecord(
-            model=self._model_name,
-            block_size=self.settings.block_size,
-            layout=self.layout.describe(),
-            created_at=time.time(),
-            identity=identity,
-            tenant=str(tenant),
-        )
-        prompts: list[tuple[bytes, TokenIds]] = []
-        try:
-            with self.store.snapshot() as snapshot:
-                prompts = snapshot.recent_prompts(root, MAX_VALUE)
-        except CacheError as error:
-            log.warning("[disk-cache] the recent prompts cannot be read: %s", error)
-        if self._on_history is not None:
-            self._on_history(root, (token_ids for _, token_ids in prompts))
-        history = History.from_prompts(prompts, max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
-        admission = AdmissionFilter(is_trusting=tenant == SHARED)
-        secret, block_size = self.store.secret, self.settings.block_size
-        for _, token_ids in prompts:
-            names = PromptNodes(secret, root, token_ids, block_size, self.payload_layout).block_names()
-            admission.add(token_ids, names, block_size)
-        return TenantNamespace(root, record, history, admission)
+        A request that begins without this is served as if the tenant had no recent prompts.
+        """
+        self.namespaces.load(tenant)
 
     def warm_up(self, arena: KVArena) -> None:
         """Start the reading threads and take their way once, so that the first restore is as fast as any other.
@@ -186,7 +126,7 @@ class PrefixCache:
         nor kept.
         """
         self.settle()
-        return CachedRequest(self, self.namespace(options.tenant), prompt, options, goes_on=goes_on)
+        return CachedRequest(self, self.namespaces.get(options.tenant), prompt, options, goes_on=goes_on)
 
     def is_worth(self, num_tokens: int, *, use: Use) -> bool:
         """Whether so many tokens are faster restored than computed, by what was measured."""

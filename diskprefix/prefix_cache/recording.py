@@ -162,7 +162,7 @@ class Recorder:
 
     Whatever goes wrong with the file later is logged, once until it works again, and never fails a request. A file that
     was moved away or deleted is begun anew, so its log may be rotated. `secret_of` answers the store's secret.
-    `default_scope` is the daemon's. `weigh`, `know`, `note` and `close` are for one thread.
+    `default_scope` is the daemon's. `know` is for any thread, `weigh`, `note` and `close` are for one.
     """
 
     def __init__(

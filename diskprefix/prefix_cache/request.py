@@ -22,6 +22,7 @@ from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.policy.admission import Sighting
 from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE
 from diskprefix.policy.select import Selection, select
+from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes, ttl_at
 from diskprefix.prefix_cache.restore import Restoration, Restored
@@ -32,7 +33,7 @@ from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
-    from diskprefix.prefix_cache.cache import PrefixCache, TenantNamespace
+    from diskprefix.prefix_cache.cache import PrefixCache
 
 log = logging.getLogger("diskprefix")
 
@@ -250,7 +251,9 @@ class CachedRequest:
         scope = self._options.scope
         sighting = Sighting()
         if scope.kind == "auto":
-            sighting = self._namespace.admission.look(self._prompt, self._nodes.block_names(), settings.block_size)
+            sighting = self._namespace.admission.look(
+                self._prompt.token_ids, self._nodes.block_names(), settings.block_size
+            )
         selection = select(
             scope,
             self._prompt,
@@ -263,7 +266,6 @@ class CachedRequest:
             interval=settings.kv_cache_interval,
             state=layout.state_kind,
             restored=self._restored.num_tokens,
-            checkpoint_tokens=layout.checkpoint_tokens,
             sighting=sighting,
         )
         if self._goes_on:
@@ -427,8 +429,7 @@ class CachedRequest:
         if len(token_ids) < self._cache.settings.kv_cache_min_tokens or not self._options.save:
             return None
         self._namespace.history.add(token_ids, self._options.group)
-        block_size = self._cache.settings.block_size
-        self._namespace.admission.add(token_ids, self._nodes.block_names(), block_size)
+        self._namespace.admission.add(token_ids, self._nodes.block_names(), self._nodes.block_size)
         return token_ids
 
     def _take_pins(self) -> list[bytes]:

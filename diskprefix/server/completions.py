@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter
@@ -133,7 +132,15 @@ async def _read(
         sampling = params_of(body, serving.renderer.vocab_size)
         cache = cache_options(body, scope=serving.scope, caller=caller, reuse_generated=daemon.settings.reuse_generated)
         has_media = isinstance(body, ChatRequest) and holds_media(body.messages)
-        prompt = await daemon.prepare(partial(render, serving.renderer, body), has_media=has_media)
+
+        def make_prompt() -> Prompt:
+            prompt = render(serving.renderer, body)
+            if not prompt.media:
+                # Not on the engine's thread: it takes long for a tenant who was not here lately.
+                serving.engine.cache.load(cache.tenant)
+            return prompt
+
+        prompt = await daemon.prepare(make_prompt, has_media=has_media)
     check_context(prompt, body, serving.engine.max_positions)
     generate = GenerateRequest(
         id=f"{serializer.id_prefix}{uuid.uuid4().hex}",

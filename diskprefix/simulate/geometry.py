@@ -28,11 +28,6 @@ class Geometry:
     def state_kind(self) -> StateKind:
         return "checkpoints" if self.state_bytes else "sliceable"
 
-    @property
-    def checkpoint_tokens(self) -> int:
-        """As in `kv.layout.Layout`."""
-        return -(-self.state_bytes // self.bytes_per_token) if self.bytes_per_token else 2**31
-
     @cached_property
     def layout(self) -> PayloadLayout:
         """The rows may be others than the model's, the bytes are its own."""

@@ -136,8 +136,7 @@ class Simulator:
             interval=policy.interval,
             state=self._state,
             restored=progress.restored,
-            checkpoint_tokens=self._geometry.checkpoint_tokens,
-            sighting=admission.look(prompt, names, policy.block_size) if is_auto else Sighting(),
+            sighting=admission.look(prompt.token_ids, names, policy.block_size) if is_auto else Sighting(),
         )
         if not request.save and scope.kind != "off":
             selection = selection.keeping_nothing("read_only")

@@ -167,15 +167,6 @@ def test_a_prefix_is_restorable_at_any_block_or_at_checkpoints_or_at_the_end_of_
     assert layout_of(None, state=16).in_one_pass().state_kind == "one_pass"
 
 
-@pytest.mark.parametrize(("state", "num_tokens"), [(0, 0), (4, 1), (16, 1), (20, 2), (32, 2), (1600, 100)])
-def test_a_checkpoint_weighs_as_much_as_a_number_of_tokens(state: int, num_tokens: int) -> None:
-    assert layout_of(None, None, state=state).checkpoint_tokens == num_tokens
-
-
-def test_where_tokens_weigh_nothing_a_checkpoint_weighs_more_than_any_prompt() -> None:
-    assert layout_of(state=16).checkpoint_tokens > 10**9
-
-
 @pytest.mark.parametrize(
     ("windows", "num_tokens", "num_bytes"),
     [

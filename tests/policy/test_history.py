@@ -51,7 +51,7 @@ def test_the_oldest_are_forgotten_over_the_tokens() -> None:
     assert len(history) == 3
     history.add(as_token_ids([4, 4, 4]))
     assert contents(history) == [[4, 4, 4], [3, 3]]
-    assert history.num_tokens == 5
+    assert history.num_bytes == 4 * 5 + 256 * len(history)
 
 
 def test_a_prompt_over_the_token_bound_is_kept_by_its_beginning_and_not_evicted_at_once() -> None:
@@ -72,7 +72,7 @@ def test_a_bound_of_zero_remembers_nothing(max_prompts: int, max_tokens: int) ->
     history = History(max_prompts, max_tokens)
     history.add(as_token_ids([1, 2]))
     assert len(history) == 0
-    assert history.num_tokens == 0
+    assert history.num_bytes == 0
 
 
 def test_what_is_remembered_does_not_follow_the_callers_array() -> None:
@@ -106,7 +106,9 @@ def test_each_group_is_a_window_of_its_own() -> None:
 def test_the_windows_are_the_newest_prompts_of_all_groups_that_fit_both_bounds(
     prompts: Grouped, max_prompts: int, max_tokens: int
 ) -> None:
-    history = History.from_prompts(prompts, max_prompts=max_prompts, max_tokens=max_tokens)
+    history = History(max_prompts, max_tokens)
+    for group, token_ids in prompts:
+        history.add(token_ids, group)
     expected: list[tuple[bytes, list[int]]] = []
     left = max_tokens
     for group, token_ids in reversed([(g, p[:max_tokens].tolist()) for g, p in prompts if len(p[:max_tokens])]):
@@ -116,14 +118,4 @@ def test_the_windows_are_the_newest_prompts_of_all_groups_that_fit_both_bounds(
         left -= len(token_ids)
     for group in GROUPS:
         assert contents(history, group) == [token_ids for of, token_ids in expected if of == group]
-    assert (history.num_tokens, len(history)) == (max_tokens - left, len(expected))
-
-
-@given(PROMPTS, st.integers(1, 8), st.integers(1, 40))
-def test_a_window_built_from_what_a_window_holds_is_the_same_window(
-    prompts: Grouped, max_prompts: int, max_tokens: int
-) -> None:
-    history = History.from_prompts(prompts, max_prompts=max_prompts, max_tokens=max_tokens)
-    oldest_first = [(b"", token_ids) for token_ids in reversed(history.recent(len(history)))]
-    again = History.from_prompts(oldest_first, max_prompts=max_prompts, max_tokens=max_tokens)
-    assert contents(again) == contents(history)
+    assert (history.num_bytes, len(history)) == (4 * (max_tokens - left) + 256 * len(expected), len(expected))

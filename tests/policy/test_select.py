@@ -67,8 +67,11 @@ def pick(scope: Scope, prompt: Prompt, *recent: TokenIds, **changes: Any) -> Sel
     return select(scope, prompt, recent, **{**DEFAULTS, "sighting": UNLIKELY, **changes})
 
 
-def seen(num_blocks: int, *, continues: bool = False) -> Sighting:
-    return replace(UNLIKELY, num_blocks=num_blocks, continues=continues)
+CONTINUES = replace(UNLIKELY, continues=True)
+
+
+def seen(num_blocks: int) -> Sighting:
+    return replace(UNLIKELY, num_blocks=num_blocks)
 
 
 def test_off_selects_nothing_and_looks_at_nothing() -> None:
@@ -302,7 +305,7 @@ def test_state_that_can_be_cut_has_no_checkpoints(scope: Scope) -> None:
 
 
 def test_a_conversation_that_grew_is_kept_to_its_last_safe_boundary() -> None:
-    selection = pick(AUTO, SECOND_TURN, FIRST_TURN.token_ids)
+    selection = pick(AUTO, SECOND_TURN, FIRST_TURN.token_ids, sighting=CONTINUES)
     assert selection.common == 1302
     assert (selection.selected, selection.aligned, selection.reason) == (2201, 2048, "continues")
     assert not selection.keep_tail
@@ -365,16 +368,16 @@ def test_what_grew_by_less_than_it_will_lose_is_kept_up_to_the_match() -> None:
 def test_text_of_a_marker_inside_a_message_is_no_place_to_cut() -> None:
     first, second = FIRST_TURN.token_ids.copy(), SECOND_TURN.token_ids.copy()
     first[1200], second[1200], second[2100] = END, END, END
-    selection = pick(AUTO, Prompt(second, SECOND_TURN.boundaries, SECOND_TURN.system_end), first)
+    selection = pick(AUTO, Prompt(second, SECOND_TURN.boundaries, SECOND_TURN.system_end), first, sighting=CONTINUES)
     assert (selection.selected, selection.reason) == (2201, "continues")
-    other = pick(AUTO, Prompt(second, SECOND_TURN.boundaries, SECOND_TURN.system_end), first[:1250])
-    assert other.selected == 2201, "it ends inside a message, but nothing of it is missing"
 
 
 def test_raw_text_that_grew_is_kept_whole() -> None:
-    assert pick(AUTO, Prompt(ids(4123)), ids(1500)).reason == "continues"
-    assert pick(AUTO, Prompt(ids(4123)), ids(1500)).selected == 4123
-    assert not pick(AUTO, Prompt(ids(4096)), ids(1500)).keep_tail, "it is not expected to come again without more"
+    assert pick(AUTO, Prompt(ids(4123)), ids(1500), sighting=CONTINUES).reason == "continues"
+    assert pick(AUTO, Prompt(ids(4123)), ids(1500), sighting=CONTINUES).selected == 4123
+    assert not pick(AUTO, Prompt(ids(4096)), ids(1500), sighting=CONTINUES).keep_tail, (
+        "it is not expected to come again without more"
+    )
 
 
 def test_a_chat_does_not_continue_raw_text_that_begins_with_the_same_marker() -> None:
@@ -406,15 +409,10 @@ def test_what_was_seen_before_is_kept_in_an_empty_window_too() -> None:
     assert (selection.selected, selection.reason) == (2048, "shared_prefix")
 
 
-def test_a_conversation_that_went_on_beyond_the_window_grew() -> None:
-    selection = pick(AUTO, SECOND_TURN, ids(4000, 7), sighting=seen(5, continues=True))
-    assert (selection.selected, selection.aligned, selection.reason) == (2201, 2048, "continues")
-
-
 def test_a_prompt_whose_kind_comes_again_is_kept_at_once() -> None:
     selection = pick(AUTO, SECOND_TURN, ids(4000, 7), sighting=LIKELY)
     assert (selection.selected, selection.aligned, selection.reason) == (2201, 2048, "likely_repeat")
-    assert pick(AUTO, SECOND_TURN, FIRST_TURN.token_ids, sighting=LIKELY).reason == "continues"
+    assert pick(AUTO, SECOND_TURN, FIRST_TURN.token_ids, sighting=replace(LIKELY, continues=True)).reason == "continues"
     assert pick(AUTO, Prompt(ids(4123)), sighting=LIKELY).selected == 4123
 
 
@@ -426,17 +424,6 @@ def test_until_a_kind_is_known_its_prompts_are_kept_at_once_where_that_is_truste
     assert after(9).reason == "learning"
     assert after(10).reason == "new_system_prompt"
     assert after(0, is_trusting=False).reason == "new_system_prompt"
-
-
-def test_a_beginning_that_many_prompts_go_on_from_is_no_conversation() -> None:
-    anchor = ids(2000)
-    tails = [as_token_ids([*anchor, *range(10_000 * n, 10_000 * n + 3000)]) for n in range(1, 5)]
-    assert pick(AUTO, Prompt(tails[0]), anchor).reason == "continues"
-    assert pick(AUTO, Prompt(tails[1]), tails[0], anchor).reason == "continues", "it may have been tried once more"
-    third = pick(AUTO, Prompt(tails[2]), tails[1], tails[0], anchor)
-    assert (third.selected, third.reason) == (2000, "shared_prefix")
-    longer = Prompt(as_token_ids([*tails[2], *range(900)]))
-    assert pick(AUTO, longer, tails[2], tails[1], tails[0], anchor).reason == "continues"
 
 
 @pytest.mark.parametrize("shared", [1, 300])
@@ -464,7 +451,7 @@ def test_auto_does_what_the_marks_say_whatever_was_seen(recent: tuple[TokenIds, 
     ids=str,
 )
 def test_every_mark_has_a_checkpoint_under_every_scope(scope: Scope, reason: str, checkpoints: tuple[int, ...]) -> None:
-    selection = pick(scope, MARKED, state="checkpoints", checkpoint_tokens=10**6)
+    selection = pick(scope, MARKED, state="checkpoints")
     assert (selection.reason, selection.checkpoints) == (reason, checkpoints)
 
 
@@ -528,7 +515,6 @@ KNOBS = st.fixed_dictionaries(
         "interval": st.integers(1, 50),
         "state": st.sampled_from(["sliceable", "checkpoints", "one_pass"]),
         "restored": st.integers(0, 40),
-        "checkpoint_tokens": st.integers(0, 30),
         "sighting": st.builds(Sighting, st.integers(0, 12), st.integers(0, 12), st.integers(0, 12), st.booleans()),
     }
 )

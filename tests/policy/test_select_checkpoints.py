@@ -69,32 +69,28 @@ def test_a_vote_is_for_the_last_safe_boundary() -> None:
 
 def test_what_is_not_far_beyond_another_is_left_to_it() -> None:
     """A checkpoint at 800 would save 100 tokens, and weighs 200; for two that is worth it."""
-    assert chosen(pick(Prompt(ids(3000)), *[sharing(700)] * 3, sharing(820), checkpoint_tokens=200)) == {700: 4}
-    assert chosen(pick(Prompt(ids(3000)), *[sharing(700)] * 3, *[sharing(820)] * 2, checkpoint_tokens=200)) == {
+    assert chosen(pick(Prompt(ids(3000)), *[sharing(700)] * 3, sharing(820))) == {700: 4}
+    assert chosen(pick(Prompt(ids(3000)), *[sharing(700)] * 3, *[sharing(820)] * 2)) == {
         700: 5,
         800: 2,
     }
 
 
-def test_the_heavier_a_checkpoint_the_fewer_are_kept() -> None:
+def test_the_more_must_be_saved_the_fewer_checkpoints_are_kept() -> None:
     recent = [sharing(n) for n in range(250, 2250, 150)]
-    sizes = [
-        len(pick(Prompt(ids(3000)), *recent, checkpoint_tokens=price, min_tokens=2000).checkpoints)
-        for price in (0, 300, 600, 1200)
-    ]
+    sizes = [len(pick(Prompt(ids(3000)), *recent, min_tokens=price).checkpoints) for price in (0, 300, 600, 1200)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[-1]
 
 
-def test_the_price_is_at_most_what_is_worth_keeping() -> None:
-    """However much a checkpoint weighs, saving `min_tokens` is enough."""
-    selection = pick(Prompt(ids(3000)), sharing(350), checkpoint_tokens=10**9)
+def test_to_save_the_minimum_is_enough() -> None:
+    selection = pick(Prompt(ids(3000)), sharing(350))
     assert chosen(selection) == {300: 1}
-    assert chosen(pick(Prompt(ids(3000)), sharing(350), sharing(450), checkpoint_tokens=10**9)) == {300: 2}
-    assert chosen(pick(Prompt(ids(3000)), sharing(350), sharing(550), checkpoint_tokens=10**9)) == {300: 2, 500: 1}
+    assert chosen(pick(Prompt(ids(3000)), sharing(350), sharing(450))) == {300: 2}
+    assert chosen(pick(Prompt(ids(3000)), sharing(350), sharing(550))) == {300: 2, 500: 1}
 
 
-def test_what_weighs_nothing_is_kept_wherever_a_vote_is() -> None:
+def test_without_a_minimum_a_checkpoint_is_kept_wherever_a_vote_is() -> None:
     """A block saved is enough, and two places are a block apart."""
     recent = [sharing(300), sharing(420)]
     assert chosen(pick(Prompt(ids(3000)), *recent, min_tokens=0)) == {300: 2, 400: 1}
@@ -103,9 +99,9 @@ def test_what_weighs_nothing_is_kept_wherever_a_vote_is() -> None:
 
 def test_what_is_stored_already_saves_nothing_more() -> None:
     recent = [sharing(650), sharing(1250), sharing(1350)]
-    assert chosen(pick(Prompt(ids(3000)), *recent, restored=600)) == {1200: 2, 1300: 1}
-    assert chosen(pick(Prompt(ids(3000)), *recent, restored=600, checkpoint_tokens=200)) == {1200: 2}
-    assert chosen(pick(Prompt(ids(3000)), *recent, restored=1200)) == {1300: 1}
+    assert chosen(pick(Prompt(ids(3000)), *recent, restored=600, min_tokens=100)) == {1200: 2, 1300: 1}
+    assert chosen(pick(Prompt(ids(3000)), *recent, restored=600)) == {1200: 2}
+    assert chosen(pick(Prompt(ids(3000)), *recent, restored=1200, min_tokens=100)) == {1300: 1}
     nothing = pick(Prompt(ids(3000)), *recent, restored=1300)
     assert (nothing.checkpoints, nothing.aligned, nothing.reason) == ((), 0, "already_saved")
 
@@ -118,17 +114,10 @@ def test_what_was_seen_before_the_window_is_one_vote_if_it_is_longer() -> None:
 def test_a_conversation_that_grew_votes_for_its_end_and_what_it_continues_does_not() -> None:
     prompt = parted(3000, 1, 900, 2000, 2800)
     earlier = [prompt.token_ids[:1995], prompt.token_ids[:905]]
-    selection = pick(prompt, *earlier)
+    selection = pick(prompt, *earlier, sighting=CONTINUES)
     assert chosen(selection) == {2800: 1}
     assert (selection.aligned, selection.reason) == (2800, "continues")
-    assert chosen(pick(prompt, *earlier, leaving(prompt, 950))) == {900: 2, 2800: 1}
-
-
-def test_a_conversation_that_went_on_beyond_the_window_votes_for_its_end() -> None:
-    prompt = parted(3000, 1, 900, 2000, 2800)
-    selection = pick(prompt, leaving(prompt, 950), sighting=replace(CONTINUES, num_blocks=20))
-    assert chosen(selection) == {900: 3, 2000: 2, 2800: 1}
-    assert selection.reason == "continues"
+    assert chosen(pick(prompt, *earlier, leaving(prompt, 950), sighting=CONTINUES)) == {900: 2, 2800: 1}
 
 
 def test_a_prompt_whose_kind_comes_again_votes_for_its_end() -> None:
@@ -155,9 +144,9 @@ def test_a_system_message_that_nobody_has_sent_yet_is_a_vote_beside_the_prompts_
 
 def test_the_reason_is_that_of_the_last_checkpoint() -> None:
     prompt = parted(3000, 1, 900, 2000, 2800, system_end=900)
-    goes_on = replace(CONTINUES, num_blocks=10)
-    assert pick(prompt, leaving(prompt, 950), sighting=goes_on).reason == "continues"
-    not_worth_it = pick(prompt, leaving(prompt, 2050), sighting=goes_on, min_tokens=2000, checkpoint_tokens=1000)
+    continues = replace(CONTINUES, num_blocks=10)
+    assert pick(prompt, leaving(prompt, 950), sighting=continues).reason == "continues"
+    not_worth_it = pick(prompt, leaving(prompt, 2050), sighting=continues, min_tokens=2000)
     assert (chosen(not_worth_it), not_worth_it.reason) == ({2000: 2}, "best_checkpoints")
     at_the_same = pick(parted(2090, 1, 900, 2000, 2050), sighting=replace(LIKELY, num_blocks=20))
     assert (chosen(at_the_same), at_the_same.reason) == ({2000: 2}, "likely_repeat"), "the same place on the grid"
@@ -182,13 +171,13 @@ def test_what_is_likely_but_below_the_minimum_is_not_kept() -> None:
 
 def test_a_restored_conversation_that_barely_grew_is_not_worth_a_checkpoint() -> None:
     prompt = parted(3000, 1, 2000, 2150)
-    selection = pick(prompt, prompt.token_ids[:2000], restored=2000, checkpoint_tokens=400)
+    selection = pick(prompt, prompt.token_ids[:2000], restored=2000, sighting=CONTINUES)
     assert (selection.checkpoints, selection.kept, selection.reason) == ((), 0, "already_saved")
-    assert chosen(pick(prompt, prompt.token_ids[:2000], restored=2000)) == {2100: 1}
+    assert chosen(pick(prompt, prompt.token_ids[:2000], restored=2000, sighting=CONTINUES, min_tokens=100)) == {2100: 1}
 
 
 def test_an_exact_repeat_of_whole_blocks_can_be_restored() -> None:
-    selection = pick(Prompt(ids(1000)), ids(1000))
+    selection = pick(Prompt(ids(1000)), ids(1000), sighting=CONTINUES)
     assert selection.keep_tail or any(position < 1000 for position in selection.checkpoints)
 
 
@@ -212,9 +201,9 @@ def test_auto_says_why_it_has_no_checkpoint(recent: tuple[TokenIds, ...], sighti
 POSITIONS = st.lists(st.integers(0, 60), max_size=8)
 
 
-@given(POSITIONS, st.integers(0, 70), st.booleans(), st.integers(1, 6), st.integers(0, 20), st.integers(0, 50))
+@given(POSITIONS, st.integers(0, 70), st.booleans(), st.integers(1, 6), st.integers(0, 20))
 def test_no_other_set_of_checkpoints_saves_more(
-    shared: list[int], restored: int, grows: bool, block_size: int, min_tokens: int, checkpoint_tokens: int
+    shared: list[int], restored: int, is_likely: bool, block_size: int, min_tokens: int
 ) -> None:
     """Counted vote by vote: each saves up to the last checkpoint at or below it, beyond what is restored anyway. Nor
     does one more checkpoint that pays its price and no more."""
@@ -228,11 +217,10 @@ def test_no_other_set_of_checkpoints_saves_more(
         interval=100,
         state="checkpoints",
         restored=restored,
-        checkpoint_tokens=checkpoint_tokens,
-        sighting=CONTINUES if grows else UNLIKELY,
+        sighting=LIKELY if is_likely else UNLIKELY,
     )
-    price = min(max(checkpoint_tokens, block_size), max(min_tokens, 1, block_size))
-    votes = [n - n % block_size for n in [*shared, *[70] * grows]]
+    price = max(min_tokens, 1, block_size)
+    votes = [n - n % block_size for n in [*shared, *[70] * is_likely]]
     votes = [vote for vote in votes if vote > restored and vote >= min_tokens]
 
     def gain(checkpoints: tuple[int, ...]) -> int:
@@ -258,7 +246,6 @@ def test_each_checkpoint_that_is_kept_pays_for_itself(shared: list[int], price: 
         cold_max=100,
         interval=100,
         state="checkpoints",
-        checkpoint_tokens=price,
     )
     before = 0
     for position, support in chosen(selection).items():

@@ -179,7 +179,7 @@ def test_a_damaged_block_is_removed_and_the_answer_stays_the_same(runner: Runner
     cold = runner.run(prompt, "full", reply=4)
     runner.reopen()
     store = runner.cache.store
-    names = chain(store.secret, runner.cache.namespace(SHARED).root, prompt, BLOCK)
+    names = chain(store.secret, runner.cache.root, prompt, BLOCK)
     names.append(block_hash(store.secret, names[-1], prompt[4 * BLOCK :]))
     with store.changes() as changes:
         piece = bytearray(changes.piece(names[victim], 0) or b"")
@@ -203,7 +203,7 @@ def test_a_damaged_index_is_mended_by_the_next_request(runner: Runner, database:
     cold = runner.run(prompt, "full", reply=4)
     runner.flush()
     store = runner.cache.store
-    name = chain(store.secret, runner.cache.namespace(SHARED).root, prompt, BLOCK)[2]
+    name = chain(store.secret, runner.cache.root, prompt, BLOCK)[2]
     with store.changes() as changes:
         if value is None:
             changes._delete(database, piece_key(name, 0))
@@ -459,7 +459,7 @@ def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> Non
     runner.flush()
     purge(runner.cache.store, PurgeFilter(), time.time(), lambda _: None)
     again = runner.run(prompt, "auto")
-    assert (again.report.restored, len(runner.cache.namespace(SHARED).history)) == (0, 1)
+    assert (again.report.restored, len(runner.cache.namespaces.get(SHARED).history)) == (0, 1)
 
 
 STEPS_OF_A_REQUEST = ["restore", "after_step", "publish", "submit"]

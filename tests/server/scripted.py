@@ -27,6 +27,7 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.listener import listen
 from diskprefix.server.process import uvicorn_config
 from diskprefix.settings import Settings
+from diskprefix.tenant import Tenant
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import wait_until
 
@@ -97,6 +98,8 @@ class ScriptedEngine:
         self.closed = threading.Event()
         self.stats = dict(STATS)
         self.requests: list[GenerateRequest] = []
+        self.loaded: list[Tenant] = []
+        """The tenants whose recent prompts were asked for, in this order."""
         self.model = SimpleNamespace(
             config=SimpleNamespace(get_text_config=lambda **_: SimpleNamespace(vocab_size=VOCAB_SIZE)),
             device="cpu",
@@ -151,6 +154,10 @@ class ScriptedCache:
             self.is_waited_for.set()
             assert self.is_readable.wait(30)
         return self._engine.stats
+
+    def load(self, tenant: Tenant) -> None:
+        """Stands in for `PrefixCache.load`."""
+        self._engine.loaded.append(tenant)
 
 
 def until_cancelled(_request: GenerateRequest, _emit: Emit, is_cancelled: Callable[[], bool]) -> None:

@@ -203,7 +203,7 @@ class Daemon:
             request.prompt,
             options,
             answer.report,
-            root=self.runner.cache.namespace(options.tenant).root,
+            root=self.runner.cache.namespaces.get(options.tenant).root,
             when=1e9 + request.when,
             output_tokens=0,
             prefill_ms=0.0,

@@ -1,0 +1,163 @@
+"""What each tenant sees of the cache: its root, its recent prompts, and which of its blocks were seen before.
+
+Clients choose salts, so there may be any number of tenants. The memory of all of them together is bounded: the tenant
+that was used longest ago is dropped, and read from the store when it comes back. Reading it means to hash millions of
+tokens, so `load` does that on the thread that takes the request in, before the request is queued. The engine's thread
+only looks up what is loaded, so a tenant that comes and goes delays nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from diskprefix.errors import CacheError
+from diskprefix.policy.admission import AdmissionFilter
+from diskprefix.policy.history import History
+from diskprefix.policy.scope import MAX_VALUE
+from diskprefix.prefix_cache.nodes import PromptNodes
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import HISTORY_TOKENS, RootRecord
+from diskprefix.store.store import Store
+from diskprefix.tenant import SHARED, Tenant
+from diskprefix.tokens import TokenIds, root_hash
+
+log = logging.getLogger("diskprefix")
+
+_MAX_BYTES = 128 << 20
+_MAX_TENANTS = 256
+"""Bounds of what is kept in memory, over all tenants. The tenant that was used last is kept whatever its size, which
+`History` and `AdmissionFilter` bound."""
+
+
+@dataclass(frozen=True, eq=False)
+class TenantNamespace:
+    """What one tenant sees of the cache. `root` names all that is stored for it."""
+
+    root: bytes
+    record: RootRecord
+    history: History
+    admission: AdmissionFilter
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        return self.history.num_bytes + self.admission.num_bytes
+
+
+class TenantNamespaces:
+    """The namespaces of the tenants that were used last. `load` is for any thread; `get` and what it returns are for
+    the engine's thread.
+
+    `identity` returns the text whose hash is the tenant's root (see `kv.fingerprint`). `on_history` is given a root and
+    the prompts, oldest first, that were read from the store for it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        identity: Callable[[str], str],
+        *,
+        model_name: str,
+        block_size: int,
+        layout: PayloadLayout,
+        layout_text: str,
+        on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._identity = identity
+        self._model_name = model_name
+        self._block_size = block_size
+        self._layout = layout
+        self._layout_text = layout_text
+        self._on_history = on_history
+        self._loaded: OrderedDict[Tenant, TenantNamespace] = OrderedDict()
+        """The one that was used longest ago comes first."""
+        self._lock = threading.Lock()
+        """Of `_loaded` and `_purged_at`; never held while the store's prompts are read."""
+        self._loading = threading.Lock()
+        """One tenant is read at a time."""
+        self._purged_at: bytes | None = None
+
+    def load(self, tenant: Tenant) -> None:
+        """Read the tenant's recent prompts from the store unless they are in memory. May take a second."""
+        self._forget_what_was_purged()
+        if self._use(tenant) is not None:
+            return
+        with self._loading:
+            if self._use(tenant) is not None:
+                return
+            purged_at = self._purged_at
+            namespace = self._new(tenant)
+            self._read_into(namespace)
+            with self._lock:
+                # What was read may have been purged meanwhile.
+                if self._purged_at == purged_at:
+                    self._loaded[tenant] = namespace
+                    self._drop_the_oldest()
+
+    def get(self, tenant: Tenant) -> TenantNamespace:
+        """The tenant's namespace. If it is not loaded, or not any more, one without recent prompts: then the request
+        is served as a tenant's first one is, and what it adds to the history counts from the next `load` on."""
+        self._forget_what_was_purged()
+        namespace = self._use(tenant)
+        if namespace is None:
+            log.debug("[disk-cache] the recent prompts of a tenant are not in memory: going on without them")
+            return self._new(tenant)
+        return namespace
+
+    def _use(self, tenant: Tenant) -> TenantNamespace | None:
+        with self._lock:
+            namespace = self._loaded.get(tenant)
+            if namespace is not None:
+                self._loaded.move_to_end(tenant)
+                self._drop_the_oldest()
+            return namespace
+
+    def _drop_the_oldest(self) -> None:
+        num_bytes = sum(namespace.num_bytes for namespace in self._loaded.values())
+        while len(self._loaded) > 1 and (num_bytes > _MAX_BYTES or len(self._loaded) > _MAX_TENANTS):
+            num_bytes -= self._loaded.popitem(last=False)[1].num_bytes
+
+    def _forget_what_was_purged(self) -> None:
+        """`diskprefix purge` may have removed recent prompts, here or in another process: they must be read anew."""
+        try:
+            with self._store.snapshot() as snapshot:
+                purged_at = snapshot.meta("purged_at")
+        except CacheError:
+            return
+        with self._lock:
+            if purged_at != self._purged_at:
+                self._purged_at = purged_at
+                self._loaded.clear()
+
+    def _new(self, tenant: Tenant) -> TenantNamespace:
+        identity = self._identity(str(tenant))
+        record = RootRecord(
+            model=self._model_name,
+            block_size=self._block_size,
+            layout=self._layout_text,
+            created_at=time.time(),
+            identity=identity,
+            tenant=str(tenant),
+        )
+        history = History(max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
+        return TenantNamespace(root_hash(identity), record, history, AdmissionFilter(is_trusting=tenant == SHARED))
+
+    def _read_into(self, namespace: TenantNamespace) -> None:
+        prompts: list[tuple[bytes, TokenIds]] = []
+        try:
+            with self._store.snapshot() as snapshot:
+                prompts = snapshot.recent_prompts(namespace.root, MAX_VALUE)
+        except CacheError as error:
+            log.warning("[disk-cache] the recent prompts cannot be read: %s", error)
+        if self._on_history is not None:
+            self._on_history(namespace.root, (token_ids for _, token_ids in prompts))
+        for group, token_ids in prompts:
+            namespace.history.add(token_ids, group)
+            nodes = PromptNodes(self._store.secret, namespace.root, token_ids, self._block_size, self._layout)
+            namespace.admission.add(token_ids, nodes.block_names(), self._block_size)
