@@ -33,7 +33,7 @@ BELOW["__init__"] = frozenset({"session", "version"})
 
 LAYERS = ("store.codec", "store", "store.maintenance")
 """Parts of one package: a module of one part imports its own part and the parts before it."""
-CIRCLES = {("prefix_cache.cache", "prefix_cache.request"), ("server.daemon", "server.metrics")}
+CIRCLES = {("prefix_cache.cache", "prefix_cache.request")}
 """What is still to be taken apart."""
 
 ONLY_IMPORTERS = {"xxhash": {"tokens"}, "lmdb": {"store"}, "zstandard": {"store"}}

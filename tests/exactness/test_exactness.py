@@ -281,12 +281,21 @@ def test_a_table_of_a_part_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_tool_prints_rows_and_exits_with_1_if_one_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("--only", f"llama,{CANNOT}", "--dtype", "bf16", "--reply", "2", "--json")
+    ran: list[Row] = []
+
+    def run_and_keep(*of: Any) -> list[Row]:
+        ran.extend(run_jobs(*of))
+        return ran
+
+    monkeypatch.setattr(exactness, "run_jobs", run_and_keep)
     answer = invoke(*arguments)
     assert answer.exit_code == 0, answer.stderr
     llama, cannot = json.loads(answer.stdout)
     assert (llama["architecture"], llama["layers"], llama["dtype"]) == ("llama", "2× full", "bfloat16")
     assert (llama["bitwise"], llama["reason"], llama["kind"]) == (True, None, "cut")
     assert (cannot["bitwise"], cannot["kind"]) == (False, "unsupported")
+    # The same rows once more, of which now one is not as it should be.
+    monkeypatch.setattr(exactness, "run_jobs", lambda *_: ran)
     monkeypatch.setattr(rows, "UNSUPPORTED", frozenset())
     assert invoke(*arguments).exit_code == 1
 

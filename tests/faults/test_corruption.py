@@ -15,6 +15,8 @@ import pytest
 from tests.faults.file_damage import FILE_DAMAGE, RECORD_DAMAGE
 
 ROOT = Path(__file__).parent.parent.parent
+CASES = 5
+"""Of each kind. The tool runs thousands."""
 KINDS = ("no damage", *FILE_DAMAGE, *RECORD_DAMAGE)
 WITHOUT_THE_CHECK = """
 from diskprefix.store import opening
@@ -41,14 +43,14 @@ def matrix(cases: int, folder: Path, *program: str) -> tuple[int, list[dict[str,
 
 @pytest.mark.slow
 def test_no_damage_leads_to_a_wrong_byte_a_crash_a_hang_or_a_crash_loop(tmp_path: Path) -> None:
-    code, cases = matrix(13 * len(KINDS), tmp_path)
+    code, cases = matrix(CASES * len(KINDS), tmp_path)
     verdicts = {kind: Counter(case["verdict"] for case in cases if case["kind"] == kind) for kind in KINDS}
     assert [case for case in cases if case["verdict"] not in ("nothing lost", "part lost", "fresh store")] == []
     assert code == 0
-    assert verdicts["no damage"] == {"nothing lost": 13}
-    assert verdicts["swapped payloads"]["part lost"] > 6
-    assert verdicts["bit flips in the structure"]["fresh store"] > 6
-    assert all(verdicts[kind].total() == 13 for kind in KINDS)
+    assert verdicts["no damage"] == {"nothing lost": CASES}
+    assert verdicts["swapped payloads"]["part lost"] > 2
+    assert verdicts["bit flips in the structure"]["fresh store"] > 2
+    assert all(verdicts[kind].total() == CASES for kind in KINDS)
 
 
 @pytest.mark.slow

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import forked
+from tools.__main__ import main
 
 
-def run(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tools", *arguments, "--json"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert answer.stdout, answer.stderr
-    report: dict[str, Any] = json.loads(answer.stdout)
+def run(out: Path, *arguments: str) -> dict[str, Any]:
+    """What a tool prints with `--json`; it runs in a process of its own."""
+    forked.run(_print_to, out, [*arguments, "--json"])
+    report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return report
+
+
+def _print_to(out: Path, arguments: list[str]) -> None:
+    with out.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        main(arguments, prog_name="tools/bench", standalone_mode=False)
 
 
 @pytest.mark.slow
 def test_churn_keeps_the_file_within_its_budget_and_every_restore_right(tmp_path: Path) -> None:
-    report = run("soak", "--budget", "64MiB", "--churn", "3", "--folder", str(tmp_path))
+    report = run(tmp_path / "report.json", "soak", "--budget", "64MiB", "--churn", "3", "--folder", str(tmp_path))
     assert report["written_bytes"] >= 3 * report["budget_bytes"]
     assert report["file_bytes"] <= 1.15 * report["budget_bytes"]
     assert report["evicted"] > 0
@@ -36,7 +40,18 @@ def test_churn_keeps_the_file_within_its_budget_and_every_restore_right(tmp_path
 
 @pytest.mark.slow
 def test_the_store_benchmark_measures_restores_lookups_and_codecs(tmp_path: Path) -> None:
-    report = run("store", "--tokens", "1024", "--blocks", "500", "--runs", "1", "--folder", str(tmp_path))
+    report = run(
+        tmp_path / "report.json",
+        "store",
+        "--tokens",
+        "1024",
+        "--blocks",
+        "500",
+        "--runs",
+        "1",
+        "--folder",
+        str(tmp_path),
+    )
     assert report["codecs"].keys() == report["restore"]["codecs"].keys() == {"raw", "zstd", "planes"}
     ratios = {name: codec["ratio"] for name, codec in report["codecs"].items()}
     assert 0.999 < ratios["raw"] <= 1.0 < ratios["zstd"] < ratios["planes"]
@@ -55,8 +70,8 @@ def long_model(chat_model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_turns_of_a_conversation_are_restored_and_say_the_same(long_model: Path) -> None:
-    report = run("conversation", "--model", str(long_model), "--rounds", "1", "--no-restart")
+def test_the_turns_of_a_conversation_are_restored_and_say_the_same(long_model: Path, tmp_path: Path) -> None:
+    report = run(tmp_path / "report.json", "conversation", "--model", str(long_model), "--rounds", "1", "--no-restart")
     assert report["texts_equal"]
     first, second, third = report["turns"]
     assert first["restored"] == 0
@@ -67,8 +82,8 @@ def test_the_turns_of_a_conversation_are_restored_and_say_the_same(long_model: P
 
 
 @pytest.mark.slow
-def test_a_prompt_is_restored_exactly_and_up_to_where_its_end_differs(long_model: Path) -> None:
-    report = run("prefix", "--model", str(long_model), "--tokens", "1500", "--runs", "1")
+def test_a_prompt_is_restored_exactly_and_up_to_where_its_end_differs(long_model: Path, tmp_path: Path) -> None:
+    report = run(tmp_path / "report.json", "prefix", "--model", str(long_model), "--tokens", "1500", "--runs", "1")
     assert report["texts_equal"]
     (prompt,) = report["prompts"]
     restored = {case: figures["restored"] for case, figures in prompt["cases"].items()}
