@@ -1,27 +1,27 @@
-"""Text that somebody else wrote, made fit for a log line, a terminal and an error message.
+"""Makes text from outside safe for a log line, a terminal and an error message.
 
-A newline in a client's text forges a line of the log, and an escape character steers the terminal that shows it.
+A newline in a client's text could forge a line of the log, and an escape character could control the terminal.
 """
 
 from __future__ import annotations
 
 SHOWN_CHARS = 100
-"""How much of a client's text a message repeats."""
+"""Most characters of a client's text that a message repeats."""
 
 
 def escaped(text: str) -> str:
-    """`text` on one line: what is not printable (newlines, ESC, marks of direction) as Python writes it."""
+    """Returns `text` on one line. Characters that are not printable (newlines, ESC, direction marks) are escaped."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def shown(text: str, limit: int = SHOWN_CHARS) -> str:
-    """`escaped`, and cut to `limit` characters."""
+    """Returns `escaped(text)`, cut to `limit` characters."""
     line = escaped(text[: limit + 1])
     return line if len(line) <= limit and len(text) <= limit else f"{line[: limit - 1]}…"
 
 
 def printable_only(text: str) -> str:
-    """`text` without what is not printable; blanks of any kind count as one space."""
+    """Returns `text` without characters that are not printable. Blanks of any kind become one space."""
     return "".join(char for char in " ".join(text.split()) if char.isprintable())

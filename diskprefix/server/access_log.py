@@ -1,4 +1,4 @@
-"""The outermost layer of every request: one log line, the request counter, and the answer to unexpected exceptions."""
+"""The outermost middleware: one log line for each request, the request counter, and the answer to unexpected errors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from diskprefix.server.metrics import ServerMetrics
 log = logging.getLogger("diskprefix")
 
 _QUIET_ROUTES = frozenset({"/health", "/metrics"})
-"""Polled by machines every few seconds: logged at debug."""
+"""Logged at debug, because machines poll them every few seconds."""
 
 _LOGGED_PATH_CHARS = 200
 
 
 class AccessLog:
-    """ASGI middleware. Pure ASGI, because the response must still hear of a disconnect."""
+    """ASGI middleware. Not Starlette's BaseHTTPMiddleware, which hides the client's disconnect from the response."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app = app
@@ -67,7 +67,7 @@ class AccessLog:
 
 
 def _path(scope: Scope) -> str:
-    """As it was sent, escapes and all, and cut."""
+    """Returns the path as it was sent, with its escapes, cut to a readable length."""
     raw: bytes = scope["raw_path"]
     return shown(raw.decode("ascii", "replace"), _LOGGED_PATH_CHARS)
 

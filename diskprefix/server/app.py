@@ -1,4 +1,4 @@
-"""The HTTP application: routes, errors, the access log and the life of the engine behind them."""
+"""The HTTP application: routes, middleware, error handlers, and the start and end of the engine."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from diskprefix.version import __version__
 _DESCRIPTION = """An OpenAI-compatible server for one local model that keeps the model's prefix (KV) cache on disk: a
 prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart of the daemon.
 
-Every reply says what the cache did (`prefix_cache`) and where the time went (`timings`)."""
+Every response says what the cache did (`prefix_cache`) and where the time went (`timings`)."""
 
 _TAGS = [
     {"name": "completions", "description": "Generate text."},
-    {"name": "daemon", "description": "What the daemon says of itself."},
+    {"name": "daemon", "description": "State and figures of the daemon."},
 ]
 
 _OUTSIDE_FASTAPI: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, ChatCompletionChunk)
-"""Models that no route declares: bodies are read under a limit of our own, and chunks are events of a stream."""
+"""Models that FastAPI does not see: bodies are read by `read_json`, and chunks are events of a stream."""
 
 
 def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | None = None) -> FastAPI:
@@ -55,7 +55,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
         finally:
             await daemon.close()
 
-    # FastAPI's own /docs makes the browser fetch scripts from a CDN and run them on this origin.
+    # The /docs of FastAPI itself would fetch scripts from a CDN and run them on this origin.
     app = FastAPIOffline(
         redoc_url=None,
         title="diskprefix",
@@ -79,7 +79,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
 
 
 def _complete_openapi(app: FastAPI, *, with_keys: bool) -> None:
-    """Adds what FastAPI cannot see: schemas that the routes refer to, and that a key is needed."""
+    """Adds what FastAPI does not see: the schemas that the routes refer to, and the API key."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Asks for an API key before anything is read of a request. `/health` answers without one, and then says less."""
+"""Requires an API key before the body of a request is read. `/health` answers without a key, but tells less."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys, Caller
 from diskprefix.server.log_context import log_context
 
 OPEN_PATHS = frozenset({"/health"})
-"""Asked by load balancers and service managers, which have no key."""
+"""For load balancers and service managers, which have no key."""
 
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
 class Auth:
-    """ASGI middleware: notes in the request's record who sent it, or answers 401. Without keys, anybody is served."""
+    """ASGI middleware: records who sent a request, or answers 401. Without keys, everybody is served."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys | None) -> None:
         self._app = app

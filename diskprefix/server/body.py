@@ -1,4 +1,4 @@
-"""Reading a JSON body: bounded while it arrives, then parsed strictly, with errors that name the field."""
+"""Reads a JSON body within limits of size and time, and parses it strictly. Errors name the field."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from diskprefix.settings import format_size
 Model = TypeVar("Model", bound=BaseModel)
 
 _PARSE_INLINE_BYTES = 64 * 1024
-"""A larger body is parsed in a thread, so that the event loop keeps answering /health."""
+"""A larger body is parsed in a thread, so that it does not block the event loop."""
 
 _SHOWN_CHARS = 60
 _BODY_S, _BODY_BYTES_PER_S = 30.0, 16 * 1024
-"""A body has so long to arrive, and longer in proportion to what has arrived: 128 kbit/s are enough for any size. It
-holds a place in the queue meanwhile."""
+"""Time for a body to arrive, and the rate at which what has arrived adds to it: 128 kbit/s suffice for any size. The
+time is limited because the request has a place in the queue meanwhile."""
 _LINGER_BYTES = 256 * 1024**2
 _LINGER_S = 10.0
 
 
 class BodyTooLarge(HTTPException):
-    """413. The rest of the body is still on its way when this is raised."""
+    """Status 413. Raised while the rest of the body is still arriving."""
 
 
 async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
-    """The body as `model`. Raises `InvalidRequest`, and `HTTPException` 408, 413 or 415."""
+    """Returns the body as `model`. Raises `InvalidRequest`, or `HTTPException` with status 408, 413 or 415."""
     _check_content_type(request)
     body = await _read(request, max_bytes)
     if len(body) <= _PARSE_INLINE_BYTES:
@@ -46,7 +46,10 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
 
 
 def _check_content_type(request: Request) -> None:
-    """JSON, what `curl -d` sends, or nothing said. What web pages send is refused before, by `gate`."""
+    """Raises `HTTPException` 415 unless the content type is JSON, what `curl -d` sends, or absent.
+
+    Web pages could send the latter two without asking; `BrowserGuard` has refused them before.
+    """
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise HTTPException(415, f"content-encoding {shown(encoding)} is not supported; send the body uncompressed")
@@ -71,13 +74,13 @@ async def _read(request: Request, max_bytes: int) -> bytes:
                     raise too_large
                 limit.reschedule(started + _BODY_S + len(body) / _BODY_BYTES_PER_S)
     except TimeoutError as error:
-        message = f"the body did not arrive in time: {len(body)} bytes of it did"
+        message = f"the body did not arrive in time; {len(body)} bytes of it did"
         raise HTTPException(408, message, {"Connection": "close"}) from error
     return bytes(body)
 
 
 def parse_json(body: bytes, model: type[Model]) -> Model:
-    """Raises `InvalidRequest` with one line about the first thing that is wrong."""
+    """Returns `body` as `model`. Raises `InvalidRequest` with one line about the first error."""
     if not body.strip():
         raise InvalidRequest("the body is empty; send a JSON object", code="invalid_json")
     try:
@@ -109,7 +112,7 @@ def _param(loc: Iterable[int | str]) -> str:
 
 
 def _explain(error: Any) -> str:
-    """pydantic's message in our words, with the value at fault where it is short enough to help."""
+    """Returns pydantic's message in the words of this API, with the beginning of the wrong value."""
     match error["type"]:
         case "missing":
             return "is required"
@@ -141,10 +144,10 @@ def _shown(value: object) -> str:
 
 
 class LingeringResponse(JSONResponse):
-    """An answer to a request whose body has not been read to its end.
+    """A response to a request whose body was not read to its end.
 
-    Closing a socket with unread bytes resets the connection, and many clients would report that and never see the
-    answer. So the answer is sent first, then what still comes is thrown away, within limits of bytes and time.
+    Closing a socket with unread bytes resets the connection, and many clients then never see the response. So the
+    response is sent first, and the rest of the body is read and discarded, within limits of size and time.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,7 +167,7 @@ async def _discard(request: Request) -> None:
 
 
 async def on_body_too_large(_request: Request, error: Exception) -> LingeringResponse:
-    """Exception handler of `BodyTooLarge`."""
+    """Handles `BodyTooLarge`."""
     assert isinstance(error, BodyTooLarge)
     answer = http_error_response(error.status_code, error.detail)
     return LingeringResponse(json.loads(bytes(answer.body)), error.status_code, headers={"Connection": "close"})

@@ -1,8 +1,8 @@
-"""Keeps web pages out: a browser on this machine reaches the loopback address for any page that it shows.
+"""Refuses requests of other sites' web pages: a browser on this machine can reach the loopback address for any page.
 
-Two ways lead in. A page may send a request to another site without asking first, as long as it looks like a form's
-(cross-site request forgery); browsers mark it with `Origin` and `Sec-Fetch-Site`. Or the page's own name is made to
-resolve to 127.0.0.1 (DNS rebinding); then `Host` holds that name. Programs that are no browsers send neither mark.
+There are two attacks. In cross-site request forgery, a page sends a request that looks like a form's, which browsers
+allow; they mark it with `Origin` and `Sec-Fetch-Site`. In DNS rebinding, the page's own host name resolves to
+127.0.0.1; then `Host` holds that name. Programs other than browsers send none of these marks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from diskprefix.server.log_context import log_context
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITES = frozenset({"same-origin", "none"})
-"""`none`: typed by the user. `same-site` is refused: another port of this machine is another program."""
+"""`none`: the user typed the address. `same-site` is refused: another port of this machine is another program."""
 
 _AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?::\d*)?", re.ASCII | re.IGNORECASE)
 
@@ -29,8 +29,8 @@ _AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?:
 class BrowserGuard:
     """ASGI middleware for a daemon that listens on `host`, which is resolved once.
 
-    On a loopback address it answers to that address's names only. On another one it answers to any `Host`: which names
-    lead there is the user's affair, and a proxy's.
+    On a loopback address, `Host` must be a name of that address. On other addresses any `Host` is accepted, because the
+    daemon does not know the names that lead there.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
@@ -47,7 +47,7 @@ class BrowserGuard:
         await http_error_response(403, refusal)(scope, receive, send)
 
     def refusal(self, method: str, headers: Headers) -> str | None:
-        """Why such a request is not served; None if it is. HTTP/1.0 may leave `Host` out; browsers never do."""
+        """Returns why a request is refused; None if it is not. Only HTTP/1.0 may leave `Host` out; browsers send it."""
         host = headers.get("host")
         if host is not None and not self._any_host and not self._is_ours(_name_in(host)):
             return (
@@ -75,7 +75,7 @@ class BrowserGuard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether every address of `host` is a loopback address. A name that does not resolve counts as one."""
+    """Whether every address of `host` is a loopback address. True for a name that does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
@@ -91,6 +91,6 @@ def _is_loopback_address(text: str) -> bool:
 
 
 def _name_in(authority: str) -> str | None:
-    """`LocalHost:8642` → `localhost`, `[::1]:8642` → `::1`; None for what is no authority."""
+    """Returns the host name: `LocalHost:8642` → `localhost`, `[::1]:8642` → `::1`. None for malformed text."""
     match = _AUTHORITY.fullmatch(authority)
     return (match["v6"] or match["name"].rstrip(".")).lower() if match else None

@@ -48,18 +48,19 @@ class _Output(NamedTuple):
 
 
 def _route(model: type[SamplingBody], whole: type[Any], chunk: type[Any]) -> dict[str, Any]:
-    """What OpenAPI says of a completion route; the body is read by `read_json`, so FastAPI cannot see it."""
+    """Returns the OpenAPI description of a completion route. FastAPI cannot see the body: `read_json` reads it."""
     errors = {
         400: "The request cannot be served; `error.param` names the field.",
         401: "No API key, or not one of `--api-keys`.",
         403: "Sent by another site's web page, or to a `Host` that is not the daemon's.",
-        404: "The request names a model that is not served.",
+        404: "The request names another model than the served one.",
         408: "The body did not arrive in time.",
         413: "The body is larger than `--max-body-bytes`.",
         415: "The body is not sent as JSON.",
         429: "Too many requests with this API key are waiting; see `Retry-After`.",
         500: "A failure of the daemon; its log has the details.",
-        503: "The queue is full, the model is loading or the daemon is stopping; see `Retry-After`.",
+        503: "The queue is full, too many connections are open, the model is loading or the daemon is stopping; see "
+        "`Retry-After`.",
     }
     stream_schema = {"schema": {"$ref": f"#/components/schemas/{chunk.__name__}"}}
     return {
@@ -84,13 +85,13 @@ def _route(model: type[SamplingBody], whole: type[Any], chunk: type[Any]) -> dic
 
 @router.post("/v1/chat/completions", summary="Chat", **_route(ChatRequest, ChatCompletion, ChatCompletionChunk))
 async def chat_completions(request: Request) -> Response:
-    """Reply to a conversation. The prompt's state is restored from disk as far as it is known there."""
+    """Reply to a conversation. The part of the prompt that is stored on disk is restored instead of computed."""
     return await _complete(request, ChatRequest, ChatSerializer(), chat_params, _render_chat)
 
 
 @router.post("/v1/completions", summary="Text completion", **_route(CompletionRequest, Completion, Completion))
 async def completions(request: Request) -> Response:
-    """Continue a text, or a list of token ids, as it stands: no chat template is applied."""
+    """Continue a text or a list of token ids. No chat template is applied."""
     return await _complete(request, CompletionRequest, CompletionSerializer(), completion_params, _render_completion)
 
 
@@ -120,9 +121,9 @@ async def _read(
     params_of: Callable[[B, int], SamplingParams],
     render: Callable[[PromptRenderer, B], Prompt],
 ) -> tuple[GenerateRequest, _Output]:
-    """What the engine needs of a request, and how its answer is to look.
+    """Returns the request for the engine, and how the response is to be written.
 
-    The body itself ends here: with images in it, it is too large to be kept while the reply is made.
+    The body is released here: with images in it, it is too large to be kept while the reply is generated.
     """
     daemon: Daemon = request.app.state.daemon
     caller = log_context(request).caller.tenant
@@ -171,7 +172,7 @@ async def _answer(
     }
     generation = Generation(serving.scheduler, generate, request.receive)
     try:
-        # The first event decides between an HTTP error and a stream: a status cannot be taken back once it is sent.
+        # Waits for the first event before the headers are sent, because an error can still become an HTTP status then.
         first = await generation.next()
         if output.stream:
             return EventStream(

@@ -1,7 +1,7 @@
-"""What is being served, from `loading` through `ok` to `stopping`.
+"""The engine behind the routes, from `loading` through `ok` to `stopping` or `failed`.
 
-The model is loaded in a thread, so that the port answers `/health` from the first moment. Engine and scheduler are
-imported there too: torch takes seconds.
+The model is loaded in a thread, so that `/health` answers from the beginning. Engine and scheduler are imported there
+too, because importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EngineLoader: TypeAlias = "Callable[[Settings, Progress], Engine]"
 
 
 class Daemon:
-    """Owns the engine. All methods belong to the event loop's thread."""
+    """Owns the engine. All public methods must be called on the event loop."""
 
     def __init__(self, settings: Settings, load_engine: EngineLoader) -> None:
         self.settings = settings
@@ -44,9 +44,9 @@ class Daemon:
         self.serving: Serving | None = None
         self.failure: BaseException | None = None
         self.prior_s = 0.0
-        """Age of the process when this object was made; part of the start-up times."""
+        """Age of the process in seconds when this object was made; part of the start-up times."""
         self.doing = "starting"
-        """What the load is at, one line for `/health` and systemd."""
+        """The current step of the load, one line for `/health` and systemd."""
         self.on_ready: Callable[[Serving, dict[str, Any]], None] = lambda _serving, _stats: None
         """Called with the counts of the cache, too."""
         self.on_failure: Callable[[BaseException], None] = lambda _error: None
@@ -56,10 +56,10 @@ class Daemon:
         self._made_at = time.perf_counter()
         self._stopping = False
         self._arriving: list[Tenant] = []
-        """Whose requests are being read, one item for each."""
+        """The callers of the requests that are being read, one item for each request."""
         self._thread: threading.Thread | None = None
         self._media_thread = ThreadPoolExecutor(1, thread_name_prefix="media")
-        """Its thread starts with the first image or sound."""
+        """The thread starts with the first image or sound."""
 
     @property
     def status(self) -> Status:
@@ -73,11 +73,11 @@ class Daemon:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the loading thread still runs. It cannot be stopped, only left behind."""
+        """Whether the loading thread still runs. It cannot be stopped."""
         return self._thread is not None and self._thread.is_alive()
 
     def require_serving(self) -> Serving:
-        """Raises `NotReady` while loading or stopping, or after a failed load."""
+        """Returns what is served. Raises `NotReady` while the daemon loads or stops, and after a failure."""
         if self._stopping:
             raise NotReady("the daemon is stopping")
         if self.failure is not None:
@@ -89,10 +89,10 @@ class Daemon:
 
     @contextmanager
     def arriving(self, caller: Tenant) -> Iterator[Serving]:
-        """Around what is done to a request before it is queued: its body takes memory, its tokens take time.
+        """A context in which a request is read and rendered, before it is queued.
 
-        Raises what `require_serving` does, `QueueFull` where the requests that arrived before will fill the queue, and
-        `ShareFull` where those of this caller will fill the caller's share of it.
+        Raises `NotReady` as `require_serving` does, `QueueFull` if the requests that arrived before fill the queue, and
+        `ShareFull` if the caller's own requests fill the caller's share of it.
         """
         serving = self.require_serving()
         serving.scheduler.require_room(self._arriving, caller)
@@ -103,10 +103,10 @@ class Daemon:
             self._arriving.remove(caller)
 
     async def prepare(self, work: Callable[[], T], *, has_media: bool) -> T:
-        """What `work` makes of a request, in a thread.
+        """Runs `work` in a thread and returns its result.
 
-        Images and sounds take seconds and hundreds of megabytes: they are prepared one request after the other, in a
-        thread of their own, and text does not wait for them.
+        Images and sounds take seconds and hundreds of megabytes. They are prepared one request after the other, in a
+        thread of their own, so that requests with text only do not wait for them.
         """
         return await asyncio.get_running_loop().run_in_executor(self._media_thread if has_media else None, work)
 
@@ -175,7 +175,7 @@ class Daemon:
         )
 
     def _startup_s(self, imports_s: float, of_engine: dict[str, float]) -> dict[str, float]:
-        """Where the time from the start of the process went; `imports` includes starting Python."""
+        """Returns the seconds of each step since the process started; `imports` includes starting Python."""
         seconds = of_engine | {"imports": imports_s + of_engine.get("imports", 0.0)}
         seconds["total"] = self.prior_s + time.perf_counter() - self._made_at
         return {name: round(value, 3) for name, value in seconds.items()}

@@ -1,4 +1,4 @@
-"""Every failure as OpenAI's error body: {"error": {"message", "type", "param", "code"}} and the right status."""
+"""Writes every error as OpenAI's error body: {"error": {"message", "type", "param", "code"}}, with its status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("diskprefix")
 NOT_READY_RETRY_AFTER_S = 2
 
 _MOST_MESSAGE_CHARS = 1000
-"""Messages cut the client's texts themselves. This is for what a library repeats of them."""
+"""Most messages cut what they repeat of a request. This limits messages of libraries that do not."""
 
 _CODES = {
     401: "invalid_api_key",
@@ -59,7 +59,7 @@ def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[
 
 
 def one_line(message: str) -> str:
-    """A message as clients and the log get it."""
+    """Returns a message on one line, cut to a readable length."""
     return shown(message, _MOST_MESSAGE_CHARS)
 
 
@@ -73,12 +73,12 @@ def error_response(error: DiskPrefixError) -> JSONResponse:
 
 
 def internal_error() -> DiskPrefixError:
-    """What a client is told of an exception that nobody expected: nothing of its inside."""
+    """Returns the error for an unexpected exception, without any of its details."""
     return DiskPrefixError("internal error; the daemon's log has the details", code="internal_error")
 
 
 def http_error_response(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error of HTTP itself (route, method, body size, content type), which has no class in our tree."""
+    """Returns an error of HTTP itself (route, method, size, content type), for which there is no exception class."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse(_body(detail, kind, None, _CODES.get(status)), status_code=status, headers=headers)
 
@@ -96,9 +96,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     detail, method, path = error.detail, shown(request.method), shown(request.url.path)
     if error.status_code == 404 and detail == "Not Found":
-        detail = f"no such route: {method} {path}; /docs lists those there are"
+        detail = f"no such route: {method} {path}; /docs lists all routes"
     elif error.status_code == 405:
-        detail = f"{path} does not take {method}; it takes {headers.get('Allow', 'another method')}"
+        detail = f"{path} does not allow {method}; it allows {headers.get('Allow', 'another method')}"
     return http_error_response(error.status_code, detail, headers)
 
 
@@ -107,7 +107,7 @@ async def _on_client_disconnect(_request: Request, _error: Exception) -> Respons
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Registers the handlers that give every error OpenAI's body."""
+    """Registers the handlers that write every error with OpenAI's body."""
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
         DiskPrefixError: _on_diskprefix_error,
         StarletteHTTPException: _on_http_exception,

@@ -1,4 +1,4 @@
-"""The file of `--api-keys`, and whose key a request carries."""
+"""The API keys of the file `--api-keys`, and the caller to whom a key belongs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from diskprefix.tenant import SHARED, Tenant, short_tenant
 log = logging.getLogger("diskprefix")
 
 ADMIN = "admin"
-"""The name of the key that may see what is counted of everybody's requests."""
+"""The name of the key that may read `/props` and `/metrics`."""
 
 MIN_KEY_CHARS = 16
-"""Names are shorter, so that no key is ever taken for one, and logged."""
+"""Names are shorter, so that a key is never taken for a name and logged."""
 _FLAG = "--api-keys"
 _MAX_FILE_BYTES = 1 << 20
 _KEY = re.compile(r"[!-~]+")
-"""What a header can hold between blanks."""
+"""Printable ASCII characters without blanks, which a header can hold."""
 _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request: a name for the log, a tenant for the cache, and whether `/props` and `/metrics` answer."""
+    """Who sent a request: a name for the log, a tenant for the cache, and whether `/props` and `/metrics` answer it."""
 
     name: str | None = None
     tenant: Tenant = SHARED
@@ -39,16 +39,16 @@ class Caller:
 
 
 ANYBODY = Caller(sees_all=True)
-"""Who sends a request to a daemon without keys."""
+"""The caller of every request to a daemon without keys."""
 NOBODY = Caller()
-"""Who sends one without a valid key to a daemon that has keys."""
+"""The caller of a request without a valid key, to a daemon with keys."""
 
 
 class ApiKeys:
-    """The keys in force. Only their digests are kept."""
+    """The keys in force. Only their digests are held in memory."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `SettingsError` where the file cannot be read, is open to others, or holds a line that is wrong."""
+        """Raises `SettingsError` if the file cannot be read, is accessible to others, or has a wrong line."""
         self._path = path
         self._callers = _read_keys(path)
         self._stale = False
@@ -56,15 +56,15 @@ class ApiKeys:
 
     @classmethod
     def of(cls, settings: Settings) -> ApiKeys | None:
-        """The keys that the settings name; None without any."""
+        """Returns the keys of the file that the settings name; None if they name none."""
         return None if settings.api_keys is None else cls(settings.api_keys)
 
     def expire(self) -> None:
-        """Have `refresh` read the file again. For signal handlers: it only sets a flag."""
+        """Makes the next `refresh` read the file again. Safe in signal handlers: it only sets a flag."""
         self._stale = True
 
     def refresh(self) -> None:
-        """Reads the file again if it was asked for. While the file is wrong, the keys read before stay in force."""
+        """Reads the file again after `expire`. If the file is wrong, the keys that were read before stay in force."""
         if not self._stale:
             return
         self._stale = False
@@ -76,11 +76,11 @@ class ApiKeys:
             self._log("read again")
 
     def caller(self, authorization: str | None) -> Caller | None:
-        """Whose key the header `Authorization` holds; None where it holds none that is in force."""
+        """Returns the caller whose key the header `Authorization` holds; None if it holds no key that is in force."""
         match = _BEARER.fullmatch(authorization or "")
         if match is None:
             return None
-        # Starlette reads headers as latin-1; which key comes close to a right one must not be told by the time.
+        # Starlette decodes headers as latin-1. The comparison takes the same time for every key, right or wrong.
         digest = _digest(match[1].encode("latin-1"))
         found = [caller for known, caller in self._callers.items() if hmac.compare_digest(known, digest)]
         return found[0] if found else None
@@ -96,7 +96,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _read_keys(path: Path) -> dict[bytes, Caller]:
-    """Digest of a key → its caller."""
+    """Returns the caller of each key, by the key's digest."""
     callers: dict[bytes, Caller] = {}
     for number, line in enumerate(_read_private(path).split("\n"), start=1):
         words = line.split()
@@ -113,7 +113,7 @@ def _read_keys(path: Path) -> dict[bytes, Caller]:
 
 
 def _name_and_key(words: list[str], where: str) -> tuple[str | None, str]:
-    """The words of one line. No message repeats them: a word may be a key in the wrong place."""
+    """Returns name and key of one line. No message repeats the words, because each may be a key in the wrong place."""
     if len(words) > 2:
         raise _wrong(f"{where}: expected a key, or a name and a key; a comment takes a line of its own")
     *names, key = words
@@ -131,14 +131,14 @@ def _name_and_key(words: list[str], where: str) -> tuple[str | None, str]:
 
 def _read_private(path: Path) -> str:
     try:
-        # What is checked is what is read: the open file, and not what its name leads to a moment later.
+        # The open file is checked, not its name, which may lead to another file a moment later.
         with open(path, "rb", opener=_without_waiting) as file:
             _require_private(path, os.fstat(file.fileno()))
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise _wrong(f"{_FLAG}: cannot read {path}: {error.strerror}") from error
     if len(content) > _MAX_FILE_BYTES:
-        raise _wrong(f"{_FLAG}: {path} is larger than {_MAX_FILE_BYTES} bytes; it is no file of keys")
+        raise _wrong(f"{_FLAG}: {path} is larger than {_MAX_FILE_BYTES} bytes, so it is not a file of keys")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -146,7 +146,7 @@ def _read_private(path: Path) -> str:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """A named pipe that nobody writes to would be waited for."""
+    """Opens without waiting: a named pipe to which nobody writes would block."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -161,7 +161,10 @@ def _require_private(path: Path, status: os.stat_result) -> None:
 
 
 def _forbidden_bits(path: Path) -> int:
-    """systemd grants a credential to the service's user by an ACL, whose mask looks like the group's right to read."""
+    """Returns the mode bits that must not be set.
+
+    systemd grants a credential to the service's user by an ACL, whose mask appears as the group's right to read.
+    """
     credentials = os.environ.get("CREDENTIALS_DIRECTORY")
     is_credential = credentials is not None and path.resolve().parent == Path(credentials).resolve()
     return 0o037 if is_credential else 0o077

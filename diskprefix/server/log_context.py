@@ -1,4 +1,4 @@
-"""What is noted of a request on its way, for its log line and its metrics."""
+"""What is recorded about a request while it is served, for its log line and its metrics."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from diskprefix.engine.request import DoneEvent
 from diskprefix.server.keys import NOBODY, Caller
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that left; nobody receives it, the access log and the metrics show it."""
+"""nginx's status for a client that left. Only the access log and the metrics show it."""
 
 
 @dataclass
 class LogContext:
-    """What is known of a request when it ends."""
+    """The facts about one request, filled in while it is served."""
 
     status: int = 500
     caller: Caller = NOBODY
@@ -29,6 +29,6 @@ class LogContext:
 
 
 def log_context(connection: HTTPConnection) -> LogContext:
-    """The record of the request that is being answered."""
+    """Returns the context of the request that is being served."""
     record: LogContext = connection.scope["state"]["record"]
     return record

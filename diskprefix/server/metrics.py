@@ -39,7 +39,7 @@ _GATE_GAUGES = {
     "restore_s_per_byte": ("restore_seconds_per_byte", "Measured: restoring one more byte."),
     "restore_fixed_s": ("restore_fixed_seconds", "Measured: what a restore takes whatever its size."),
 }
-"""By the name that the figure has in the gate's report."""
+"""Name of a figure in the gate's report → name and help of its metric."""
 
 
 class ServerMetrics:
@@ -95,7 +95,7 @@ class _EngineCollector(Collector):
         self._stats = stats
 
     def describe(self) -> list[Metric]:
-        # Without this, registering would call collect() to learn the names.
+        # Otherwise the registry would call collect() to learn the names.
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -124,7 +124,7 @@ def _cache_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _gate_metrics(gate: dict[str, Any]) -> Iterator[Metric]:
-    """A speed that is not known yet has no value."""
+    """Yields the figures of the gate. A speed that was not measured yet has no value."""
     for figure, (name, text) in _GATE_GAUGES.items():
         yield GaugeMetricFamily(f"diskprefix_gate_{name}", text, value=gate[figure])
     skipped = CounterMetricFamily(

@@ -1,4 +1,4 @@
-"""What systemd's Type=notify service is told (sd_notify(3)); nothing where `NOTIFY_SOCKET` is not set."""
+"""Notifies systemd of the state of a Type=notify service (sd_notify(3)), if `NOTIFY_SOCKET` is set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ log = logging.getLogger("diskprefix")
 
 
 def notify(**state: str | int) -> None:
-    """Sends assignments such as `READY=1, STATUS="serving"`. An unreachable socket is logged, not raised."""
+    """Sends assignments such as `READY=1, STATUS="serving"`. Logs a warning if the socket cannot be reached."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return

@@ -1,4 +1,4 @@
-"""From a validated body to what the engine takes, and the checks that need the model: vocabulary and positions."""
+"""Converts a validated body to the engine's parameters, with the checks that need the model: vocabulary, positions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from diskprefix.server.schemas import ChatRequest, CompletionRequest, PrefixCach
 from diskprefix.tenant import Tenant
 
 _GREEDY_BELOW = 1e-5
-"""Dividing logits by less overflows float32; vLLM draws the line at the same place."""
+"""Temperatures below are greedy, as in vLLM: logits divided by less may overflow float32."""
 
 _RETENTION_S = {"in_memory": 3600.0, "in-memory": 3600.0, "24h": 86400.0}
-"""The longest that OpenAI keeps a prompt under each of these names."""
+"""The longest time for which OpenAI keeps a prompt under each of these names."""
 
-_ON_STREAMS_ONLY = "stream_options: is allowed with stream: true only"
+_ON_STREAMS_ONLY = "stream_options: needs stream: true"
 
 
 def chat_params(body: ChatRequest, vocab_size: int) -> SamplingParams:
-    """Raises `InvalidRequest` for fields that contradict each other or the vocabulary."""
+    """Raises `InvalidRequest` for fields that contradict each other, and for unknown token ids."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
     return _sampling(
@@ -32,9 +32,9 @@ def chat_params(body: ChatRequest, vocab_size: int) -> SamplingParams:
 
 
 def completion_params(body: CompletionRequest, vocab_size: int) -> SamplingParams:
-    """Raises `InvalidRequest` for fields that contradict each other or the vocabulary."""
+    """Raises `InvalidRequest` for fields that contradict each other, and for unknown token ids."""
     if body.best_of not in (None, body.n or 1):
-        raise InvalidRequest("best_of: is not supported, unless equal to n", param="best_of")
+        raise InvalidRequest("best_of: must be equal to n", param="best_of")
     return _sampling(body, vocab_size, max_tokens=body.max_tokens, logprobs=body.logprobs)
 
 
@@ -73,9 +73,9 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def cache_options(body: SamplingBody, *, scope: Scope, caller: Tenant, reuse_generated: bool) -> CacheOptions:
-    """What `body` asks of the disk cache. `scope` and `reuse_generated` are the daemon's, for a body that does not say.
+    """Returns what `body` asks of the disk cache. `scope` and `reuse_generated` are the daemon's own, as defaults.
 
-    Raises `InvalidScope` for a window beside a scope without one, `InvalidRequest` for two salts that differ.
+    Raises `InvalidScope` for a window with a scope that has none, and `InvalidRequest` for two salts that differ.
     """
     asked = body.prefix_cache or PrefixCacheOptions()
     return CacheOptions(
@@ -89,7 +89,7 @@ def cache_options(body: SamplingBody, *, scope: Scope, caller: Tenant, reuse_gen
 
 
 def tenant_of(body: SamplingBody, caller: Tenant) -> Tenant:
-    """Whose state the request is: the caller's, or that of the user of the caller's whom a salt names.
+    """Returns the tenant of a request: the caller, or the user of the caller whom a salt names.
 
     Raises `InvalidRequest` for two salts that differ.
     """
@@ -101,7 +101,7 @@ def tenant_of(body: SamplingBody, caller: Tenant) -> Tenant:
 
 
 def check_context(prompt: Prompt, body: SamplingBody, max_positions: int) -> None:
-    """Raises `ContextTooLong` if `prompt` leaves no room for the tokens that `body` asks for."""
+    """Raises `ContextTooLong` if prompt and reply exceed the model's positions."""
     of_chat = body.max_completion_tokens if isinstance(body, ChatRequest) else None
     param, max_tokens = ("max_completion_tokens", of_chat) if of_chat else ("max_tokens", body.max_tokens)
     num_tokens = len(prompt.token_ids)

@@ -1,4 +1,4 @@
-"""The daemon as a process: its socket, its signals, what it tells systemd, and how it ends."""
+"""The process of the daemon: its start, its signals, its notifications to systemd, and its end."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 GRACE_S = 5.0
-"""What a running request gets to finish after SIGTERM."""
+"""Time in seconds for a running request to finish after SIGTERM."""
 
 _DEVICE_LOST_S = 60.0
-"""What a process without its accelerator gets to end in order."""
+"""Time in seconds for a process that lost its accelerator to end in order."""
 
 _SLOW_CLIENT_S = 3
-"""And what a client that does not read gets after that."""
+"""Time in seconds after that for clients to read what was sent."""
 
 _KEEP_ALIVE_S = 75
 """Time that an idle connection is kept open for another request."""
@@ -56,13 +56,13 @@ def run(settings: Settings, load_engine: EngineLoader) -> None:
     listeners = listen(settings.host, settings.port)
     address = f"http://{_for_url(settings.host)}:{listeners[0].getsockname()[1]}"
     log.info("listening on %s; /health tells when the model is loaded", address)
-    # Only now: these imports take a while, and a port that is taken should be reported before.
+    # Imported late because it takes a while, and a port in use should be reported at once.
     from diskprefix.server.app import create_app
     from diskprefix.server.browser_guard import is_loopback
 
     if keys is None and not is_loopback(settings.host):
-        log.warning("no API keys (--api-keys): anybody who reaches %s is served", address)
-    # The time at which each series was created doubles the length of a scrape and tells nothing.
+        log.warning("no API keys (--api-keys): everybody who reaches %s is served", address)
+    # The creation times of the series would double the length of a scrape.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     app = create_app(settings, load_engine, keys)
     daemon: Daemon = app.state.daemon
@@ -95,12 +95,12 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
 
 
 def _exit_cleanly(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM before the server handles it itself: nothing has been done that would need an end."""
+    """Handles SIGTERM before the server does: nothing has been started that must be stopped."""
     raise SystemExit(0)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but a clean end after SIGTERM is exit code 0, and the running request gets its time to finish."""
+    """uvicorn's server with exit code 0 after SIGTERM, and with time for the running request to finish."""
 
     def __init__(self, config: uvicorn.Config, daemon: Daemon, keys: ApiKeys | None) -> None:
         super().__init__(config)
@@ -117,14 +117,14 @@ class _Server(uvicorn.Server):
             timer.start()
 
     async def on_tick(self, counter: int) -> bool:
-        """Several times a second."""
+        """Called by uvicorn several times a second."""
         if self._keys is not None:
             self._keys.refresh()
         return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own would raise the signal again in the end, and the process would die of it.
+        # uvicorn's own method raises the signal again in the end, which would kill the process.
         previous = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -147,7 +147,7 @@ class _Server(uvicorn.Server):
 
 
 def _end(daemon: Daemon) -> None:
-    """Raises the load's error. A load that still runs is left behind: its thread cannot be stopped."""
+    """Raises the error that ended the daemon. Exits at once if the load still runs: its thread cannot be stopped."""
     if daemon.failure is not None:
         if isinstance(daemon.failure, DiskPrefixError):
             raise daemon.failure
@@ -178,16 +178,16 @@ def _describe_cache(serving: Serving, stats: dict[str, Any], settings: Settings)
 
 
 def _startup(serving: Serving) -> str:
-    """`3.1 s (imports 1.9, weights 0.6, warm-up 0.4)` from the start of the process, without what took no time."""
+    """Returns the times of the start, such as `3.1 s (imports 1.9, weights 0.6)`, without those below 0.05 s."""
     parts = sorted(((s, name) for name, s in serving.startup_s.items() if name != "total" and s >= 0.05), reverse=True)
     named = ", ".join(f"{name.replace('_', '-')} {s:.1f}" for s, name in parts)
     return f"{serving.startup_s['total']:.1f} s ({named})" if named else f"{serving.startup_s['total']:.1f} s"
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started; 0 where the system does not tell (it is read from /proc)."""
+    """Returns the seconds since this process was started; 0 on systems without /proc."""
     try:
-        # The process's name, in parentheses, may itself hold blanks and parentheses.
+        # The name of the process, in parentheses, may contain blanks and parentheses.
         after_name = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(after_name[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError, ValueError, IndexError):

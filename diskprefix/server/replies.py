@@ -1,4 +1,4 @@
-"""The response bodies: OpenAI's objects, plus `prefix_cache` and `timings`."""
+"""The bodies of responses: OpenAI's objects, with `prefix_cache` and `timings` added."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diskprefix.policy.select import Reason
 
 
 class PromptTokensDetails(BaseModel):
-    """Where the prompt's state came from."""
+    """How much of the prompt was restored."""
 
     cached_tokens: int = Field(description="Prompt tokens restored from the cache, not computed; 0 for a miss.")
 
@@ -98,14 +98,14 @@ class ChatTokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """Natural-log probabilities under the model's own distribution, before penalties and temperature."""
+    """Natural logarithms of probabilities, from the model's own distribution, before penalties and temperature."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
 class CompletionLogprobs(BaseModel):
-    """The same in the form of the older API."""
+    """The same as `ChatLogprobs`, in the form of the older API."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -139,7 +139,9 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageReply
-    system_fingerprint: str | None = Field(description="Names the model's numbers: equal prints, equal greedy replies.")
+    system_fingerprint: str | None = Field(
+        description="Identifies what determines the model's output: with equal fingerprints, greedy replies are equal."
+    )
     prefix_cache: CacheReply
     timings: TimingsReply
 
@@ -250,7 +252,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def _logprob(token: TokenLogprob) -> dict[str, Any]:
-    # A token that is only a part of a character decodes to U+FFFD, whose bytes would not be the token's.
+    # A token that is a part of a character decodes to U+FFFD, whose bytes are not those of the token.
     whole = "�" not in token.text
     return {
         "token": token.text,
@@ -260,7 +262,7 @@ def _logprob(token: TokenLogprob) -> dict[str, Any]:
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
-    """`text_offset`: characters of the choice that came before the first of `tokens`."""
+    """Returns the log probabilities of a choice. `text_offset` is the number of characters before the first token."""
     offsets = []
     for token in tokens:
         offsets.append(text_offset)

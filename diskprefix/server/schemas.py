@@ -47,8 +47,10 @@ MAX_CACHE_KEY_CHARS = 512
 
 
 def _checked_salt(value: object, param: str) -> str | None:
-    """None stands for no salt. Raises `InvalidRequest`, which does not repeat the salt: it may be a secret, and
-    messages are logged."""
+    """Returns the salt, or None for none. Raises `InvalidRequest`.
+
+    The message does not repeat the salt: it may be a secret, and messages are logged.
+    """
     if value is None:
         return None
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_SALT_CHARS:
@@ -59,18 +61,18 @@ def _checked_salt(value: object, param: str) -> str | None:
 _SALT_SCHEMA = WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS})
 
 MIN_TTL_S, MAX_TTL_S = 1, 2**31 - 1
-"""The store holds no longer time (see `store.eviction.recorded_ttl`)."""
+"""The longest time to live that the store can record."""
 
 
 def _checked_ttl(value: object, param: str) -> float:
-    """Seconds. Raises `InvalidRequest` for what is no time between a second and 68 years."""
+    """Returns seconds. Raises `InvalidRequest` unless `value` is a time between a second and 68 years."""
     seconds: float | None = None
     if isinstance(value, str):
         with suppress(SettingsError):
             seconds = parse_duration(value, param=param)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         seconds = value
-    # Compared before it is converted: JSON knows integers that no float holds.
+    # Compared before the conversion, because JSON may hold integers that exceed every float.
     if seconds is None or not MIN_TTL_S <= seconds <= MAX_TTL_S:
         raise InvalidRequest(
             f"{param}: must be a number of seconds or a time such as 90s, 15m, 12h or 7d, from 1 second to 68 years",
@@ -86,7 +88,7 @@ def _checked_boolean(value: object, param: str) -> bool:
 
 
 class PrefixCacheOptions(Body):
-    """How the disk cache treats this request. A field that is not listed here is refused."""
+    """Options of the disk cache for this request. A field that is not listed here is refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -95,7 +97,7 @@ class PrefixCacheOptions(Body):
     ] = Field(
         default=None,
         description="`off`, `full`, `auto`, `auto:N` (window of N recent prompts) or N (the first N prompt tokens). "
-        "Absent: the daemon's own scope.",
+        "Absent: the daemon's setting.",
         examples=["auto:8", "full", 1000],
     )
     window: Annotated[Any, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MAX_VALUE})] = Field(
@@ -111,7 +113,7 @@ class PrefixCacheOptions(Body):
     reuse_generated: Annotated[Any, WithJsonSchema({"type": "boolean"})] = Field(
         default=None,
         description="Keep the state of the reply, and restore that of earlier replies, which is not the cold run's bit "
-        "for bit. Absent: as the daemon was told.",
+        "for bit. Absent: the daemon's setting.",
     )
     save: Annotated[Any, WithJsonSchema({"type": "boolean", "default": True})] = Field(
         default=True, description="`false`: restore what is stored, but keep nothing of this request."
@@ -123,7 +125,7 @@ class PrefixCacheOptions(Body):
         default=None,
         description="How long what this request keeps, or restores, is kept after its last use: `90s`, `15m`, `12h`, "
         "`7d`, `2w` or a number of seconds, up to 68 years. What the budget needs is evicted before. Wins over "
-        "`prompt_cache_retention`. Absent: as the daemon was told.",
+        "`prompt_cache_retention`. Absent: the daemon's setting.",
         examples=["1h", 300],
     )
 
@@ -159,11 +161,11 @@ class PrefixCacheOptions(Body):
         return _checked_ttl(value, "prefix_cache.ttl")
 
     def reuses_generated(self, default: bool) -> bool:
-        """Whether this request keeps and restores replies; `default` is what the daemon was told."""
+        """Whether this request keeps and restores replies. `default` is the daemon's setting."""
         return default if self.reuse_generated is None else bool(self.reuse_generated)
 
     def applied_to(self, default: Scope) -> Scope:
-        """The scope of this request. Raises `InvalidScope` for a window beside a scope that has none."""
+        """Returns the scope of this request. Raises `InvalidScope` for a window with a scope that has none."""
         scope = default if self.scope is None else parse_scope(self.scope, param="prefix_cache.scope")
         return scope if self.window is None else scope.with_window(self.window)
 
@@ -176,13 +178,13 @@ Stop: TypeAlias = Annotated[
 
 
 class ResponseFormat(Body):
-    """The form of the reply."""
+    """The format of the reply."""
 
     type: Literal["text"] = Field(description="`text`; constrained JSON output is not supported.")
 
 
 class StreamOptions(Body):
-    """What a stream carries besides the text."""
+    """What a stream contains besides the text."""
 
     include_usage: bool | None = Field(
         default=None, description="Send one more chunk with `usage` (and no choices) before `[DONE]`."
@@ -190,7 +192,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Unmarkable):
-    """The fields that both kinds of completion share."""
+    """The fields that both completion routes share."""
 
     model: str | None = Field(
         default=None, description="Name of the served model (see `/v1/models`). Absent: the served model."
@@ -240,7 +242,7 @@ class SamplingBody(Unmarkable):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
         default=None,
         description="How long what this request keeps is kept after its last use: `in_memory` an hour (it is on disk "
-        "all the same), `24h` a day. Absent: as the daemon was told.",
+        "all the same), `24h` a day. Absent: the daemon's setting.",
     )
     cache_salt: Annotated[Any, _SALT_SCHEMA] = Field(
         default=None, description="As `prefix_cache.salt`; the name that vLLM gives it."
@@ -327,7 +329,7 @@ class ChatRequest(SamplingBody):
 
 
 def _prompt_form(value: object) -> str | None:
-    """Text, token ids, or a list of either."""
+    """Returns the tag of a prompt: text, token ids, or a list of either."""
     if isinstance(value, str):
         return "~text"
     if not isinstance(value, list):
@@ -368,7 +370,7 @@ class CompletionRequest(SamplingBody):
 
     @property
     def one_prompt(self) -> str | list[int]:
-        """The prompt without the list around it."""
+        """The prompt, without the list around it if there is one."""
         if isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list):
             return self.prompt[0]
         return self.prompt

@@ -1,4 +1,4 @@
-"""What the daemon says of itself: `/health`, `/props`, `/metrics` and `/v1/models`."""
+"""The routes that show the daemon's state: `/health`, `/props`, `/metrics` and `/v1/models`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ _ADMIN_ONLY: dict[int | str, dict[str, Any]] = {
 
 
 class CacheHealth(BaseModel):
-    """The disk cache, as far as it matters for health."""
+    """The state of the disk cache."""
 
-    state: str = Field(description="`ok`; `unsupported`: the model's layers bypass it; `degraded`: nothing is kept.")
+    state: str = Field(
+        description="`ok`; `unsupported`: the model has layers that cannot be cached; `degraded`: nothing is kept."
+    )
     error: str | None = Field(description="Why it is degraded.")
 
 
@@ -41,7 +43,7 @@ class Health(BaseModel):
     """Whether requests are served. With `--api-keys`, only the key named `admin` gets more than `status`."""
 
     status: Status = Field(description="`ok` and `degraded` (200) serve requests; the others (503) do not.")
-    message: str | None = Field(description="What a load is at.")
+    message: str | None = Field(description="The current step while the model loads.")
     model: str | None
     cache: CacheHealth | None
     queue_depth: int | None
@@ -49,7 +51,7 @@ class Health(BaseModel):
 
 
 class DiskPolicy(BaseModel):
-    """What the cache was told to do."""
+    """The settings of the cache."""
 
     scope: str = Field(description="Canonical scope of requests that name none.", examples=["auto:30"])
     kind: str = Field(description="`off`, `full`, `auto` or `tokens`.")
@@ -70,14 +72,14 @@ class DiskPolicy(BaseModel):
 
 
 class GateProps(BaseModel):
-    """Whether the disk is worth it: what was measured here, and what follows from it."""
+    """Whether restoring is faster than computing, from what was measured on this machine."""
 
     mode: str = Field(description="`--kv-cache-gate`: `auto`, or `off`, which saves and restores everything.")
     state: Literal["measuring", "open", "closed"] = Field(
         description="`measuring`: not enough is known, everything is saved and restored; `open`: what is at least "
         "`break_even_tokens` long is; `closed`: computing is always faster."
     )
-    reason: str = Field(description="The same in words, with the numbers.")
+    reason: str = Field(description="The state in words, with the numbers.")
     prefill_s_per_token: float | None = Field(description="Seconds to compute one more token of a prompt.")
     restore_s_per_byte: float | None = Field(
         description="Seconds to restore one more byte; 0 while restores of different sizes do not tell it from the "
@@ -116,7 +118,7 @@ class ModelProps(BaseModel):
 
 
 class Props(BaseModel):
-    """Everything that one may want to know of a running daemon."""
+    """The state of a running daemon in full."""
 
     version: str
     model: ModelProps
@@ -128,9 +130,9 @@ class Props(BaseModel):
 
 
 async def _require_admin(request: Request) -> None:
-    """What is counted of everybody's requests would show one tenant what another does."""
+    """Raises `HTTPException` 403 for other callers: figures over all requests show one tenant what another does."""
     if not log_context(request).caller.sees_all:
-        raise HTTPException(403, f"this tells of everybody's requests: only the key named {ADMIN} may ask for it")
+        raise HTTPException(403, f"this shows figures of everybody's requests: only the key named {ADMIN} may read it")
 
 
 def _daemon(request: Request) -> Daemon:
@@ -142,7 +144,9 @@ def _daemon(request: Request) -> Daemon:
     "/health",
     summary="Health",
     response_model=Health,
-    responses={503: {"model": Health, "description": "Loading, stopping, or the load failed."}},
+    responses={
+        503: {"model": Health, "description": "The model is loading, the daemon is stopping, or it has failed."}
+    },
 )
 async def health(request: Request) -> JSONResponse:
     """200 when requests are served, 503 when not."""
@@ -170,7 +174,7 @@ def _cache_health(serving: Serving) -> CacheHealth:
 
 @router.get("/props", summary="Properties", responses=_NOT_READY | _ADMIN_ONLY, dependencies=[Depends(_require_admin)])
 async def props(request: Request) -> Props:
-    """The model, the cache with its policy and counts, the settings and the start-up times."""
+    """The model, the cache with its settings and counts, all settings and the start-up times."""
     daemon = _daemon(request)
     serving = daemon.require_serving()
     return Props(

@@ -1,4 +1,4 @@
-"""A reply as server-sent events: OpenAI's chunks, in the same order and with the same ends."""
+"""Writes a response as server-sent events: OpenAI's chunks in OpenAI's order."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ DONE = b"data: [DONE]\n\n"
 
 
 def encode_event(payload: Json) -> bytes:
-    """One server-sent event. JSON text has no raw newline, so it is always one `data` line."""
+    """Returns one server-sent event. It is a single `data` line, because JSON text contains no raw newline."""
     return b"data: " + json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class ChunkWriter:
-    """Turns events into chunks. What differs between the two APIs is in `choice_of`.
+    """Turns events into chunks. `choice_of` writes the choices as one of the two APIs wants them.
 
-    The finish chunk of the last choice is held back until the `DoneEvent`, because the last chunk of a stream carries
-    `prefix_cache` and `timings`; with `include_usage` one more chunk without choices follows and carries them.
+    The finish chunk of the last choice waits for the `DoneEvent`, because the last chunk of a stream has `prefix_cache`
+    and `timings`. With `include_usage`, one more chunk without choices follows and has them.
     """
 
     def __init__(self, envelope: Json, choice_of: Callable[[Event], Json | None], include_usage: bool) -> None:
@@ -43,7 +43,7 @@ class ChunkWriter:
         self._held: Json | None = None
 
     def chunks(self, event: Event) -> list[Json]:
-        """The chunks that can be sent now that `event` is known."""
+        """Returns the chunks that can be sent after `event`."""
         if isinstance(event, DoneEvent):
             return self._last(event)
         choice = self._choice_of(event)
@@ -75,7 +75,7 @@ class ChunkWriter:
 
 
 class EventStream(Response):
-    """Sends a generation as it is made. Failures after the headers become an `error` event without `[DONE]`."""
+    """Streams a generation. An error after the headers becomes an `error` event, and `[DONE]` is not sent."""
 
     media_type = "text/event-stream"
 

@@ -149,7 +149,7 @@ def test_a_daemon_without_keys_that_others_reach_warns(chat_model: Path, cache: 
     with DaemonProcess(*serve_flags(chat_model, cache, host=host)) as daemon:
         daemon.wait_ready()
         assert daemon.stop() == 0
-    lines = [line for line in daemon.lines if "no API keys (--api-keys): anybody who reaches http://0.0.0.0:" in line]
+    lines = [line for line in daemon.lines if "no API keys (--api-keys): everybody who reaches http://0.0.0.0:" in line]
     assert (len(lines), "no API keys" in daemon.log) == (int(warned), warned)
 
 
