@@ -25,3 +25,9 @@ def shown(text: str, limit: int = SHOWN_CHARS) -> str:
 def printable_only(text: str) -> str:
     """Returns `text` without characters that are not printable. Blanks of any kind become one space."""
     return "".join(char for char in " ".join(text.split()) if char.isprintable())
+
+
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """Returns the first line of an error's message that is not blank, without a final dot; else the error's class."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)[:limit].rstrip(".")

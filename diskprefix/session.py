@@ -11,24 +11,21 @@
         reply = model.generate(ids, past_key_values=cache, max_new_tokens=20)
         print(num_cached_tokens, "of", ids.shape[1], "tokens cached:", tokenizer.decode(reply[0, ids.shape[1] :]))
 
-A session prefills on the grid, in steps of `block_size` tokens, so a prefix that is restored is what computing it again
-would give, bit for bit. What it saved is found by other sessions on the same folder with the same weights, in other
-processes too. The weights are identified by what they are in memory: so a session and the daemon, which reads the files
-alone, may share a folder but not their prefixes.
+A session prefills on the grid, in steps of `block_size` tokens, so a restored prefix has the bits that computing it
+again gives. Other sessions on the same folder with the same weights find what a session saved, also in other processes.
+The weights are identified by their content in memory. The daemon identifies them by their files, so a session and the
+daemon may share a folder but not their prefixes.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import logging
 import os
-import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,8 +44,10 @@ from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnava
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.caches import ArenaCache
 from diskprefix.kv.layout import LAYOUT_VERSION, Layout
+from diskprefix.kv.lent import lend, take_back
 from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.model.memory import available_bytes, kv_bytes
+from diskprefix.model.prefilled import with_prefill
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.model.threads import threads_in_identity
 from diskprefix.model.weights import memory_bytes, memory_digest, stamp
@@ -66,7 +65,7 @@ Ids: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int] | Mapping[str,
 """A prompt: token ids as a list or a tensor of shape [n] or [1, n], what a tokenizer returns, or text."""
 
 _LONG_READ_BYTES = 4 << 30
-"""Weights whose reading takes long enough to show how far it is."""
+"""A progress bar is shown for weights of this size and more."""
 _CLOSE_TIMEOUT_S = 30.0
 _FOLDER_VARIABLE = "DISKPREFIX_KV_CACHE_DIR"
 _PREVIEW_TOKENS = 40
@@ -80,18 +79,18 @@ _REFUSED = (
 )
 _CACHES = ("past_key_values", "cache_params", "state")
 _MOVED_INPUTS = frozenset({"position_ids"})
-"""Inputs that `generate` makes itself and that would be others if the caller gave them."""
+"""Inputs that `generate` makes itself. A caller who gives them may give other ones."""
 _OUR_INPUTS = frozenset(
     {"input_ids", "attention_mask", "position_ids", "past_key_values", "cache_params", "state", "logits_to_keep"}
 )
-"""What a forward of `generate` is given of a text prompt. Whatever else it is given may change the numbers."""
+"""The arguments of the first forward for a prompt of text. Any other argument may change the numbers."""
 
 
 class PrefixCacheSession:
     """A transformers model with a prefix cache on disk. For one thread; close it, or use it as a context manager.
 
-    There is one KV memory: each `prefill` and `generate` takes it over, and the cache that the call before returned is
-    no longer usable then (`copy.deepcopy` keeps one). `report` says what the cache did in the last call.
+    There is one KV memory. Each call of `prefill` and `generate` takes it over, and the cache that an earlier call
+    returned is then no longer usable (`copy.deepcopy` keeps one). `report` says what the cache did in the last call.
     """
 
     def __init__(
@@ -104,14 +103,16 @@ class PrefixCacheSession:
         budget: int | str | None = None,
         settings: Settings | None = None,
     ) -> None:
-        """`model` is in evaluation mode, on any device and in any dtype. With a `tokenizer`, prompts may be text, and
-        they are cut at its special tokens.
+        """Opens the cache for `model` and reads all weights once.
 
-        `cache_dir` (as for the daemon, `DISKPREFIX_KV_CACHE_DIR` or its default), `scope` (what of a prompt is saved:
-        `auto:30`, `full`, a number of tokens, `off`) and `budget` (bytes, or a text like `4GiB`) go before what
-        `settings` say. Reads all weights once. Raises `SettingsError` or `InvalidScope` for a value out of its range,
-        `InvalidRequest` for a model that is none of transformers', `CacheError` if the folder cannot be used; one that
-        is only full or read-only for the time being will do.
+        `model` is in evaluation mode, on any device and in any dtype. With a `tokenizer`, prompts may be text, and its
+        special tokens are the boundaries at which they may be cut. `cache_dir` (default: `DISKPREFIX_KV_CACHE_DIR`, or
+        the daemon's default folder), `scope` (what of a prompt is saved: `auto:30`, `full`, a number of tokens, `off`)
+        and `budget` (bytes, or a text such as `4GiB`) override `settings`.
+
+        Raises `SettingsError` or `InvalidScope` for a value out of its range, `InvalidRequest` if `model` is not a
+        `PreTrainedModel`, and `CacheError` if the folder cannot be used. A folder that is full or read-only is not an
+        error here: nothing is saved in it.
         """
         if not isinstance(model, PreTrainedModel):
             raise InvalidRequest(
@@ -137,15 +138,15 @@ class PrefixCacheSession:
         self._open()
 
     def prefill(self, input_ids: Ids) -> tuple[Any, int]:
-        """Bring a prompt's state up to the last grid point before its end, from the disk as far as it can be.
+        """Restores or computes a prompt's state up to the last grid point before its end, and saves it.
 
-        Answers the cache, to be given to the model as `cache_argument`, and how many of its tokens were restored
-        instead of computed. `model.generate(input_ids, past_key_values=cache)` goes on from there, and so does a
-        forward of the tokens from `cache.get_seq_length()` on: at least one is left. The cache is empty for a prompt of
-        no more than a block, and for any prompt of a model that computes prompts in one pass (the first Mamba). It is
-        None, which transformers takes for an empty one, for a model that is not supported.
+        Returns the model's cache, to be passed as `cache_argument`, and how many of its tokens were restored.
+        `model.generate(input_ids, past_key_values=cache)` continues from there, and so does a forward of the tokens
+        from `cache.get_seq_length()` on; at least one token is left. The cache is empty for a prompt of one block or
+        less, and for a model that computes prompts in one pass (the first Mamba). For a model that is not supported it
+        is None, which transformers takes for an empty cache.
 
-        Raises `InvalidRequest` for what is no prompt, `ContextTooLong` if there is too little memory.
+        Raises `InvalidRequest` if `input_ids` is not one prompt, `ContextTooLong` if there is too little memory.
         """
         token_ids, inputs = self._unpacked(input_ids)
         self._check(inputs, len(token_ids))
@@ -162,17 +163,17 @@ class PrefixCacheSession:
             return self._lend(arena), 0
         with torch.no_grad():
             self._complete(arena, _beginning(prompt, end), goes_on=True)
-        # What is being captured must not change, and the cache's new owner may do with it what he likes.
+        # The caller may change the cache, so everything must be copied out of it before.
         self._cache.settle()
         return self._lend(arena), self.report.restored if self.report else 0
 
     def generate(self, input_ids: Ids, **kwargs: Any) -> Any:
-        """`model.generate(input_ids, **kwargs)` with the prompt's state from the disk as far as it can be.
+        """Runs `model.generate(input_ids, **kwargs)` with the prompt's state restored as far as it is stored.
 
-        Takes and returns what that does, for one sequence: greedy decoding and sampling, streamers, stop strings. The
-        reply is what transformers gives for the prompt computed on the grid (`prefill_chunk_size=block_size`). An exact
-        repeat of a prompt that was saved whole runs no forward for it. A model or an input that is not supported is
-        left to transformers alone, with a line in the log.
+        Takes the same arguments and returns the same values, for one sequence: greedy decoding and sampling, streamers,
+        stop strings. The reply is the one that transformers gives with `prefill_chunk_size=block_size`. The exact
+        repeat of a prompt that was saved whole runs no forward for the prompt. transformers alone answers for a model
+        or an argument that is not supported, and the log says so.
 
         Raises `InvalidRequest` for a batch, beams, several return sequences or assisted decoding, `ContextTooLong` if
         there is too little memory.
@@ -182,24 +183,24 @@ class PrefixCacheSession:
         self._check(inputs, len(token_ids))
         ids = torch.from_numpy(token_ids).to(self.model.device, torch.long).unsqueeze(0)
         if "attention_mask" in inspect.signature(type(self.model).forward).parameters:
-            # Else transformers would take a padding token in the prompt for padding.
+            # Without a mask, transformers would take a padding token in the prompt for padding.
             inputs["attention_mask"] = torch.ones_like(ids)
         prompt = self._prompt(token_ids)
         arena = self._take_over()
         if arena is None:
             self._pass_by(prompt)
             return self.model.generate(ids, **inputs)
-        with _first_forward(self.model, partial(self._answer, arena, prompt, inputs.keys() & _MOVED_INPUTS)):
-            try:
-                return self.model.generate(ids, **inputs)
-            finally:
-                self._cache.settle()
+        answer = partial(self._answer, arena, prompt, inputs.keys() & _MOVED_INPUTS)
+        try:
+            return with_prefill(self.model, answer).generate(ids, **inputs)
+        finally:
+            self._cache.settle()
 
     def save(self, timeout_s: float = 600.0) -> None:
-        """Return when all that was to be saved is on the disk.
+        """Waits until everything that is to be saved is on the disk.
 
-        Raises `StoreUnavailable` if the folder cannot be written or time runs out, `CacheError` if the store refused
-        something since the last `save` (no room in the budget, the disk or the write buffer; the log says which).
+        Raises `StoreUnavailable` if the folder cannot be written or `timeout_s` passes, and `CacheError` if the store
+        refused something since the last `save`: the budget, the disk or the write buffer is full; the log says which.
         """
         self._require_open()
         writer = self._cache.writer
@@ -219,7 +220,7 @@ class PrefixCacheSession:
             )
 
     def close(self) -> None:
-        """Save what is left and give the folder free. The last cache that was returned is no longer usable."""
+        """Saves what is left and releases the folder. The cache that was returned last is no longer usable."""
         self._expire()
         self._finalizer()
 
@@ -231,15 +232,15 @@ class PrefixCacheSession:
 
     @property
     def cache_argument(self) -> str:
-        """How the model's forward calls its cache: `past_key_values`, or `cache_params` (state-space models)."""
+        """The name of the cache in the model's forward: `past_key_values`, `cache_params` or `state`."""
         return self._cache.layout.cache_argument
 
     def stats(self) -> dict[str, Any]:
-        """Counts of this session and sizes of its store, as the daemon's `/props` shows them."""
+        """Returns the counts of this session and the sizes of its store, as the daemon's `/props` shows them."""
         return self._cache.stats()
 
     def _open(self) -> None:
-        """Open the cache for the model as it is now."""
+        """Opens the cache for the model as it is now."""
         store = _open_store(self.settings)
         try:
             store.use_codec(self.settings.kv_cache_codec, available_bytes(torch.device("cpu")))
@@ -266,11 +267,11 @@ class PrefixCacheSession:
             store.close()
             raise
         self._refused = 0
-        # Runs at the latest when the process ends; it must not hold the session.
+        # Runs at the latest when the process ends. It must not keep the session alive.
         self._finalizer = weakref.finalize(self, self._cache.close, _CLOSE_TIMEOUT_S)
 
     def _look(self) -> tuple[object, ...]:
-        """Whatever changes the model's numbers; without reading the weights."""
+        """Returns values that differ if the model computes other numbers now. Does not read the weights."""
         return self.model.training, stamp(self.model), torch.get_num_threads(), Fingerprint.of(self.model, "")
 
     def _new_arena(self, layout: Layout) -> KVArena:
@@ -281,11 +282,11 @@ class PrefixCacheSession:
             raise StoreUnavailable("the session is closed; make a new one")
 
     def _take_over(self) -> KVArena | None:
-        """The KV memory, which the next request may overwrite; None if the model as it is now is not supported."""
+        """Returns the KV memory for the next request; None if the model as it is now is not supported."""
         self._require_open()
         self._expire()
         if self._look() != self._seen:
-            log.info("[disk-cache] the model was changed: what was saved before belongs to another one")
+            log.info("[disk-cache] the model was changed; what was saved before is not used for it")
             self._finalizer()
             self._open()
         if self._arena is not None and _is_tracked(self._arena):
@@ -294,18 +295,15 @@ class PrefixCacheSession:
 
     def _expire(self) -> None:
         if self._lent is not None:
-            self._lent.layers = _Expired()
+            take_back(self._lent)
             self._lent = None
 
     def _lend(self, arena: KVArena) -> Any:
-        """What the model takes for its cache, over our memory where that can be taken back, else a copy."""
+        """Returns what the model takes for its cache: over our memory if that can be taken back, else a copy."""
         cache = arena.cache.argument(self.model)
         if not isinstance(cache, ArenaCache):
             return copy.deepcopy(cache)
-        if self.cache_argument == "cache_params":
-            cache = _StateCache(cache.layers, lambda: arena.num_tokens)
-        self._lent = copy.copy(cache)
-        self._lent.layers = list(cache.layers)
+        self._lent = lend(cache, is_state_space=self.cache_argument == "cache_params")
         return self._lent
 
     def _num_refused(self) -> int:
@@ -320,9 +318,9 @@ class PrefixCacheSession:
         return ", ".join(self._cache.layout.unsupported)
 
     def _complete(self, arena: KVArena, prompt: Prompt, *, goes_on: bool = False) -> torch.Tensor | None:
-        """Restore, compute and publish the whole prompt; answer the next-token logits, shape [vocab].
+        """Restores, computes and publishes the whole prompt. Returns the next-token logits, shape [vocab].
 
-        If it `goes_on`, they are not needed: None where all of it was restored.
+        With `goes_on` the logits are not needed; None is returned if all of the prompt was restored.
         """
         self._cache.load(self._options.tenant)
         cached = self._cache.begin(prompt, self._options, goes_on=goes_on)
@@ -346,11 +344,11 @@ class PrefixCacheSession:
             self.report = cached.close()
         return logits
 
-    def _answer(self, arena: KVArena, prompt: Prompt, moved: set[str], inputs: dict[str, Any]) -> ModelOutput | None:
-        """What the model's first forward in `generate` answers to `inputs`; None leaves it to the model."""
+    def _answer(self, arena: KVArena, prompt: Prompt, moved: set[str], inputs: Mapping[str, Any]) -> ModelOutput | None:
+        """Returns the output of the first forward in `generate`; None if the model must compute it itself."""
         found = inputs["input_ids"]
         if found is None or found.shape[-1] != len(prompt.token_ids):
-            raise InvalidRequest("generate: the session prefills on its own grid; use model.generate for other ways")
+            raise InvalidRequest("generate: a session computes the whole prompt itself; use model.generate instead")
         if found.shape[0] != 1:
             raise InvalidRequest("generate: one sequence at a time; num_beams and num_return_sequences must be 1")
         foreign = sorted(moved | _foreign(inputs))
@@ -363,7 +361,7 @@ class PrefixCacheSession:
         return ModelOutput({"logits": logits.view(1, 1, -1), self.cache_argument: self._lend(arena)})
 
     def _unpacked(self, input_ids: Ids) -> tuple[TokenIds, dict[str, Any]]:
-        """The token ids, and whatever else a tokenizer returned with them."""
+        """Returns the token ids, and what else the tokenizer returned with them."""
         if isinstance(input_ids, str):
             if self.tokenizer is None:
                 raise InvalidRequest("input_ids: text needs a session with a tokenizer", param="input_ids")
@@ -375,7 +373,7 @@ class PrefixCacheSession:
 
     @staticmethod
     def _check(inputs: Mapping[str, Any], num_tokens: int) -> None:
-        """Raises `InvalidRequest` for what needs more than one sequence, or another cache."""
+        """Raises `InvalidRequest` for arguments that need several sequences or another cache."""
         for name in _REFUSED:
             if inputs.get(name) is not None:
                 raise InvalidRequest(f"{name}: a session cannot take it; use model.generate", param=name)
@@ -387,8 +385,10 @@ class PrefixCacheSession:
             raise InvalidRequest("attention_mask: a session takes one prompt without padding", param="attention_mask")
 
     def _prompt(self, token_ids: TokenIds) -> Prompt:
-        """Special tokens part it, but not the one that begins every prompt: were it the only one, nothing would be
-        saved."""
+        """Returns the prompt with its special tokens as boundaries.
+
+        If the token that begins every prompt is the only special one, there are no boundaries: with this one alone,
+        nothing would be saved."""
         boundaries = raw_boundaries(token_ids, self._special_ids)
         bos = getattr(self.tokenizer, "bos_token_id", None)
         first = next((i for i, token_id in enumerate(token_ids.tolist()) if token_id != bos), len(token_ids))
@@ -405,75 +405,8 @@ class PrefixCacheSession:
         return "".join(char for char in " ".join(text.split()) if char.isprintable())
 
 
-class _StateCache(ArenaCache):
-    """Refuses to be given to transformers' `generate`, which would have a state-space model add the whole prompt to it
-    once more."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What `generate` is given, it marks."""
-        if name == "_is_user_defined":
-            raise InvalidRequest(
-                "cache_params: generate() cannot continue a state-space model's cache; call session.generate, or the "
-                "model itself with the tokens from cache.get_seq_length() on",
-                param="cache_params",
-            )
-        super().__setattr__(name, value)
-
-
-class _Expired(Sequence[Any]):
-    """The layers of a cache whose memory was taken over."""
-
-    def __getitem__(self, index: object) -> Any:
-        raise InvalidRequest(
-            "past_key_values: this cache is no longer usable, as its session was used again or closed; call prefill "
-            "again, or keep a copy.deepcopy of the cache next time",
-            param="past_key_values",
-        )
-
-    def __len__(self) -> int:
-        return int(self[0])
-
-
-_generating: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-_generating_lock = threading.Lock()
-
-
-@contextmanager
-def _first_forward(model: PreTrainedModel, answer: Any) -> Iterator[None]:
-    """Have `answer`, which takes the arguments, answer the first forward of this thread; None leaves it to the model.
-
-    So `generate` decodes from our state with all that it can do, whatever the model calls its cache and however the
-    model's class prepares its inputs. Raises `InvalidRequest` while another session does the same with this model.
-    """
-    with _generating_lock:
-        if model in _generating:
-            raise InvalidRequest("generate: another session is generating with this model; wait for it to end")
-        _generating.add(model)
-    original, replaced = model.forward, vars(model).get("forward")
-    thread, is_first = threading.get_ident(), True
-
-    @functools.wraps(original)
-    def forward(*args: Any, **inputs: Any) -> Any:
-        nonlocal is_first
-        if not is_first or args or threading.get_ident() != thread:
-            return original(*args, **inputs)
-        is_first = False
-        output = answer(inputs)
-        return original(**inputs) if output is None else output
-
-    model.forward = forward
-    try:
-        yield
-    finally:
-        _generating.discard(model)
-        if replaced is None:
-            del model.forward
-        else:
-            model.forward = replaced
-
-
 def _one_prompt(value: Any) -> TokenIds:
-    """Raises `InvalidRequest` unless it is one non-empty list of token ids."""
+    """Returns the token ids. Raises `InvalidRequest` unless `value` is one non-empty list of them."""
     ids = _in_main_memory(value)
     if ids.ndim == 2 and len(ids) == 1:
         ids = ids[0]
@@ -483,7 +416,7 @@ def _one_prompt(value: Any) -> TokenIds:
             param="input_ids",
         )
     if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
-        raise InvalidRequest("input_ids: there are ids that no vocabulary has", param="input_ids")
+        raise InvalidRequest("input_ids: some ids are negative or too large for any vocabulary", param="input_ids")
     return as_token_ids(ids)
 
 
@@ -500,14 +433,14 @@ def _beginning(prompt: Prompt, end: int) -> Prompt:
 
 
 def _is_tracked(arena: KVArena) -> bool:
-    """Whether the model was called outside `no_grad`: then autograd follows what is in the memory, and keeps it."""
+    """Returns whether autograd keeps the memory alive, because the model was called outside `no_grad`."""
     values = [value for layer in arena.layers for value in vars(layer).values()]
     tensors = [item for value in values for item in (value.values() if isinstance(value, dict) else [value])]
     return any(isinstance(item, torch.Tensor) and item.requires_grad for item in tensors)
 
 
 def _foreign(inputs: Mapping[str, Any]) -> set[str]:
-    """The inputs of a forward that are not ours to answer: images, another kind of cache, more than logits."""
+    """Returns the arguments that need the model itself: images, another kind of cache, outputs beside the logits."""
     found = {name for name, value in inputs.items() if name not in _OUR_INPUTS and not _is_off(name, value)}
     return found | {name for name in _CACHES if type(inputs.get(name)) not in (DynamicCache, type(None))}
 
@@ -536,7 +469,7 @@ def _open_store(settings: Settings) -> Store:
 
 
 def _identified(model: PreTrainedModel) -> tuple[Layout, str]:
-    """The model's layout and the digest of its weights, empty where that is not needed."""
+    """Returns the layout of the model's state and the digest of its weights, which is empty if nothing is cached."""
     if model.training:
         return _unsupported(model, f"{type(model).__name__} is in training mode: call model.eval()"), ""
     layout = rehearse(model)
@@ -559,7 +492,7 @@ def _digest(model: PreTrainedModel) -> str:
 
 
 def _model_name(model: PreTrainedModel) -> str:
-    """The hub id, the name of the folder, or the class."""
+    """Returns the hub id, the name of the folder, or the name of the class."""
     name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
     return Path(name).name if Path(name).is_absolute() else name
 

@@ -138,8 +138,8 @@ def _row_of(name: str, table: dict[str, Any]) -> ModelRow:
 def _row_of_folder(folder: Path, table: dict[str, Any]) -> ModelRow:
     from transformers import AutoConfig
 
-    from diskprefix.model.gguf import first_line
     from diskprefix.model.kinds import require_served_kind
+    from diskprefix.printable import first_line
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

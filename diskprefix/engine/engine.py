@@ -33,12 +33,12 @@ from diskprefix.errors import ContextTooLong, DiskPrefixError, InvalidRequest, M
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.uncached import TransformersState, forget_media
-from diskprefix.model.gguf import first_line
 from diskprefix.model.loader import LoadedModel
 from diskprefix.model.memory import available_bytes, kv_bytes
 from diskprefix.prefix_cache.cache import PrefixCache
 from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.prefix_cache.request import CachedRequest
+from diskprefix.printable import first_line
 from diskprefix.tokens import as_token_ids
 
 if TYPE_CHECKING:

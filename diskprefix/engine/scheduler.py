@@ -15,8 +15,8 @@ from diskprefix.engine.device import is_device_lost
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull, ShareFull
-from diskprefix.model.gguf import first_line
 from diskprefix.model.media import prepared_bytes
+from diskprefix.printable import first_line
 from diskprefix.tenant import SHARED, Tenant
 
 log = logging.getLogger("diskprefix")

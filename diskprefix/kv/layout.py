@@ -3,7 +3,7 @@
 A layer keeps *per-token* tensors (keys, values, the keys of a sparse attention's indexer), *states* that exist at one
 position only (of convolutions and recurrences), both, or nothing (it uses another layer's). Per-token tensors can be
 cut into blocks anywhere; states are kept at checkpoints. Tensors of the same form make one *group*, so that a block is
-copied with one strided copy per group instead of one per tensor. `kv.probe` finds the layout of a model.
+copied with one strided copy per group instead of one per tensor. `model.rehearsal` finds the layout of a model.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from typing import IO, Any
 from diskprefix.errors import ModelError
 from diskprefix.model.fingerprint import remembered_digest
 from diskprefix.model.memory import available_ram_bytes, require_memory
+from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
 from diskprefix.settings import cache_home, format_size
 from diskprefix.tokens import file_digest
@@ -183,12 +184,6 @@ def require_disk(folder: Path, needed_bytes: int) -> None:
             f"not enough disk space in {folder.parent}: about {format_size(needed_bytes)} needed, {format_size(free)} "
             f"free; free some, or set XDG_CACHE_HOME to a folder on a larger disk"
         )
-
-
-def first_line(error: BaseException, limit: int = 300) -> str:
-    """The first line of a foreign error's message that says something."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return next((line for line in lines if line), type(error).__name__)[:limit].rstrip(".")
 
 
 def convert(gguf: Path, work: Path, report: Report) -> Path:

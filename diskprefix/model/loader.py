@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.embedded import EMBEDDED, embedded_folder
 from diskprefix.model.fingerprint import weights_digest
-from diskprefix.model.gguf import converted_folder, first_line, quiet_transformers
+from diskprefix.model.gguf import converted_folder, quiet_transformers
 from diskprefix.model.kinds import ModelKind, require_served_kind
 from diskprefix.model.media import MediaProcessor
 from diskprefix.model.memory import available_bytes, require_memory, weights_bytes
+from diskprefix.printable import first_line
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
 

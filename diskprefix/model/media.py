@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from diskprefix.errors import InvalidRequest
-from diskprefix.model.gguf import first_line
 from diskprefix.model.sound import Samples, Wav
+from diskprefix.printable import first_line
 from diskprefix.tokens import TokenIds, as_token_ids
 
 if TYPE_CHECKING:

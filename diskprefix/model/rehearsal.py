@@ -1,12 +1,12 @@
-"""Finding a model's layout by asking the model itself, and trying whether its state can be saved and restored.
+"""Finds the layout of a model's state by running the model, and tests whether the state can be saved and restored.
 
-A few tokens are run through transformers' own cache for this config, and what its layers then hold is read off: the
-class of each layer, and the shapes and dtypes of its tensors. Then a restore is *rehearsed*: a short run is
-interrupted, another sequence runs, and a copy of the first one's state goes on; its logits must be the uninterrupted
-run's, bit for bit. So a model that keeps state where no cache sees it is found out before it serves anybody.
+A few tokens are run with transformers' own cache. Then the class of each layer of that cache is read, and the shapes
+and dtypes of its tensors. Then a restore is *rehearsed*: a short run is interrupted, another sequence runs, and a copy
+of the first one's state goes on. Its logits must be those of the uninterrupted run, bit for bit. This finds a model
+that keeps state outside its cache before the model serves a request.
 
-Whatever we do not know makes the layout unsupported: another class of layer, a model that cannot be asked, a rehearsal
-that fails. Such models run on transformers' own state, without ours (`kv.uncached`).
+A layout is unsupported if a layer has an unknown class, if the model cannot be run this way, or if the rehearsal fails.
+Such models run on transformers' own state (`kv.uncached`).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _OPTIONS = ("position_ids", "logits_to_keep")
 _MOST_STATE_ERROR = 0.05
 _MOST_LOGITS_ERROR = 0.3
 _MOST_LOOKAHEAD = 0.005
-"""How far a run in two steps may be from one in a single pass, as a part of how far away a run is that never saw the
-first step. What is continued right is nearer by orders of magnitude, rounding apart; what is dropped nearly as far."""
+"""The largest allowed difference between a run in two steps and a run in one pass, relative to the difference of a run
+that never saw the first step. Rounding is smaller by orders of magnitude; a dropped state gives nearly 1."""
 
 
 class _Unsupported(Exception):
@@ -83,11 +83,11 @@ class _Unsupported(Exception):
 
 
 def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
-    """Run a few tokens through `model`, read its state's layout off transformers' own cache, and rehearse a restore.
+    """Returns the layout of the model's state, after a rehearsed restore.
 
-    A rehearsal that went well is remembered for the `identity` of the model's numbers, if there is one: it takes a
-    dozen forwards, which a restart need not wait for. A model that cannot be cached is unsupported, with the reason.
-    Raises only what running out of memory raises.
+    A rehearsal takes a dozen forwards. One that succeeded is remembered for `identity`, which names the model's
+    numbers, if it is not empty. For a model that cannot be cached, `unsupported` in the layout has the reasons. Raises
+    only what torch raises when memory runs out.
     """
     try:
         with torch.inference_mode():
@@ -115,7 +115,7 @@ def _uncacheable(model: PreTrainedModel, reasons: tuple[str, ...]) -> Layout:
 
 
 def _check_outside(model: PreTrainedModel) -> None:
-    """What keeps `model` from being cached, as far as it can be seen without running it."""
+    """Raises `_Unsupported` for what can be seen without running the model."""
     name = type(model).__name__
     found = _moving_ropes_of(model)
     if _cache_argument(model) is None:
@@ -133,18 +133,17 @@ def _cache_argument(model: PreTrainedModel) -> CacheArgument | None:
 
 
 def _own_kind(model: PreTrainedModel) -> CacheKind | None:
-    """The kind of a cache that is not transformers' `DynamicCache`, if we know it."""
+    """Returns the kind of a known cache other than transformers' `DynamicCache`."""
     own: dict[str, CacheKind] = {"minimax": "minimax", "rwkv": "rwkv", "xlstm": "xlstm"}
     return own.get(model.config.get_text_config(decoder=True).model_type)
 
 
 def moving_ropes(kinds: Iterable[str]) -> list[str]:
-    """Those kinds of RoPE whose frequencies depend on more than the position, as transformers' `dynamic_rope_update`
-    tells them apart.
+    """Returns the kinds of RoPE whose frequencies depend on more than the position (see `dynamic_rope_update` in
+    transformers).
 
-    Dynamic ones are kept in the module and depend on what ran before. longrope's change for all positions once a
-    sequence grows past the original length, so keys that a shorter run computed are wrong then: `generate` computes
-    them again.
+    Dynamic frequencies are kept in the module and depend on earlier runs. Those of longrope change for all positions
+    when a sequence outgrows the original length; keys that were computed before are then wrong.
     """
     return sorted(f"{kind} RoPE" for kind in set(kinds) if "dynamic" in kind or kind == "longrope")
 
@@ -155,7 +154,7 @@ def _moving_ropes_of(model: PreTrainedModel) -> list[str]:
 
 
 def _rope_types(rope_type: Any) -> list[str]:
-    """One for the whole model, or one for each kind of layer."""
+    """Returns one kind for the whole model, or one for each kind of layer."""
     return [str(kind) for kind in rope_type.values()] if isinstance(rope_type, dict) else [str(rope_type)]
 
 
@@ -196,13 +195,13 @@ def _read_layout(model: PreTrainedModel) -> Layout:
 
 
 def _by_form(specs: list[_Spec]) -> list[tuple[_Spec, ...]]:
-    """Specs of the same form together, in the order in which the forms come."""
+    """Returns the specs grouped by form, in the order of the first of each form."""
     forms = dict.fromkeys(spec.form for spec in specs)
     return [tuple(spec for spec in specs if spec.form == form) for form in forms]
 
 
 def _own_layers(kind: CacheKind, cache: Any, num_layers: int) -> list[Any]:
-    """The state of a cache of a model's own as layers of transformers' kinds."""
+    """Returns the state of a model's own kind of cache as layers of transformers' classes."""
     if kind == "minimax":
         states = [*cache.linear_cache, *([[]] * num_layers)][:num_layers]
         return [
@@ -223,7 +222,7 @@ def _linear_layer(states: Sequence[torch.Tensor]) -> LinearAttentionLayer:
 def _layer_spec(layer: Any) -> LayerSpec:
     kind = KINDS[type(layer)]
     if kind != "linear" and kind != "none" and layer.keys is None:
-        # It was never written to: it uses another layer's, or has no attention at all.
+        # Nothing was written to it: the layer uses another layer's keys, or has no attention.
         kind = "linear" if kind.startswith("linear") else "none"
     window = layer.sliding_window if kind.endswith("sliding") else None
     return LayerSpec(kind, window, getattr(layer, "number_of_states", 0) if kind.startswith("linear") else 0)
@@ -257,7 +256,7 @@ def _state_specs(index: int, layer: Any) -> list[StateSpec]:
 
 
 def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
-    """The layout, once a restore gave the bits of the uninterrupted run. Raises `_Unsupported`."""
+    """Returns the layout if a restore gives the bits of the uninterrupted run. Raises `_Unsupported` if not."""
     token_ids = made_up_tokens(model, 1, 2 * _STEP + 1)
     first, second, last = token_ids[:, :_STEP], token_ids[:, _STEP : 2 * _STEP], token_ids[:, 2 * _STEP :]
     cold = _arena(model, layout)
@@ -280,11 +279,12 @@ def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
 def _compared_with_one_pass(
     model: PreTrainedModel, layout: Layout, token_ids: torch.Tensor, logits: torch.Tensor, states: memoryview
 ) -> Layout:
-    """The layout, once several tokens can be added to a state at once: `logits` and `states` came of two steps.
+    """Returns the layout, marked as one-pass if the model cannot add several tokens to a state at once.
 
-    The code of some recurrences (Mamba's first scan) then starts again from nothing: their layout is one pass. States
-    are compared where both runs had nearly the same input, in the first layer. Raises `_Unsupported` for a model that
-    continues wrongly though its states are right, or that looks ahead: then no prefix has a state of its own.
+    `logits` and `states` come from two steps. Some recurrences (the first Mamba) ignore the earlier state when they are
+    given several tokens: their layout is one pass. The states of the first layer are compared, as both runs have nearly
+    the same input there. Raises `_Unsupported` for a model whose states are right but whose logits are not, and for one
+    in which a token depends on later tokens.
     """
     dropped = _arena(model, layout)
     second_alone = dropped.forward(model, token_ids[:, _STEP:])
@@ -305,13 +305,13 @@ def _compared_with_one_pass(
 
 
 def _error(found: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> float:
-    """How far `found` is from `right`, as a part of how far `wrong` is; 0 where there is nothing to tell them apart."""
+    """Returns the distance of `found` from `right`, relative to that of `wrong`; 0 if `wrong` equals `right`."""
     scale = (wrong.float() - right.float()).abs().max()
     return float((found.float() - right.float()).abs().max() / scale) if scale else 0.0
 
 
 def _first_recurrent(layout: Layout) -> StateSpec:
-    """The recurrent state of the first layer that has one; a convolution's where there are no others."""
+    """Returns the recurrent state of the first layer that has one, or else the first state of a convolution."""
     specs = [spec for group in layout.states for spec in group.specs]
     return min(specs, key=lambda spec: (spec.part != "recurrent", spec.layer, spec.index))
 
@@ -333,7 +333,7 @@ def _arena(model: PreTrainedModel, layout: Layout) -> KVArena:
 
 
 def _write(arena: KVArena, payload: memoryview) -> None:
-    """Restore the first tokens and the states from raw bytes."""
+    """Writes the first tokens and the states from raw bytes."""
     start = 0
 
     def write(out: Bytes) -> None:

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def survey(config: PreTrainedConfig) -> tuple[tuple[LayerSpec, ...], tuple[str, ...]]:
-    """The layers that transformers' own cache has for a configuration, and the names of the classes that are unknown.
+    """Returns the layers of transformers' own cache for a configuration, and the names of unknown classes of layers.
 
-    A model may leave some of its layers empty; `kv.probe` asks the model itself. Raises what transformers raises for a
-    configuration that it can make no cache for.
+    A model may leave some of its layers empty; `model.rehearsal` asks the model itself. Raises what transformers raises
+    for a configuration that it can make no cache for.
     """
     layers = DynamicCache(config=config).layers
     unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})

@@ -19,8 +19,8 @@ import torch
 from diskprefix.kv.arena import Bytes, KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.memo import Memo
-from diskprefix.model.gguf import first_line
 from diskprefix.model.rehearsal import made_up_tokens
+from diskprefix.printable import first_line
 from diskprefix.version import __version__
 
 if TYPE_CHECKING:

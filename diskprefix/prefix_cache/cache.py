@@ -36,10 +36,10 @@ log = logging.getLogger("diskprefix")
 class PrefixCache:
     """The prefix cache of one model. `begin` is for the engine thread; `load` and `stats` are for any thread.
 
-    `identity` gives the canonical text that identifies the model's numbers for a tenant (`kv.fingerprint`): its hash is
-    the root of all that the tenant stores. `device` names what computes them, as precisely as its speed is to be told
-    from others'. `on_history` is told of a root's recent prompts, oldest first, when they are
-    read from the store.
+    `identity` gives the canonical text that identifies the model's numbers for a tenant (`model.fingerprint`): its
+    hash is the root of all that the tenant stores. `device` names what computes them, as precisely as its speed is to
+    be told from others'. `on_history` is told of a root's recent prompts, oldest first, when they are read from the
+    store.
     """
 
     def __init__(
