@@ -1,4 +1,5 @@
-"""What may be changed in the store, inside one write transaction: whatever is added or removed, the tree stays one."""
+"""Changes to the store inside one write transaction. Each of them keeps the tree complete: a node has its parent, and a
+parent counts its children."""
 
 from __future__ import annotations
 
@@ -19,7 +20,6 @@ from diskprefix.store.schema import (
     NodeRecord,
     RootRecord,
     UsageRecord,
-    decode_root,
     decode_usage,
     encode_node,
     encode_prompt,
@@ -46,10 +46,10 @@ _PIECE_BYTES = 64
 
 @dataclass(frozen=True, eq=False)
 class NewNode:
-    """A node to be stored: `payload` is raw and C-contiguous, and `pieces` says where it is cut.
+    """A node to be stored. `payload` is raw and C-contiguous; `pieces` says where it is cut.
 
-    `prefill_s`: how long computing its tokens took, in seconds; 0 if unknown. `generated`: see `store.schema`. `ttl_s`:
-    how long it is to be kept after its last use, in seconds; None leaves that to the daemon's `--kv-cache-ttl`.
+    `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown. For `generated` see `store.schema`.
+    `ttl_s` is its time to live after the last use, in seconds; with None the daemon's `--kv-cache-ttl` holds.
     """
 
     name: bytes
@@ -65,13 +65,13 @@ class NewNode:
 
     @property
     def most_bytes(self) -> int:
-        """What it takes in the file at most, whatever the codec."""
+        """The most bytes that the node can take in the file, with any codec."""
         return node_bytes(len(self.token_ids), [piece.most_bytes for piece in self.pieces])
 
 
 class Use(NamedTuple):
-    """`hits` uses of a node, the last one at time `when`. `ttl_s`: how long they asked to keep it, as
-    `eviction.recorded_ttl` says it."""
+    """`hits` uses of a node, the last one at time `when`. `ttl_s` is the time to live that they asked for, in the form
+    of `eviction.recorded_ttl`."""
 
     when: float
     hits: int = 1
@@ -82,13 +82,13 @@ class Use(NamedTuple):
 
 
 def node_bytes(num_tokens: int, piece_bytes: list[int]) -> int:
-    """Bytes that a node takes in the file: whole pages for its pieces, and its records."""
+    """Returns the bytes that a node takes in the file: whole pages for its pieces, and its records."""
     pages = sum(-(-(size + _PAGE_HEADER_BYTES) // _PAGE_BYTES) for size in piece_bytes)
     return pages * _PAGE_BYTES + _PIECE_BYTES * len(piece_bytes) + 4 * num_tokens + _RECORDS_BYTES
 
 
 class Changes(Snapshot):
-    """A write transaction. It sees what it changed; nobody else does until it is committed."""
+    """A write transaction. It sees its own changes; others see them once it is committed."""
 
     def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction, now: float) -> None:
         super().__init__(databases, txn)
@@ -98,19 +98,18 @@ class Changes(Snapshot):
         self._put("meta", key.encode(), value)
 
     def note_purge(self) -> None:
-        """Let daemons know that what they remember of the store may be gone."""
+        """Tell daemons that what they keep in memory about the store may be gone."""
         self.put_meta("purged_at", struct.pack("<d", self._now))
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
-        """Store whose numbers these are; a record that says less is replaced."""
-        stored = self._get("roots", root)
-        if stored is None or (record.identity and not decode_root(root, stored).identity):
+        """Store the record of a root unless there is one."""
+        if self._get("roots", root) is None:
             self._put("roots", root, encode_record(root, record))
 
     def put_node(self, root: bytes, node: NewNode, codec: Codec) -> None:
-        """Store a node with its payload; one that is there already stays as it is, but may be asked to stay for longer.
+        """Store a node with its payload. If the node is stored already, only its time to live may become longer.
 
-        Raises `PrefixGone` when the node that it continues is not there, or the name belongs to another prefix.
+        Raises `PrefixGone` if the node that it continues is not stored, or if the name belongs to another prefix.
         """
         assert len(node.payload) == sum(piece.num_bytes for piece in node.pieces), "the pieces must be the payload"
         stored = self._get("nodes", node.name)
@@ -148,14 +147,14 @@ class Changes(Snapshot):
         self._put("usage", node.name, encode_usage(usage))
 
     def put_entry(self, name: bytes, entry: EntryRecord) -> None:
-        """Note that a saved prompt ends at this node. Raises `PrefixGone` when the node is not there."""
+        """Store that a saved prompt ends at this node. Raises `PrefixGone` if the node is not stored."""
         if self._get("nodes", name) is None:
             raise PrefixGone("the prefix that it ends with was evicted meanwhile")
         if self._get("entries", name) is None:
             self._put("entries", name, encode_record(name, entry))
 
     def touch(self, name: bytes, use: Use) -> None:
-        """Record use of a node, and so of all that it continues."""
+        """Record the use of a node and of all its ancestors."""
         for node in list(self.ancestry(name)):
             value = self._get("usage", node)
             if value is None:
@@ -163,7 +162,7 @@ class Changes(Snapshot):
             self.put_usage(node, after_use(decode_usage(value), use.when, use.hits, use.ttl_s))
 
     def delete_node(self, name: bytes, parent: bytes) -> bool:
-        """Remove a node with its payload and its entry, and take it off its parent's children. False: not there."""
+        """Remove a node with its payload and its entry. Returns whether it was stored."""
         found = self._delete("nodes", name)
         if found:
             self._add_children(parent, -1)
@@ -173,8 +172,10 @@ class Changes(Snapshot):
         return found
 
     def remember(self, root: bytes, prompt: TokenIds, limit: int, group: bytes = b"") -> None:
-        """Add a prompt to the history of a root, which holds at most `limit`, and `HISTORY_TOKENS` tokens in all,
-        whatever their groups. `group`: 8 bytes, or none."""
+        """Add a prompt to the history of a root. `group` has 8 bytes or none.
+
+        The history holds at most `limit` prompts and `HISTORY_TOKENS` tokens, of all groups together; the oldest go.
+        """
         newest, num_tokens, surplus = -1, len(prompt), []
         for number, (key, value) in enumerate(self.history(root), start=1):
             newest = max(newest, history_sequence(key))
@@ -187,7 +188,7 @@ class Changes(Snapshot):
             self._delete("history", key)
 
     def forget(self, prompts: Iterable[bytes]) -> None:
-        """Remove remembered prompts, given by their keys, and the records of roots that nothing is left of."""
+        """Remove remembered prompts, given by their keys, and the records of roots that have nothing left."""
         roots = {key[:HASH_BYTES] for key in prompts if self._delete("history", key)}
         bare = {root for root in roots if next(self.history(root), None) is None}
         if bare:
@@ -202,7 +203,7 @@ class Changes(Snapshot):
         self._put("usage", name, encode_usage(usage))
 
     def delete_record(self, database: str, key: bytes) -> bool:
-        """Remove one record and nothing that goes with it: for those that nothing goes with any more."""
+        """Remove one record and nothing else, for records that belong to nothing any more."""
         return self._delete(database, key)
 
     def _keep_for(self, name: bytes, ttl_s: int) -> None:
@@ -222,7 +223,7 @@ class Changes(Snapshot):
         return sizes
 
     def _delete_payload(self, name: bytes) -> None:
-        """All pieces that there are: the record that counts them may be what is damaged."""
+        """Remove all stored pieces. The record that counts them may be damaged, so it is not used."""
         cursor = self._txn.cursor(self._databases["payloads"])
         while cursor.set_range(name) and piece_index(cursor.key(), name) is not None:
             cursor.delete()

@@ -1,7 +1,7 @@
-"""The LMDB environment under the store: opening, transactions, readers, and what its errors mean.
+"""The LMDB environment of a store: opening, transactions, readers, and the translation of LMDB's errors.
 
-Two things about LMDB shape this. A page that was freed can be reused only when no reader is open from before, in any
-process. And the memory map of a process does not grow by itself when another process lets the file grow.
+Two properties of LMDB matter here. A freed page can be reused only when no reader from before is open in any process.
+And the memory map of a process does not grow by itself when another process lets the file grow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diskprefix.store.owner import owner_rights
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 _PAGE_BYTES = 4096
 _DELETE_BYTES = 16 << 20
-"""Room for the B-tree pages that deleting copies, in a file that has outgrown its budget."""
+"""Room for the B-tree pages that a deletion copies, in a file that is larger than its budget."""
 _READER_PATIENCE_S = 5.0
 _READER_POLL_S = 0.01
 
@@ -43,7 +43,7 @@ class Environment:
         self.databases: dict[str, Any] = {}
         self._folder = str(path)
         self.broken: str | None = None
-        """Why LMDB gave up on this environment: it works again only after it was closed and opened."""
+        """Why the environment cannot be used before it is closed and opened again; None if it can."""
         self.has_lock = True
         """Whether readers are in LMDB's lock file. Without a lock file that this process can write, a writer in another
         process does not know of them, and may overwrite the pages that they read."""
@@ -78,13 +78,13 @@ class Environment:
                 self.databases[name] = self._env.open_db(name.encode(), create=not self.read_only)
 
     def close(self) -> None:
-        """Close at once; no transaction may be open. Those that come later raise `StoreUnavailable`."""
+        """Close at once. No transaction may be open; later ones raise `StoreUnavailable`."""
         with self._idle:
             self._closed = True
         self._env.close()
 
     def close_when_idle(self, timeout_s: float = _READER_PATIENCE_S) -> bool:
-        """Close as soon as no transaction of this process is open; False, and still open, if that takes too long."""
+        """Close as soon as no transaction of this process is open. Returns False, and stays open, after `timeout_s`."""
         with self._idle:
             self._closed = self._idle.wait_for(lambda: not self._transactions, timeout_s)
         if self._closed:
@@ -92,14 +92,14 @@ class Environment:
         return self._closed
 
     def is_in_place(self) -> bool:
-        """Whether the file that is open still is the one in the folder: somebody may have removed it."""
+        """Whether the open file is still the one in the folder. It may have been removed or replaced."""
         try:
             return os.path.samestat(os.stat(self.path / DATA), self._file)
         except OSError:
             return False
 
     def let_grow_to(self, file_bytes: int) -> None:
-        """Let the file become this large; no transaction of this process may be open."""
+        """Let the file grow to this size. No transaction of this process may be open."""
         with self._translated():
             if file_bytes > self._env.info()["map_size"]:
                 self._env.set_mapsize(file_bytes - file_bytes % _PAGE_BYTES)
@@ -112,9 +112,9 @@ class Environment:
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[lmdb.Transaction[Any]]:
-        """A transaction that commits at the end, or is rolled back by an exception. Reads answer views of the map.
+        """A transaction that commits at the end, or is rolled back by an exception. A read returns views of the map.
 
-        LMDB's errors, in here too, become `StoreFull` (no page is free), `StoreCorrupt` or `StoreUnavailable`.
+        LMDB's errors inside the block become `StoreFull` (no page is free), `StoreCorrupt` or `StoreUnavailable`.
         """
         with self._translated():
             txn = self._begin(write)
@@ -125,9 +125,9 @@ class Environment:
                 self._count(-1)
 
     def wait_for_readers(self) -> bool:
-        """Wait until nobody reads what was there before; readers of dead processes are cleared. False: somebody does.
+        """Wait until no reader from before the last commit is open. Returns False if one stays open for seconds.
 
-        Our own snapshots take milliseconds; another process's reader is given the same patience.
+        Readers of processes that ended are removed. Snapshots of this process take milliseconds.
         """
         self._env.reader_check()
         deadline = time.monotonic() + _READER_PATIENCE_S
@@ -139,7 +139,7 @@ class Environment:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """LMDB's errors become ours, at this one place."""
+        """Translate LMDB's errors."""
         try:
             yield
         except lmdb.MapFullError as error:
@@ -152,7 +152,7 @@ class Environment:
         except struct.error as error:
             raise StoreCorrupt(f"{self.path}: a record has a wrong length ({error})") from error
         except lmdb.Error as error:
-            problem = f"--kv-cache-dir {self.path}: {self._text(error)}; mend it or choose another folder"
+            problem = f"--kv-cache-dir {self.path}: {self._text(error)}; repair it or choose another folder"
             if isinstance(error, lmdb.PanicError):
                 self.broken = problem
             # A write that a full disk cuts short is EIO here.
@@ -166,7 +166,7 @@ class Environment:
         return str(error).removeprefix(f"{self._folder}: ")
 
     def _begin(self, write: bool) -> Any:
-        """Begin a transaction; if another process has let the file outgrow our map, follow it first."""
+        """Begin a transaction. If another process let the file grow beyond the map, enlarge the map first."""
         self._count(1)
         try:
             try:
@@ -179,9 +179,9 @@ class Environment:
             raise
 
     def _follow_growth(self) -> None:
-        """LMDB forbids moving the map under a transaction of this process, so wait until there is none.
+        """Enlarge the map. LMDB forbids that while a transaction of this process is open, so wait until none is.
 
-        Whoever waits here counts as none: two that waited for each other would wait in vain.
+        A thread that waits here does not count as a transaction. Otherwise two of them would wait for each other.
         """
         self._count(-1)
         with self._idle:
@@ -201,19 +201,19 @@ class Environment:
             self._idle.notify_all()
 
     def _has_old_readers(self) -> bool:
-        """Whether a read transaction older than the last commit is open, in any process: LMDB's table of readers."""
+        """Whether LMDB's table of readers has a read transaction, of any process, older than the last commit."""
         last = self._env.info()["last_txnid"]
         rows = [line.split() for line in self._env.readers().splitlines()[1:]]
         return any(row[-1].isdigit() and int(row[-1]) < last for row in rows if row)
 
 
 def _read_map_size(path: Path) -> int:
-    """Room for what a daemon may add while we read; address space only."""
+    """Returns a size with room for what a daemon may add meanwhile. It takes address space only."""
     return 2 * (path / DATA).stat().st_size + 2**30
 
 
 def _map_size(path: Path, budget_bytes: int) -> int:
-    """The budget in whole pages; or, where the file is larger already, its size and some pages to delete with."""
+    """Returns the budget in whole pages, or, if the file is larger, its size with room for deletions."""
     file = path / DATA
     file_bytes = file.stat().st_size if file.exists() else 0
     wanted = max(budget_bytes, file_bytes + _DELETE_BYTES if file_bytes > budget_bytes else 0)

@@ -39,7 +39,7 @@ class FolderUnavailable(StoreUnavailable):
     """
 
     def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(f"--kv-cache-dir {path}: {error.strerror or error}; mend it or choose another folder")
+        super().__init__(f"--kv-cache-dir {path}: {error.strerror or error}; repair it or choose another folder")
         self.passing = error.errno in PASSING
 
 

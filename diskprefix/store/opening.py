@@ -40,7 +40,7 @@ _LOCK_PATIENCE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How a store is to be opened. `budget_bytes` 0: a tool that adds nothing, whatever the file's size is."""
+    """How a store is to be opened. With `budget_bytes` 0, as tools do, the budget is the one in the file."""
 
     budget_bytes: int = 0
     read_only: bool = False

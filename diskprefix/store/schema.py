@@ -1,55 +1,14 @@
-"""The file format: what lies in `data.mdb`, byte by byte. Format version 2.
+"""The records in `data.mdb`: their layout, and encoding and decoding them. Format version 2.
 
-One LMDB environment with seven named databases. Integers are little-endian unless said otherwise; hashes and roots are
-16 bytes; times are seconds since the epoch as float64. A *node* of the prefix tree is a full block of `block_size`
-tokens, the *tail* of one prompt (the 0 to `block_size - 1` tokens after its last full block), or a *checkpoint* (see
-below).
+`README.md` in this folder gives the format byte by byte. Integers are little-endian, except in keys that are sorted by
+a number. Names and roots have 16 bytes; times are seconds since the epoch.
 
-    database   key                       value
-    meta       "format"                  u32       the format version
-               "store_id"                16 bytes  random, drawn when the store is created
-               "secret"                  u64       random, seeds every node hash
-               "created_at"              f64
-               "checksum"                u64       xxh3-64 of the four values above, in this order
-               "evicted_at"              f64       when nodes were last evicted
-               "purged_at"               f64       when something was last purged
-               "budget"                  u64       of the daemon that opened the store last, in bytes
-               "codec"                   record    CodecRecord: what `--kv-cache-codec auto` measured and chose
-    roots      root                      record    RootRecord: whose numbers these are and how a payload is laid out
-    nodes      node hash                 72 bytes  header (below), then num_tokens × i32 token ids
-    usage      node hash                 48 bytes  last_used f64 · created_at f64 · hits f64 · prefill_s f32 ·
-                                                   children u32 · stored_bytes u64 · restores u32 · ttl_s i32
-    payloads   node hash, u16 big-endian bytes     one encoded piece of the payload (see `store.codec`)
-    entries    node hash of its end      record    EntryRecord: one saved prompt, what `inspect` lists
-    history    root, u64 big-endian,     prompt    zstd of num_tokens × i32: the recent prompts, oldest first; the
-               0 or 8 bytes                        number is the time in µs, or one more than the one before; the
-                                                   bytes behind it are the group that the prompt belongs to
+A *node* of the prefix tree is a block of `block_size` tokens, the *tail* of one prompt (the 0 to `block_size - 1`
+tokens after its last block), or a *checkpoint*: a node without tokens that holds the states which exist at one position
+only, at the end of the block that it continues. A node is *generated* if its state may differ from what a prefill from
+position 0 computes: its tokens were decoded one by one, or it continues such a node.
 
-    node header   0 parent hash (the root for a first block)   16 bytes
-                 16 root                                       16 bytes
-                 32 start position in tokens                   u32
-                 36 num_tokens                                 u32
-                 40 kind (0 block, 1 tail, 2 checkpoint)       u8
-                 41 flags (1: generated)                       u8
-                 42 num_pieces                                 u16
-                 44 zero                                       4 bytes
-                 48 raw_bytes, of the payload before encoding  u64
-                 56 stored_bytes, sum of its pieces            u64
-                 64 checksum of name, bytes 0 to 63 and token ids, xxh3-64 u64
-
-A *record* is the xxh3-64 of its key and what follows (u64), then msgpack; a *prompt* the same, then zstd.
-
-A raw payload holds, for each tensor group of the root's layout in order, the group's tensors as a C-contiguous array of
-shape [tensors, heads, num_tokens, head_dim]. State that exists at one position only (of recurrent layers) is in the
-payload of a *checkpoint*, a node without tokens that continues the block which ends at that position; a tail's payload
-holds it after the tokens', and ends with the next-token logits. `store.pieces` says where a payload is cut.
-
-`ttl_s` is how long a node is to be kept after its last use, in seconds: the longest that any use of it asked for. A use
-that asks for nothing asks for what the daemon's `--kv-cache-ttl` says. 0: no use asked for another time; a negative
-number: some did, and the longer of its absolute value and what the daemon says holds.
-
-A node is *generated* if its state is not what a prefill from position 0 computes bit for bit: its tokens were decoded
-one by one, or it continues such a node.
+A checksum covers the key of its record too, so that a record under another key does not verify.
 """
 
 from __future__ import annotations
@@ -67,7 +26,7 @@ from diskprefix.store.codec.codec import decode_tokens, encode_tokens, encoded_t
 from diskprefix.tokens import HASH_BYTES, TokenIds, block_hash, checksum
 
 HISTORY_TOKENS = 1 << 22
-"""Tokens that the history of a root holds at most: 16 MiB of token ids, whatever N a request asks for."""
+"""The most tokens that the history of a root holds (16 MiB of token ids), however many prompts a request asks for."""
 GROUP_BYTES = 8
 FORMAT_VERSION = 2
 DATABASES = ("meta", "roots", "nodes", "usage", "payloads", "entries", "history")
@@ -97,17 +56,17 @@ _NAME_MARKS = {Kind.BLOCK: b"", Kind.TAIL: b"", Kind.CHECKPOINT: b"c"}
 
 
 def node_name(secret: int, parent: bytes, token_ids: TokenIds | bytes, kind: Kind, *, generated: bool = False) -> bytes:
-    """The name of the node that continues `parent` with these token ids (`tokens.block_hash`).
+    """Returns the name of the node that continues `parent` with these token ids (see `tokens.block_hash`).
 
-    Checkpoints and generated nodes have names of their own, so that they stand beside the others. A block and a tail
-    need no mark: their token counts keep their names apart.
+    A mark in the name tells checkpoints and generated nodes from the others with the same tokens. Blocks and tails need
+    none, because their numbers of tokens differ.
     """
     return block_hash(secret, parent, token_ids, _NAME_MARKS[kind] + (b"g" if generated else b""))
 
 
 @dataclass(frozen=True, eq=False)
 class NodeRecord:
-    """What the index knows of one node. `position` is that of its first token; it ends at `position + num_tokens`."""
+    """The index record of one node. `position` is the position of its first token; it ends before `end`."""
 
     parent: bytes
     root: bytes
@@ -130,7 +89,9 @@ class UsageRecord:
 
     `hits` is decayed, as of `last_used`; `restores` counts them all, for people. `prefill_s` is how long computing the
     node's tokens took, in seconds; 0 if nobody measured it. `stored_bytes` is what the node takes in the file, whole
-    pages. `ttl_s`: see the module's docstring; `store.eviction` reckons with it.
+    pages. `ttl_s` is the time to live after the last use, in seconds, the longest that any use asked for. 0: no use
+    asked for one, and the daemon's setting holds. A negative number: some uses asked, others left it to the daemon, and
+    the longer of its absolute value and the daemon's setting holds.
     """
 
     last_used: float
@@ -155,15 +116,14 @@ USAGE_DTYPE = np.dtype(
         ("ttl_s", "<i4"),
     ]
 )
-"""A usage record as numpy reads it; what `UsageRecord` says of the fields holds."""
+"""A usage record as a numpy type. The fields are those of `UsageRecord`."""
 
 
 class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`layout` is the canonical text of `kv.layout.Layout`: the payload layout is a record, not a constant.
+    """What is stored about a root. `layout` is the canonical text of `kv.layout.Layout`, which payloads have.
 
-    `identity` is the text whose hash the root is (`tokens.root_hash`), so that a root can be checked; it is empty in
-    what an older format left behind, until a daemon writes under the root again. `tenant` is the text of a
-    `tenant.Tenant`, empty for the cache that all share.
+    `identity` is the text whose hash is the root (`tokens.root_hash`); empty if it is not known. `tenant` is the text
+    of a `tenant.Tenant`, empty for the shared tenant.
     """
 
     model: str
@@ -175,14 +135,14 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--kv-cache-codec auto` chose for this store, and the sentence that says why."""
+    """The codec that `--kv-cache-codec auto` chose for this store, and a sentence that gives the reason."""
 
     codec: int
     reason: str
 
 
 class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One saved prompt: it ends at the node whose hash is the key. `preview` is for people."""
+    """One saved prompt, which ends at the node whose name is the key. `preview` is a part of its text."""
 
     root: bytes
     num_tokens: int
@@ -192,7 +152,7 @@ class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_node(name: bytes, node: NodeRecord) -> bytes:
-    """The record, whose checksum covers the name too: in the place of another it does not verify."""
+    """Returns the record of a node. Its checksum covers the name too, so it does not verify under another name."""
     header = _HEADER.pack(
         node.parent,
         node.root,
@@ -227,8 +187,8 @@ def is_node(
 ) -> bool:
     """Whether a node record is the one of these token ids (int32, little-endian), at this place, after this parent.
 
-    What `decode_node` would tell, without decoding: this is what a lookup does for every block. What it compares needs
-    no checksum, and the rest of the record is compared with the layout before it is used.
+    A lookup calls this for every block, so it does not decode or verify the record. What it compares needs no checksum,
+    and the rest of the record is compared with the layout before it is used.
     """
     if len(value) != _TOKENS_AT + len(token_ids):
         return False
@@ -238,17 +198,17 @@ def is_node(
 
 
 def node_root(value: bytes | memoryview) -> bytes:
-    """The root in a node record, unchecked."""
+    """Returns the root in a node record, without verifying the record."""
     return bytes(value[HASH_BYTES : 2 * HASH_BYTES])
 
 
 def node_kind(value: bytes | memoryview) -> int:
-    """The kind in a node record, unchecked."""
+    """Returns the kind in a node record, without verifying the record."""
     return value[_KIND_AT] if len(value) >= _HEADER.size else Kind.BLOCK
 
 
 def node_position(value: bytes | memoryview) -> int:
-    """The position in a node record, unchecked."""
+    """Returns the position in a node record, without verifying the record."""
     return int(_POSITION.unpack_from(value, 2 * HASH_BYTES)[0])
 
 
@@ -257,14 +217,15 @@ def piece_key(name: bytes, index: int) -> bytes:
 
 
 def piece_index(key: bytes | memoryview, name: bytes) -> int | None:
-    """The index in a payload key, None if the key does not belong to this node."""
+    """Returns the index in a payload key, or None if the key does not belong to node `name`."""
     if len(key) != HASH_BYTES + _PIECE_INDEX.size or bytes(key[:HASH_BYTES]) != name:
         return None
     return int(_PIECE_INDEX.unpack_from(key, HASH_BYTES)[0])
 
 
 def identity_checksum(version: int, store_id: bytes, secret: int, created_at: float) -> int:
-    """Checksum of what `meta` says of the store itself: one wrong bit in the secret would lose everything silently."""
+    """Returns the checksum of a store's identity. Without it, a wrong bit in the secret would turn every hit into a
+    miss."""
     return checksum(_IDENTITY.pack(version, store_id, secret, created_at))
 
 
@@ -289,7 +250,8 @@ def decode_usage(value: bytes | memoryview) -> UsageRecord:
 
 
 def history_key(root: bytes, sequence: int, group: bytes = b"") -> bytes:
-    """Keys sort by root, then by age: the oldest prompt of a root comes first. `group`: 8 bytes, or none."""
+    """Returns the key of a remembered prompt. Keys sort by root, then by age, the oldest first. `group` has 8 bytes or
+    none."""
     assert len(group) in (0, GROUP_BYTES)
     return root + _HISTORY_SEQUENCE.pack(sequence) + group
 
@@ -299,7 +261,7 @@ def history_sequence(key: bytes) -> int:
 
 
 def history_group(key: bytes) -> bytes:
-    """The group that a remembered prompt belongs to, empty if it has none."""
+    """Returns the group that a remembered prompt belongs to; empty if it has none."""
     return key[HASH_BYTES + _HISTORY_SEQUENCE.size :]
 
 
@@ -311,12 +273,12 @@ _codec_decoder = msgspec.msgpack.Decoder(CodecRecord)
 
 
 def encode_record(key: bytes, record: RootRecord | EntryRecord | CodecRecord) -> bytes:
-    """The record's checksum, which covers its key too, and the record."""
+    """Returns the record's checksum, which covers `key` too, and the record."""
     return _sealed(key, _encoder.encode(record))
 
 
 def encode_prompt(key: bytes, token_ids: TokenIds) -> bytes:
-    """A prompt of the history: the checksum, which covers its key too, and the encoded token ids."""
+    """Returns a prompt of the history as it is stored: a checksum, which covers `key` too, and the encoded tokens."""
     return _sealed(key, encode_tokens(token_ids))
 
 
@@ -326,7 +288,7 @@ def decode_prompt(key: bytes, value: bytes | memoryview) -> TokenIds:
 
 
 def prompt_tokens(value: bytes | memoryview) -> int:
-    """How many tokens a prompt of the history says to hold, unchecked; 0 if it says nothing."""
+    """Returns the number of tokens that a prompt of the history claims to hold, without verifying it; 0 if unknown."""
     return encoded_tokens(value[_CHECKSUM.size :])
 
 

@@ -47,14 +47,14 @@ class Snapshot:
     """One consistent view of the store. Not thread-safe, except that payload views may be read from any thread."""
 
     def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction, *, copy_payloads: bool = False) -> None:
-        """`copy_payloads`: a writer may not know of this transaction and overwrite its pages, so what is verified must
-        be a copy."""
+        """With `copy_payloads`, pieces are copied before they are verified. That is needed where writers do not know of
+        this transaction and may overwrite its pages."""
         self._databases = databases
         self._txn = txn
         self._copy_payloads = copy_payloads
 
     def node(self, name: bytes) -> NodeRecord | None:
-        """The index record of a node. Raises `StoreCorrupt`."""
+        """Returns the index record of a node, or None. Raises `StoreCorrupt` if it does not verify."""
         value = self._get("nodes", name)
         return None if value is None else decode_node(name, value)
 
@@ -73,7 +73,7 @@ class Snapshot:
         return True
 
     def piece(self, name: bytes, index: int) -> memoryview | None:
-        """An encoded piece of a payload, a view of the memory map: good until the snapshot is closed."""
+        """Returns an encoded piece of a payload, or None. The view is valid until the snapshot is closed."""
         view: memoryview | None = self._get("payloads", piece_key(name, index))
         return memoryview(bytes(view)) if view is not None and self._copy_payloads else view
 
@@ -121,9 +121,10 @@ class Snapshot:
         return UsageTable(names, np.frombuffer(b"".join(values), USAGE_DTYPE))
 
     def saves_nothing(self) -> Callable[[bytes], bool] | None:
-        """Tells of a node that nothing continues whether nothing can be restored from it; None if it always can.
+        """Returns a function that tells whether nothing can be restored from a node that nothing continues. Returns
+        None if this holds for no node.
 
-        That is so of the blocks of a layout with states: they are of use to the checkpoints and tails behind them only.
+        It holds for the blocks of a layout with states, because only their checkpoints and tails can be restored.
         """
         roots = {root for root, value in self.records("roots") if _has_states(root, bytes(value))}
         if not roots:
@@ -136,12 +137,12 @@ class Snapshot:
         return is_bare_block
 
     def parent(self, name: bytes) -> bytes:
-        """The node or root that a node continues; empty if there is no such node."""
+        """Returns the node or root that a node continues; empty if there is no such node."""
         value = self._get("nodes", name)
         return b"" if value is None else bytes(value[:HASH_BYTES])
 
     def ancestry(self, name: bytes) -> Iterator[bytes]:
-        """`name` and the nodes that it continues, up to the first. Unchecked, but for that it comes to an end."""
+        """Yields `name` and its ancestors, up to the first block. Does not verify records; the walk always ends."""
         position = 1 << 32
         while (value := self._get("nodes", name)) is not None and node_position(value) < position:
             yield name
@@ -156,7 +157,7 @@ class Snapshot:
             yield bytes(key), decode_root(bytes(key), value)
 
     def entry(self, name: bytes) -> EntryRecord | None:
-        """The saved prompt that ends at a node. Raises `StoreCorrupt`."""
+        """Returns the saved prompt that ends at a node, or None. Raises `StoreCorrupt`."""
         value = self._get("entries", name)
         return None if value is None else decode_entry(name, value)
 
@@ -169,8 +170,8 @@ class Snapshot:
             yield bytes(key), decode_entry(bytes(key), value)
 
     def recent_prompts(self, root: bytes, limit: int) -> list[tuple[bytes, TokenIds]]:
-        """The last `limit` remembered prompts of a root, oldest first, each behind its group, which is empty if it has
-        none. A record that cannot be read is left out."""
+        """Returns the last `limit` remembered prompts of a root, oldest first, as pairs of group and token ids. The
+        group is empty if a prompt has none. A record that cannot be read is left out."""
         prompts: list[tuple[bytes, TokenIds]] = []
         for key, value in self.history(root):
             if len(prompts) >= limit:
@@ -182,16 +183,16 @@ class Snapshot:
         return prompts[::-1]
 
     def counts(self) -> dict[str, int]:
-        """Number of `entries`, `blocks` (tails included) and `prompts` in the history."""
+        """Returns the numbers of `entries`, `blocks` (with tails and checkpoints) and `prompts` in the history."""
         names = {"entries": "entries", "blocks": "nodes", "prompts": "history"}
         return {key: self._stat(name)["entries"] for key, name in names.items()}
 
     def used_bytes(self) -> int:
-        """Bytes of the pages that hold data; free pages inside the file are not counted."""
+        """Returns the size of the pages that hold data. Free pages inside the file do not count."""
         return sum(self._bytes_in(name) for name in DATABASES)
 
     def history(self, root: bytes) -> Iterator[tuple[bytes, bytes | memoryview]]:
-        """Keys and encoded prompts of a root, of all groups, newest first."""
+        """Yields keys and encoded prompts of a root, of all groups, newest first."""
         cursor = self._txn.cursor(self._databases["history"])
         found = cursor.set_range(root + _PAST_THE_END)
         found = cursor.prev() if found else cursor.last()
@@ -200,12 +201,12 @@ class Snapshot:
             found = cursor.prev()
 
     def prompts_before(self, when: float) -> list[bytes]:
-        """Keys of the remembered prompts that are older than `when`."""
+        """Returns the keys of the remembered prompts that are older than time `when`."""
         return [key for key, _ in self._history_sizes() if history_sequence(key) < when * 1e6]
 
     def prompts_beyond(self, limit_bytes: int) -> list[bytes]:
-        """Keys of the oldest remembered prompts, so many that the rest takes at most three quarters of a limit; none
-        while the history keeps within it."""
+        """Returns the keys of the oldest remembered prompts that must go if the history takes more than the limit. The
+        rest takes at most three quarters of it."""
         if self._bytes_in("history") <= limit_bytes:
             return []
         keys: list[bytes] = []
@@ -236,7 +237,7 @@ class Snapshot:
 
 @lru_cache(maxsize=1024)
 def _has_states(root: bytes, record: bytes) -> bool:
-    """Whether the layout in a root's record has states. What cannot be read is `verify`'s to find."""
+    """Whether the layout in a root's record has states; False for a record that cannot be read."""
     try:
         return bool(PayloadLayout.parse(decode_root(root, record).layout).states)
     except StoreCorrupt:
