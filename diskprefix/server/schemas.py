@@ -8,9 +8,11 @@ which form was meant and are left out of the `param` of an error.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
+    AfterValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -87,39 +89,54 @@ def _checked_boolean(value: object, param: str) -> bool:
     return value
 
 
+def _checked_scope(value: object, param: str) -> object:
+    parse_scope(value, param=param)
+    return value
+
+
 class PrefixCacheOptions(Body):
     """Options of the disk cache for this request. A field that is not listed here is refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     scope: Annotated[
-        Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1, "maximum": MAX_VALUE}]})
+        Any,
+        AfterValidator(partial(_checked_scope, param="prefix_cache.scope")),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1, "maximum": MAX_VALUE}]}),
     ] = Field(
         default=None,
         description="`off`, `full`, `auto`, `auto:N` (window of N recent prompts) or N (the first N prompt tokens). "
         "Absent: the daemon's setting.",
         examples=["auto:8", "full", 1000],
     )
-    window: Annotated[Any, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MAX_VALUE})] = Field(
-        default=None, description="Replaces the N of `auto:N`; for the scope `auto` only.", examples=[8]
-    )
-
-    salt: Annotated[Any, _SALT_SCHEMA] = Field(
+    window: Annotated[
+        Any,
+        AfterValidator(partial(parse_window, param=WINDOW_PARAM)),
+        WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MAX_VALUE}),
+    ] = Field(default=None, description="Replaces the N of `auto:N`; for the scope `auto` only.", examples=[8])
+    salt: Annotated[Any, AfterValidator(partial(_checked_salt, param="prefix_cache.salt")), _SALT_SCHEMA] = Field(
         default=None,
         description="Keeps the state of this request apart: only requests with the same salt find it, and they find "
         "nothing else. With API keys it separates the users of one key.",
         examples=["user-7f3a"],
     )
-    reuse_generated: Annotated[Any, WithJsonSchema({"type": "boolean"})] = Field(
+    reuse_generated: Annotated[
+        Any,
+        AfterValidator(partial(_checked_boolean, param="prefix_cache.reuse_generated")),
+        WithJsonSchema({"type": "boolean"}),
+    ] = Field(
         default=None,
         description="Keep the state of the reply, and restore that of earlier replies, which is not the cold run's bit "
         "for bit. Absent: the daemon's setting.",
     )
-    save: Annotated[Any, WithJsonSchema({"type": "boolean", "default": True})] = Field(
-        default=True, description="`false`: restore what is stored, but keep nothing of this request."
-    )
+    save: Annotated[
+        Any,
+        AfterValidator(partial(_checked_boolean, param="prefix_cache.save")),
+        WithJsonSchema({"type": "boolean", "default": True}),
+    ] = Field(default=True, description="`false`: restore what is stored, but keep nothing of this request.")
     ttl: Annotated[
         Any,
+        AfterValidator(partial(_checked_ttl, param="prefix_cache.ttl")),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number", "minimum": MIN_TTL_S, "maximum": MAX_TTL_S}]}),
     ] = Field(
         default=None,
@@ -128,37 +145,6 @@ class PrefixCacheOptions(Body):
         "`prompt_cache_retention`. Absent: the daemon's setting.",
         examples=["1h", 300],
     )
-
-    @field_validator("scope", mode="after")
-    @classmethod
-    def _scope_follows_the_grammar(cls, value: object) -> object:
-        parse_scope(value, param="prefix_cache.scope")
-        return value
-
-    @field_validator("window", mode="after")
-    @classmethod
-    def _window_is_a_number_of_requests(cls, value: object) -> object:
-        return parse_window(value, param=WINDOW_PARAM)
-
-    @field_validator("salt", mode="after")
-    @classmethod
-    def _salt_is_a_text(cls, value: object) -> str | None:
-        return _checked_salt(value, "prefix_cache.salt")
-
-    @field_validator("reuse_generated", mode="after")
-    @classmethod
-    def _reuse_generated_is_a_boolean(cls, value: object) -> bool:
-        return _checked_boolean(value, "prefix_cache.reuse_generated")
-
-    @field_validator("save", mode="after")
-    @classmethod
-    def _save_is_a_boolean(cls, value: object) -> bool:
-        return _checked_boolean(value, "prefix_cache.save")
-
-    @field_validator("ttl", mode="after")
-    @classmethod
-    def _ttl_is_a_duration(cls, value: object) -> float:
-        return _checked_ttl(value, "prefix_cache.ttl")
 
     def reuses_generated(self, default: bool) -> bool:
         """Whether this request keeps and restores replies. `default` is the daemon's setting."""
@@ -244,14 +230,9 @@ class SamplingBody(Unmarkable):
         description="How long what this request keeps is kept after its last use: `in_memory` an hour (it is on disk "
         "all the same), `24h` a day. Absent: the daemon's setting.",
     )
-    cache_salt: Annotated[Any, _SALT_SCHEMA] = Field(
+    cache_salt: Annotated[Any, AfterValidator(partial(_checked_salt, param="cache_salt")), _SALT_SCHEMA] = Field(
         default=None, description="As `prefix_cache.salt`; the name that vLLM gives it."
     )
-
-    @field_validator("cache_salt", mode="after")
-    @classmethod
-    def _cache_salt_is_a_text(cls, value: object) -> str | None:
-        return _checked_salt(value, "cache_salt")
 
 
 class ChatRequest(SamplingBody):
