@@ -1,9 +1,9 @@
 """The conversation benchmark: what the turns of an agent cost when the earlier ones are on disk.
 
-A turn sends everything again: the system prompt with the tools, the question, the replies so far and what the tools
-returned. The server is killed and started again between the turns. Each turn is sent once more without the cache, to
-the same process and after the restored one, so whatever a first request pays extra is paid by the restored turn. The
-replies in the conversation are the model's own.
+Each turn sends everything again: the system prompt with the tools, the question, the replies so far and what the tools
+returned. The server is killed and started again between the turns. Each turn is then sent once more without the cache.
+The restored turn comes first, so it also pays what the first request of a process costs. The replies are the model's
+own.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Turn:
 
 
 class Conversation:
-    """The messages of one scripted conversation; the replies are to be added as they come."""
+    """The messages of one scripted conversation. The caller adds the replies."""
 
     def __init__(self, number: int) -> None:
-        """Three are written down; they come again from `number` 3 on."""
+        """There are three scripts; `number` 3 is the first one again."""
         scripts = json.loads((PROMPTS / "agent_turns.json").read_text(encoding="utf-8"))
         script = scripts[number % len(scripts)]
         self.messages: list[Message] = [
@@ -70,7 +70,7 @@ class Conversation:
         self._results: Iterator[str] = iter(script["results"])
 
     def go_on(self, reply: str) -> None:
-        """Add the model's reply and the result of the tool that it is taken to have called."""
+        """Adds the model's reply and the scripted result of a tool call."""
         self.messages.append({"role": "assistant", "content": reply})
         self.messages.append({"role": "tool", "content": next(self._results)})
 
@@ -81,7 +81,7 @@ def system_prompt() -> str:
 
 
 class ConversationBench:
-    """Leads conversations with one server."""
+    """Runs conversations with one server."""
 
     def __init__(self, server: LiveServer, console: Console, rounds: int, restart: bool) -> None:
         self.turns: list[Turn] = []
@@ -91,7 +91,7 @@ class ConversationBench:
         self._restart = restart
 
     def lead(self, number: int) -> None:
-        """A whole conversation. The cache is to hold nothing of it."""
+        """Runs a whole conversation, of which the cache must hold nothing yet."""
         conversation = Conversation(number)
         for turn in range(NUM_TURNS):
             with step(self._console, f"round {number + 1} of {self._rounds}, turn {turn + 1}"):
@@ -132,7 +132,7 @@ def _turn(number: int, turn: int, warm: Answer, cold: Answer) -> Turn:
 def measure(
     workspace: Path, model: str, folder: Path, rounds: int, restart: bool, codec: str, console: Console
 ) -> dict[str, Any]:
-    """Lead `rounds` conversations, each with an empty cache; what was measured as plain JSON values.
+    """Runs `rounds` conversations, each with an empty cache. Returns the report as JSON values.
 
     The server's log is `server.log` in `workspace`. Raises `LiveServerError`.
     """

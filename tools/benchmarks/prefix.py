@@ -25,10 +25,10 @@ from tools.models import real
 ROOT = Path(__file__).parents[2]
 SIZES = {"gemma3-270m": (2_000, 20_000), "smollm2": (2_000, 7_900)}
 TAIL_TOKENS = 64
-"""By so many tokens the nearest prompt ends otherwise."""
+"""How many tokens at the end of the nearest prompt differ."""
 MAX_TOKENS = 16
 MOST_CHARS_A_TOKEN = 8
-"""More than a token of any known tokenizer spells on average, so that not all of the text need be cut into tokens."""
+"""More than the average token of any tokenizer, so that only a part of the text must be tokenized."""
 CASES = {"cold": "cold", "exact": "exact repeat", "nearest": "other end", "cold_nearest": "that one, cold"}
 TIMES = ("lookup_ms", "restore_ms", "prefill_ms", "server_ttft_ms", "ttft_ms", "total_ms")
 PUBLISHED = {
@@ -64,11 +64,11 @@ class Prompts:
     tokenizer: Any
 
     def prompt(self, num_tokens: int, run: int) -> list[int]:
-        """The first words depend on the arguments, so that no two prompts share a block."""
+        """Returns a prompt whose first words depend on the arguments, so that no two prompts share a block."""
         return self._ids(num_tokens, run)[:num_tokens]
 
     def other_end(self, num_tokens: int, run: int) -> list[int]:
-        """The same prompt, its last tokens replaced by those that follow it in the text."""
+        """Returns the same prompt with other last tokens: those that follow it in the text."""
         ids = self._ids(num_tokens, run)
         return ids[: num_tokens - TAIL_TOKENS] + ids[num_tokens : num_tokens + TAIL_TOKENS]
 
@@ -142,7 +142,7 @@ def measure(
     codec: str,
     console: Console,
 ) -> dict[str, Any]:
-    """Run the benchmark; what it measured as plain JSON values. Raises `LiveServerError`.
+    """Runs the benchmark. Returns the report as JSON values. Raises `LiveServerError`.
 
     `folders` and `sizes`: of each model, by its name. The server's log is `server.log` in `workspace`.
     """
@@ -204,7 +204,7 @@ def _medians(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _comparison(cold: Sequence[Sample], restored: Sequence[Sample]) -> dict[str, Any]:
-    """Of the same prompts, run by run."""
+    """Compares runs of the same prompts."""
     before, after = _medians(cold), _medians(restored)
     return {
         "ttft": round(before["ttft_ms"] / after["ttft_ms"], 1),

@@ -1,7 +1,6 @@
 """The restart benchmark: what a prompt costs cold, repeated after a restart, and extended after a restart.
 
-All ratios come from one run: the cases are interleaved, and the memory copy that the restore is compared with is timed
-between them, of as many bytes.
+All ratios come from one run: the cases are interleaved, and a memory copy of as many bytes is timed between them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tools.measuring.workspace import measuring
 
 PROMPT_TOKENS = (2048, 4096, 7900)
 NEW_TOKENS = 23
-"""What the nearest-prefix case adds. It computes these and the prompt's remainder on the grid of 256 tokens."""
+"""How many tokens the nearest-prefix case adds. It computes these and what lies behind the last multiple of 256."""
 MAX_TOKENS = 1
 TIMES = ("lookup_ms", "restore_ms", "prefill_ms", "server_ttft_ms", "ttft_ms")
 COPY_REPEATS = 7
@@ -34,7 +33,7 @@ COPY_THREADS = 2
 CASES = {"cold": "cold", "cold_off": "cold, off", "exact": "exact repeat", "nearest": f"+{NEW_TOKENS} tokens"}
 
 WORDS = (Path(__file__).parents[1] / "prompts" / "words.txt").read_text(encoding="utf-8").split()
-"""Each of them, with the blank before it, is one token of the embedded model."""
+"""Each word, with the blank before it, is one token of the embedded model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ class Sample:
 
 
 def prompt_text(num_tokens: int, run: int) -> str:
-    """English words in a random order that depends on the arguments alone, one token each."""
+    """Returns English words of one token each, in an order that depends on the arguments alone."""
     choose = random.Random(f"{num_tokens}-{run}")
     return "".join(f" {word}" for word in choose.choices(WORDS, k=num_tokens))
 
@@ -103,7 +102,7 @@ class RestartBench:
         return step(self._console, f"run {run + 1} of {self._runs}, {tokens} tokens: {what}")
 
     def _cold(self, tokens: int, run: int) -> None:
-        """Both cold cases, one right after the other and in turns the first, so that a drift of the machine cancels."""
+        """Measures both cold cases, one right after the other. Which is first alternates, so that a drift cancels."""
         prompt = prompt_text(tokens, run)
         # Scope off neither restores nor saves, so it may go second with the prompt that was just saved.
         for case in ("cold", "cold_off") if saves_first(run) else ("cold_off", "cold"):
@@ -120,7 +119,7 @@ class RestartBench:
         self.samples.append(_sample(case, tokens, run, answer))
 
     def _copy(self, tokens: int) -> None:
-        """Time a plain copy, between warm buffers, of as many bytes as an exact repeat restores."""
+        """Measures a memory copy, between warm buffers, of as many bytes as an exact repeat restores."""
         num_bytes = tokens * self.bytes_per_token
         source = torch.ones(num_bytes, dtype=torch.uint8)
         target = torch.zeros_like(source)
@@ -148,7 +147,7 @@ def _sample(case: str, tokens: int, run: int, answer: Answer) -> Sample:
 def measure(
     kv_cache_dir: Path, log_path: Path, sizes: Sequence[int], runs: int, codec: str, console: Console
 ) -> dict[str, Any]:
-    """Run the benchmark; what it measured as plain JSON values. Raises `LiveServerError`."""
+    """Runs the benchmark. Returns the report as JSON values. Raises `LiveServerError`."""
     torch.set_num_threads(COPY_THREADS)
     flags = ("--disk-prefix-cache", "full", "--kv-cache-budget", "64GiB", "--kv-cache-codec", codec)
     with LiveServer(kv_cache_dir=kv_cache_dir, log_path=log_path, flags=flags) as server:
@@ -195,9 +194,9 @@ def _case_report(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _save_cost_percent(samples: Sequence[Sample]) -> float:
-    """How much longer the first token took with saving than right before or after without.
+    """Returns how much longer the first token took with saving than without, in percent.
 
-    Which of two equal requests goes first alone makes a few percent here, so the medians of both orders are averaged.
+    The first of two equal requests is some percent slower or faster, so the medians of both orders are averaged.
     """
     with_saving = {(s.tokens, s.run): s.ttft_ms for s in samples if s.case == "cold"}
     without = {(s.tokens, s.run): s.ttft_ms for s in samples if s.case == "cold_off"}
@@ -209,7 +208,7 @@ def _save_cost_percent(samples: Sequence[Sample]) -> float:
 
 
 def saves_first(run: int) -> bool:
-    """Whether a run asks with saving first, and without it second."""
+    """Returns whether a run measures with saving first."""
     return run % 2 == 1
 
 

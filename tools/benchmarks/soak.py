@@ -1,9 +1,9 @@
-"""The soak: ten times its budget through one store, and whether file, latency and memory stay as they are.
+"""The soak benchmark writes ten times its budget to one store and watches the file, the latency and the memory.
 
-Conversations with agents grow turn by turn, branch off shared beginnings, end, and come back; between them come prompts
-that nobody repeats. Each is restored as far as it is stored, what was restored is compared now and then, and what was
-not is published: by the store's own writer thread, with its evictions. Time is made up: an hour passes while ten times
-the budget is written, so that just-written, half-life and expiry mean what they mean in a daemon.
+Conversations grow turn by turn, share beginnings, end and come back. Between them come prompts that come once. Each
+prompt is restored as far as it is stored, and the rest is published by the store's own writer thread, with evictions.
+Some of what was restored is compared. The clock is simulated: an hour passes while ten times the budget is written, so
+that half-life and expiry work as in a daemon.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from tools.measuring.options import FOLDER, JSON, codec_option
 from tools.measuring.report import machine, new_table, print_report
 
 BUDGET_S = 360.0
-"""Simulated seconds in which as much as the budget is written: ten times the budget in an hour."""
+"""Simulated seconds in which one budget is written: an hour for ten."""
 TTL_S = 1.25 * BUDGET_S
-"""About as long as the budget lets an unused prompt live anyway."""
+"""About as long as an unused prompt lives before it is evicted."""
 EXPIRY_EVERY_S = 60.0
 BUFFERS_IN_BUDGET = 8
-"""The write buffer is this part of the budget: what waits in it pins what it continues."""
+"""The write buffer is one part in so many of the budget. What waits in it pins its parents."""
 MAX_TOKENS = 4096
 PROMPTS_IN_BUDGET = 16
-"""So many of the longest prompts fit the budget at least, uncompressed."""
+"""How many of the longest prompts fit into the budget, uncompressed."""
 CONVERSATIONS = 24
 ANCHORS = 6
 PINS = 4
 PARTS = 10
 STUCK = 100
-"""After so many failures in a row there is nothing to measure any more."""
+"""The soak ends with an error after so many failures in a row."""
 POOL_BLOCKS = 12
 OTHER = dense_layout(layers=16, heads=2, head_dim=40, dtype=torch.float32, vocab_size=32000)
 """A second model in the same store, so that pieces of many sizes compete for the same pages."""
@@ -73,7 +73,7 @@ LOST_GOAL = 0.005
 
 
 class Clock:
-    """A clock that moves when it is told to."""
+    """A clock that moves only when the soak moves it."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0
@@ -84,7 +84,7 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Write:
-    """One publication that was tried. `seconds` has eviction, encoding and commit in it."""
+    """One attempt to publish. `seconds` includes eviction, encoding and commit."""
 
     seconds: float
     raw_bytes: int
@@ -97,7 +97,7 @@ class Write:
 
 
 class WatchedStore(Store):
-    """A store that notes how every publication went."""
+    """A store that records each publication."""
 
     writes: list[Write]
 
@@ -132,12 +132,12 @@ class WatchedStore(Store):
 
 
 def _without_figures(error: CacheError) -> str:
-    """The message without sizes and paths: the same for all that failed for the same reason."""
+    """Returns the message without sizes and paths, so that equal reasons have equal messages."""
     return re.sub(r"/\S+|[0-9a-f]{32}|[0-9.]+ [KMG]?i?B", "…", error.message)
 
 
 def anonymous_memory_bytes() -> int:
-    """What this process holds without the pages of files (the store's map is one)."""
+    """Returns the memory of this process without mapped files such as the store's."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -145,7 +145,7 @@ def anonymous_memory_bytes() -> int:
 
 
 class Payloads:
-    """A payload for every node, a function of its name: a window into made-up KV."""
+    """Gives each node a payload that depends on its name alone: a part of made-up KV."""
 
     def __init__(self) -> None:
         sample = synthetic_sample(POOL_BLOCKS)
@@ -172,7 +172,7 @@ class Counts:
 
 
 class Conversations:
-    """Prompts to come: turns of conversations under a few shared beginnings, and prompts that come once."""
+    """Makes the prompts: turns of conversations with a few shared beginnings, and prompts that come once."""
 
     def __init__(self, rng: np.random.Generator, max_tokens: int) -> None:
         self._rng = rng
@@ -229,7 +229,7 @@ class Soak:
         self._started = time.monotonic()
 
     def run(self) -> None:
-        """Until the store was written ten times over, and for at least `min_seconds`. Raises `StoreFull`."""
+        """Runs until `churn` budgets are written, and for at least `min_seconds`. Raises `StoreFull`."""
         while self.progress() < 1.0 or time.monotonic() - self._started < self.min_seconds:
             if self._is_stuck():
                 raise StoreFull(f"the store took none of {STUCK} prompts: {_failures(self.store.writes[-STUCK:])}")
@@ -240,7 +240,7 @@ class Soak:
         self.writer.flush(600.0)
 
     def progress(self) -> float:
-        """Stored bytes written, as a part of what is to be written."""
+        """Returns how much of what is to be written has been written, 0 to 1."""
         return sum(write.stored_bytes for write in list(self.store.writes)) / (self.churn * self.store.budget_bytes)
 
     def _is_stuck(self) -> bool:
@@ -291,7 +291,7 @@ class Soak:
             counts.wrong += not self._is_right(model, prompt, restored)
 
     def _is_right(self, model: Model, prompt: TokenIds, restored: Restored) -> bool:
-        """Whether what lies in the arena now is what was published."""
+        """Returns whether the arena holds the bytes that were published."""
         path = [node for node in model.synthetic.path(prompt) if node.end <= restored.num_tokens]
         return all(
             model.restorer.arena.read_tokens(node.position, node.num_tokens)
@@ -300,14 +300,14 @@ class Soak:
         )
 
     def _keep_pinned(self, name: bytes) -> None:
-        """Hold a restored prefix for some requests more, as requests do that take long."""
+        """Keeps a restored prefix pinned for some more requests, as a long request does."""
         self._pins.append(name)
         if len(self._pins) > PINS:
             self.store.unpin(self._pins.popleft())
 
 
 def measure(folder: Path, *, budget_bytes: int, churn: float, codec: str, min_seconds: float) -> dict[str, Any]:
-    """Run the soak; what it measured as plain JSON values. Raises `CacheError`."""
+    """Runs the soak. Returns the report as JSON values. Raises `CacheError`."""
     torch.set_num_threads(1)
     clock = Clock()
     store = WatchedStore.open(folder, budget_bytes=budget_bytes, clock=clock)
@@ -351,7 +351,7 @@ def _failures(writes: Sequence[Write]) -> dict[str, int]:
 
 
 def _parts(writes: Sequence[Write], budget_bytes: int) -> list[dict[str, float]]:
-    """The run in `PARTS` parts of as many bytes written."""
+    """Returns the run cut into `PARTS` parts of equally many bytes."""
     written = np.cumsum([write.stored_bytes for write in writes])
     edges = np.searchsorted(written, written[-1] * np.arange(1, PARTS) / PARTS).tolist()
     parts = (writes[start:end] for start, end in pairwise([0, *edges, len(writes)]))

@@ -1,6 +1,6 @@
 """The store benchmark: restores against a memory copy and a direct read, lookups and codecs.
 
-What is compared is measured in turns in one run, so that a drift of the machine cancels.
+Figures that are compared are measured alternately in one run, so that a drift of the machine cancels.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Plan:
 
 
 def measure(plan: Plan, console: Console) -> dict[str, Any]:
-    """Run the benchmark; what it measured as plain JSON values. Raises `CacheError`, `ValueError`."""
+    """Runs the benchmark. Returns the report as JSON values. Raises `CacheError`."""
     torch.set_num_threads(THREADS)
     sample = plan.sample
     with step(console, f"codecs, on {sample.num_bytes / 1e6:.0f} MB of KV ({sample.origin})"):
@@ -80,7 +80,7 @@ def measure(plan: Plan, console: Console) -> dict[str, Any]:
 
 
 def _measure_codec(sample: KVSample, codec: Codec, runs: int) -> dict[str, float]:
-    """Ratio, and GB/s of raw KV: encoding on one thread, as the writer does it, decoding on `THREADS`."""
+    """Returns the ratio, and the speeds in GB/s of raw KV: one thread encodes, as in the writer, `THREADS` decode."""
     pieces = _pieces_of(sample)
     work = [(memoryview(encode_piece(raw, piece, codec, 0)), piece) for piece, raw in pieces]
     outs = [np.ones((piece.num_rows, piece.row_bytes), np.uint8) for piece, _ in pieces]
@@ -112,7 +112,7 @@ def _encode_s(pieces: Sequence[tuple[Piece, memoryview]], codec: Codec) -> float
 
 
 def _decode_s(work: Sequence[tuple[memoryview, Piece]], outs: Sequence[Bytes]) -> float:
-    """Decode everything on `THREADS` threads, into memory that was touched before; answers the seconds."""
+    """Returns the seconds to decode everything on `THREADS` threads into memory that was touched before."""
     started = threading.Barrier(THREADS + 1)
 
     def decode(first: int) -> None:
@@ -133,7 +133,7 @@ def _decode_s(work: Sequence[tuple[memoryview, Piece]], outs: Sequence[Bytes]) -
 
 
 class _Restore:
-    """One prompt in one store for each codec; restored again and again."""
+    """One prompt, in a store for each codec, which is restored many times."""
 
     def __init__(self, plan: Plan) -> None:
         blocks = plan.sample.blocks
@@ -159,13 +159,13 @@ class _Restore:
         store.close()
 
     def copy_s(self) -> float:
-        """A plain copy of as many bytes, on `THREADS` threads, between buffers that were touched before."""
+        """Returns the seconds of a memory copy of as many bytes, on `THREADS` threads, between warm buffers."""
         started = time.perf_counter()
         self._target.copy_(self._source)
         return time.perf_counter() - started
 
     def warm_s(self, codec: Codec) -> tuple[float, float]:
-        """Seconds of the first restore after the store was opened, and of the second; the page cache holds the file."""
+        """Returns the seconds of the first and of the second restore after opening, with the file in the page cache."""
         page_cache.warm(self.file(codec))
         store = self._open(codec)
         with open_restorer(self._model(store), capacity=len(self.prompt)) as restorer:
@@ -174,7 +174,7 @@ class _Restore:
         return seconds
 
     def cold_s(self, codec: Codec) -> tuple[float, float]:
-        """Seconds of a restore after the file's pages were dropped; and the share of the file that opening read."""
+        """Returns the seconds of a restore without the page cache, and the share of the file that opening read."""
         page_cache.drop(self.file(codec))
         store = self._open(codec)
         with open_restorer(self._model(store), capacity=len(self.prompt)) as restorer:
@@ -241,7 +241,7 @@ def _measure_restore(plan: Plan, console: Console) -> dict[str, Any]:
 
 
 def _direct_read(file: Path, num_bytes: int) -> list[float]:
-    """The seconds of one direct read; none where the file system has no such thing (tmpfs)."""
+    """Returns the seconds of one direct read; nothing where the file system has none (tmpfs)."""
     try:
         return [page_cache.direct_read_s(file, num_bytes)]
     except OSError:
@@ -252,7 +252,7 @@ def _direct_read(file: Path, num_bytes: int) -> list[float]:
 
 
 def _measure_match(folder: Path, num_blocks: int) -> dict[str, Any]:
-    """Look up long prompts, stored whole, in a store of many blocks; the blocks hold next to nothing."""
+    """Looks up long prompts in a store of many blocks, whose payloads are tiny."""
     layout = dense_layout(layers=1, heads=1, head_dim=1, dtype=torch.bfloat16, vocab_size=2)
     blank = memoryview(bytes(PayloadLayout.parse(layout.describe()).payload_bytes(BLOCK_SIZE, Kind.TAIL)))
     store = Store.open(folder / "match", budget_bytes=2 << 30)

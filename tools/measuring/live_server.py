@@ -1,4 +1,4 @@
-"""A real `diskprefix serve` process and a client that measures from the outside. Used by the demo and the benchmark."""
+"""Starts a real `diskprefix serve` process, and measures what a client of it sees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 START_DEADLINE_S = 900.0
-"""The first start fetches and converts the embedded model."""
+"""Long, because the first start fetches and converts the embedded model."""
 SAVE_DEADLINE_S = 120.0
 ANSWER_DEADLINE_S = 600.0
 POLL_S = 0.05
@@ -64,7 +64,7 @@ class Answer:
 
 
 class _NewLines:
-    """Tells `note` the last line of a growing file when it has changed."""
+    """Calls `note` with the last line of a growing file when there is a new one."""
 
     def __init__(self, path: Path, note: Callable[[str], None]) -> None:
         self._path = path
@@ -123,7 +123,7 @@ class LiveServer:
         self._client.close()
 
     def start(self, note: Callable[[str], None] = lambda _line: None) -> float:
-        """Start the process and wait until it is ready; the seconds that this took. Raises `LiveServerError`.
+        """Starts the process and returns the seconds until it was ready. Raises `LiveServerError`.
 
         `note` is called with the newest line of the server's log when there is a new one.
         """
@@ -139,20 +139,20 @@ class LiveServer:
         return time.perf_counter() - started
 
     def kill(self) -> None:
-        """SIGKILL, and wait until the process is gone. The process gets no chance to save anything."""
+        """Sends SIGKILL and waits until the process is gone, so that it cannot save anything more."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
 
     def restart(self) -> float:
-        """Wait until all is on disk, SIGKILL, start; the seconds that the start took. Raises `LiveServerError`."""
+        """Waits until all is on disk, kills, starts. Returns the seconds of the start. Raises `LiveServerError`."""
         self.wait_until_saved()
         self.kill()
         return self.start()
 
     def wait_until_saved(self) -> float:
-        """Wait until nothing is pending in the writer; the seconds that this took. Raises `LiveServerError`."""
+        """Waits until all is on disk and returns the seconds that it took. Raises `LiveServerError`."""
         started = time.perf_counter()
         self._wait(lambda: self.cache_stats()["pending_bytes"] == 0, SAVE_DEADLINE_S, "the cache was not saved")
         return time.perf_counter() - started
@@ -169,7 +169,7 @@ class LiveServer:
         return self._complete("/v1/chat/completions", {"messages": messages}, max_tokens, scope)
 
     def complete(self, prompt: str | Sequence[int], *, max_tokens: int, scope: str | None = None) -> Answer:
-        """`prompt`: text or token ids."""
+        """`prompt` is text or token ids."""
         return self._complete("/v1/completions", {"prompt": prompt}, max_tokens, scope)
 
     def _complete(self, path: str, body: dict[str, Any], max_tokens: int, scope: str | None) -> Answer:
@@ -237,9 +237,9 @@ def log_tail(log_path: Path, num_lines: int = 20) -> str:
 
 @contextmanager
 def step(console: Console, title: str) -> Iterator[Callable[[str], None]]:
-    """Show that `title` is running and for how long; leave a line with its duration when it is done.
+    """Shows that `title` is running and for how long, then prints its duration.
 
-    Gives a function that shows one more line, a detail of what is going on.
+    Gives a function that shows one line with a detail.
     """
     started = time.perf_counter()
     if console.is_terminal:

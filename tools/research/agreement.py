@@ -1,4 +1,4 @@
-"""Whether the simulator predicts a real daemon: one workload, run for real and simulated, compared request by request.
+"""Compares a real daemon with the simulator, request by request, on one workload.
 
 The daemon serves the embedded model with `--disk-prefix-cache auto:30`, and is killed and started again in the middle.
 The workload is made up from a seed: conversations that take turns, questions about documents, and prompts that nobody
@@ -41,7 +41,7 @@ RECORDED_DEADLINE_S = 30.0
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one request: tokens restored and kept, and why."""
+    """What happened to one request: tokens restored, tokens kept, and why."""
 
     restored: int
     boundary: int
@@ -49,7 +49,7 @@ class Fate:
 
 
 def workload(num_requests: int, seed: int) -> list[TraceRequest]:
-    """Three fifths conversations, a quarter questions about documents, the rest prompts of their own, in order of time.
+    """Returns three fifths turns of conversations, a quarter questions about documents, and prompts that come once.
 
     They are sent as raw prompts, which have no system part.
     """
@@ -71,7 +71,7 @@ def workload(num_requests: int, seed: int) -> list[TraceRequest]:
 def run(
     requests: Sequence[TraceRequest], folder: Path, recording: Path, on_step: Callable[[str], None]
 ) -> tuple[list[Fate], float]:
-    """Send the requests to a daemon that is killed in the middle; what it did, and the seconds that it took."""
+    """Sends the requests to a daemon that is killed in the middle. Returns what it did, and the seconds."""
     flags = ("--disk-prefix-cache", str(SCOPE), "--kv-cache-gate", "off", "--kv-cache-budget", BUDGET)
     log_path = folder / "server.log"
     log_path.touch()
@@ -104,7 +104,7 @@ def _wait_for_lines(recording: Path, count: int) -> None:
 
 
 def predict(requests: Iterable[TraceRequest]) -> list[Fate]:
-    """What the simulator says, with the settings of a daemon that is told nothing else."""
+    """Returns what the simulator predicts for a daemon with default settings."""
     defaults = Settings()
     policy = Policy(
         scope=SCOPE,
@@ -122,7 +122,7 @@ def predict(requests: Iterable[TraceRequest]) -> list[Fate]:
 
 
 def compare(requests: Sequence[TraceRequest], actual: list[Fate], predicted: dict[str, list[Fate]]) -> dict[str, Any]:
-    """The report: totals, and each request for which a prediction was wrong."""
+    """Returns totals, and each request for which a prediction was wrong."""
     mismatches = [
         {"from": source, "request": number, "actual": asdict(was), "predicted": asdict(said)}
         for source, fates in predicted.items()
@@ -165,7 +165,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the workload.")
 @JSON
 def main(num_requests: int, seed: int, as_json: bool) -> None:
-    """Run a workload through a real daemon and through the simulator, and compare what each request restores.
+    """Compare what a real daemon and the simulator restore for each request.
 
     Exits with 1 if the simulator is wrong about a single one. Takes some minutes.
     """

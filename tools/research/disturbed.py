@@ -1,4 +1,4 @@
-"""How much a window that is not what it should be costs: shuffled, reversed, duplicated or hostile prompts in it."""
+"""What a disturbed window of recent prompts costs: shuffled, reversed, duplicated, or with hostile prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.research.policy_runs import AUTO, FULL, GEOMETRIES, LEAST_BUDGET, Row
 # Robustness: a window that is not what it should be.
 
 Disturb: TypeAlias = Callable[[list[TokenIds], TokenIds, np.random.Generator], list[TokenIds]]
-"""From the window, newest first, and the prompt to another window."""
+"""Makes another window of the window (newest prompt first) and the prompt."""
 
 
 def shuffled(window: list[TokenIds], _prompt: TokenIds, random: np.random.Generator) -> list[TokenIds]:
@@ -33,12 +33,12 @@ def backwards(window: list[TokenIds], _prompt: TokenIds, _random: np.random.Gene
 
 
 def duplicated(window: list[TokenIds], _prompt: TokenIds, _random: np.random.Generator) -> list[TokenIds]:
-    """Each prompt twice, so that half as many are left."""
+    """Returns each prompt twice, so that half as many are left."""
     return [window[i // 2] for i in range(len(window))]
 
 
 def hostile(window: list[TokenIds], prompt: TokenIds, random: np.random.Generator) -> list[TokenIds]:
-    """Every second prompt is in truth the beginning of this one, this one with another end, or noise."""
+    """Replaces every second prompt by a beginning of this prompt, by this prompt with another end, or by noise."""
 
     def made_up() -> TokenIds:
         at = int(random.integers(len(prompt) + 1))
@@ -57,7 +57,7 @@ DISTURBED: dict[str, Disturb] = {
 
 
 class _DisturbedHistory(History):
-    """Hands out another window than it holds. `prompt` is the one that it is asked about."""
+    """A history whose window is disturbed. `prompt` is the prompt that is being looked up."""
 
     def __init__(self, disturb: Disturb, seed: int) -> None:
         super().__init__(max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
@@ -83,7 +83,7 @@ class _DisturbedSimulator(Simulator):
 
 
 def simulate_disturbed(trace: Trace, policy: Policy, geometry: Geometry, disturb: Disturb, seed: int = 0) -> Totals:
-    """As `simulate`, but selection sees the window through `disturb`."""
+    """As `simulate`, with windows that `disturb` has changed."""
     simulator = _DisturbedSimulator(policy, geometry, disturb, seed)
     for request in trace:
         simulator.step(request)
@@ -91,7 +91,7 @@ def simulate_disturbed(trace: Trace, policy: Policy, geometry: Geometry, disturb
 
 
 def robustness(trace: Trace, regime: Regime, share: float) -> Row:
-    """Points of restored share that each disturbed window loses against `full` in the same room."""
+    """Returns what each disturbed window restores, and the points that the worst loses against `full`."""
     geometry = GEOMETRIES[regime]
     unlimited = simulate(trace, Policy(scope=FULL), geometry)
     budget = None if share == 1 else max(budget_of(unlimited, share), LEAST_BUDGET)

@@ -30,25 +30,25 @@ REAL = ("mooncake", "weka-claude-code", "tau-bench", "openhands-mock", "bfcl", "
 BATCHES = "interleaved-and-batches"
 OWN = (*CATALOG, BATCHES)
 AGENTS = ("weka-claude-code", "tau-bench")
-"""Append-only agents, interleaved: more is asked for there."""
+"""Interleaved agents that only append; their goals are higher."""
 SHAPES = ("shared-anchor", "interleaved", "retrieval", "moving-reminder")
 GEOMETRIES: dict[Regime, Geometry] = {"sliceable": SLICEABLE, "checkpoints": CHECKPOINTS}
 FULL, AUTO = Scope("full"), parse_scope("auto:30", param="scope")
 WINDOWS = (2, 4, 8, 16, 30, 60, 100)
 SHARES = (0.01, 0.05, 0.2, 1.0)
 LEAST_BUDGET = 128 << 20
-"""In less than this not a dozen prompts fit, and none of the ranks matters."""
+"""A smaller budget holds less than a dozen prompts, whatever the score."""
 
 
 def open_workload(name: str, data: Path, num_requests: int = 1000) -> Trace:
-    """A published workload, or one of our own of `num_requests`."""
+    """Returns a published workload, or a made-up one of `num_requests`."""
     if name == BATCHES:
         return interleaved_and_batches(num_requests)
     return CATALOG[name](num_requests=num_requests) if name in CATALOG else workloads.open_workload(name, data)
 
 
 def interleaved_and_batches(num_requests: int) -> Trace:
-    """Conversations, and among them now and then fifty prompts in ten seconds that never come again."""
+    """Returns conversations, interrupted by batches of fifty prompts that never come again."""
     batch, step = 50, 150
     talk = list(interleaved(num_requests=num_requests * step // (step + batch)))
     batches = list(one_off(seed=5, num_requests=num_requests - len(talk)))
@@ -62,7 +62,7 @@ def interleaved_and_batches(num_requests: int) -> Trace:
 
 
 def goals(trace: Trace) -> Row:
-    """One workload in both regimes, without a budget."""
+    """Returns one workload's row for `goals`: both kinds of model, no budget."""
     bound = upper_bound(trace, Policy(scope=FULL), SLICEABLE)
     full = simulate(trace, Policy(scope=FULL), SLICEABLE)
     auto = simulate(trace, Policy(scope=AUTO), SLICEABLE)
@@ -106,7 +106,7 @@ def least_recently_used(table: UsageTable, _now: float) -> NDArray[np.float64]:
 
 
 def density(table: UsageTable, _now: float) -> NDArray[np.float64]:
-    """Seconds of prefill for each byte."""
+    """Returns the seconds of prefill per stored byte."""
     each: NDArray[np.float64] = table.records["prefill_s"] / np.maximum(table.records["stored_bytes"], 1.0)
     return each
 
@@ -125,7 +125,7 @@ RANKS: dict[str, Rank] = {
 
 
 def sweep(trace: Trace, regime: Regime, scope: Scope, shares: Sequence[float] = SHARES) -> Iterator[Row]:
-    """Restored shares under each rank; a budget is a share of what the workload takes without one."""
+    """Gives restored shares by score; a budget is a share of what the workload takes without one."""
     geometry = GEOMETRIES[regime]
     unlimited = simulate(trace, Policy(scope=scope), geometry)
     for share in shares:
@@ -142,7 +142,7 @@ def sweep(trace: Trace, regime: Regime, scope: Scope, shares: Sequence[float] = 
 
 
 def budget_of(unlimited: Totals, share: float) -> int:
-    """The budget of which nodes may take `share` of what they took at most: inverse of `usable_bytes`."""
+    """Returns the budget that leaves nodes `share` of their peak size: the inverse of `usable_bytes`."""
     return int((share * unlimited.peak_bytes + 2**20) / 0.9) + 16
 
 
@@ -181,7 +181,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
 
 
 def preset_policy(name: str) -> Policy:
-    """What `serve --policy NAME` says of what is kept."""
+    """Returns the policy that `serve --policy NAME` sets."""
     values: Mapping[str, Any] = read_policy(find_policy(name))
     policy = Policy(scope=AUTO, budget_bytes=4 << 30)
     readers: dict[str, Callable[[Any], dict[str, Any]]] = {
