@@ -32,8 +32,6 @@ _ENOUGH_TRIALS = 10
 _LIKELY = 2 / 5
 """Prompts of which a larger share came again are kept at once: computing takes far longer than writing. With 1/2, an
 agent restored 1.7 points less (`openhands-mock` of `tools/bench`)."""
-_BRANCHES = 2
-"""What so many prompts continue, each in its own way, is not a conversation but a beginning that they share."""
 
 _NAME_BYTES, _TRIAL_BYTES, _END_BYTES = 128, 384, 640
 """About what one of these takes in memory, with its place in a table; of an end without its tokens."""
@@ -71,18 +69,6 @@ class _Trial:
     again: bool = False
 
 
-@dataclass
-class _End:
-    """The tokens of a prompt after its last full block, and the number of prompts that continue it in their own way."""
-
-    token_ids: TokenIds
-    num_branches: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return _END_BYTES + self.token_ids.nbytes
-
-
 class AdmissionFilter:
     """Remembers the prompts of one root by the names of their blocks. A name stands for a whole prefix, as names are
     chained. Not thread-safe: one thread looks and adds.
@@ -99,8 +85,8 @@ class AdmissionFilter:
         """By the block that shows, when it is seen again, that most of the prompt's new blocks came again."""
         self._counts: dict[int, list[int]] = {}
         """For each kind of prompt: the number of trials, and of those that came again."""
-        self._ends: OrderedDict[bytes, _End] = OrderedDict()
-        """By the last full block; of several prompts with the same blocks, that of the latest."""
+        self._ends: OrderedDict[bytes, TokenIds] = OrderedDict()
+        """The tokens of prompts after their last full block, by that block; of equal blocks those of the latest."""
         self._end_bytes = 0
 
     def __len__(self) -> int:
@@ -116,8 +102,8 @@ class AdmissionFilter:
         """Returns what is known of a prompt. `names` are those of its full blocks of `block_size` tokens, in order."""
         num_seen = self._num_seen(names)
         trials, again = self._counts.get(_kind(len(names) - num_seen), (0, 0))
-        end = self._continued(token_ids, names[:num_seen], block_size)
-        return Sighting(num_seen, trials, again, end is not None and end.num_branches < _BRANCHES, self._is_trusting)
+        continues = self._continues(token_ids, names[:num_seen], block_size)
+        return Sighting(num_seen, trials, again, continues, self._is_trusting)
 
     def add(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> None:
         """Remember a prompt. The arguments are those of `look`."""
@@ -136,27 +122,23 @@ class AdmissionFilter:
             self._young, self._old = set(), self._young
 
     def _add_end(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> None:
+        earlier = self._ends.pop(names[-1], None)
+        if earlier is not None:
+            self._end_bytes -= _END_BYTES + earlier.nbytes
         # A copy: the caller's array may be a view of a buffer that is used again.
-        end = _End(token_ids[len(names) * block_size :].copy())
-        earlier = self._ends.get(names[-1])
-        if earlier is not None and np.array_equal(earlier.token_ids, end.token_ids):
-            self._ends.move_to_end(names[-1])
-            return
-        if (continued := self._continued(token_ids, names, block_size)) is not None:
-            continued.num_branches += 1
-        self._end_bytes += end.num_bytes - (earlier.num_bytes if earlier is not None else 0)
+        end = token_ids[len(names) * block_size :].copy()
         self._ends[names[-1]] = end
-        self._ends.move_to_end(names[-1])
+        self._end_bytes += _END_BYTES + end.nbytes
         if len(self._ends) > _ENDS:
-            self._end_bytes -= self._ends.popitem(last=False)[1].num_bytes
+            self._end_bytes -= _END_BYTES + self._ends.popitem(last=False)[1].nbytes
 
-    def _continued(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> _End | None:
-        """The end of the longest earlier prompt that this one, whose first blocks have these names, begins with."""
-        for num_blocks in range(len(names), 0, -1):
-            end, start = self._ends.get(names[num_blocks - 1]), num_blocks * block_size
-            if end is not None and np.array_equal(token_ids[start : start + len(end.token_ids)], end.token_ids):
-                return end
-        return None
+    def _continues(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> bool:
+        """Whether the prompt, whose first blocks have these names, begins with a whole earlier prompt."""
+        for num_blocks, name in enumerate(names, start=1):
+            end, start = self._ends.get(name), num_blocks * block_size
+            if end is not None and np.array_equal(token_ids[start : start + len(end)], end):
+                return True
+        return False
 
     def _num_seen(self, names: Sequence[bytes]) -> int:
         young, old = self._young, self._old

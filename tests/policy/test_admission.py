@@ -197,17 +197,6 @@ def test_any_earlier_turn_may_be_continued() -> None:
     assert look(seen, joined(blocks(1, 1), blocks(3, 1))).continues, "from the first turn, in another way"
 
 
-def test_what_two_prompts_continued_in_their_own_ways_is_no_conversation() -> None:
-    seen = AdmissionFilter(is_trusting=False)
-    add(seen, blocks(1, 2))
-    expected = [True, True, False]
-    for number, continues in enumerate(expected, start=2):
-        branch = joined(blocks(1, 2), blocks(number, 1))
-        assert look(seen, branch).continues == continues
-        add(seen, branch)
-        add(seen, branch)
-
-
 def test_of_many_prompts_the_oldest_ends_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_ENDS", 2)
     seen = AdmissionFilter(is_trusting=False)
