@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from diskprefix.cache_options import CacheOptions
@@ -15,25 +12,23 @@ from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.policy.scope import Scope
-from diskprefix.prefix_cache.cost_model import CostModel, Use
+from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.prefix_cache.namespaces import TenantNamespaces
 from diskprefix.prefix_cache.request import CachedRequest
+from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import READER_THREADS
 from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
-from diskprefix.store.maintenance.repair import repair_index
-from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
-from diskprefix.store.writer import Writer
 from diskprefix.tenant import SHARED, Tenant
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
 
 
-class PrefixCache:
+class PrefixCache(CacheResources):
     """The prefix cache of one model. `begin` is for the engine thread; `load` and `stats` are for any thread.
 
     `identity` gives the canonical text that identifies the model's numbers for a tenant (`model.fingerprint`): its
@@ -54,15 +49,8 @@ class PrefixCache:
         *,
         device: str,
     ) -> None:
-        self.settings = settings
-        self.store = store
-        self.layout = layout
-        self.payload_layout = PayloadLayout.parse(layout.describe())
+        super().__init__(settings, store, layout)
         self.default_scope = default_scope
-        self.writer = Writer(
-            store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
-        )
-        self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
         self.namespaces = TenantNamespaces(
             store,
             identity,
@@ -72,17 +60,11 @@ class PrefixCache:
             layout_text=layout.describe(),
             on_history=on_history,
         )
-        self._capturer = ThreadPoolExecutor(1, thread_name_prefix="kv-capture")
-        # The thread starts with its first task: now, so that it cannot fail in the middle of a request.
-        self._capturer.submit(time.time).result()
-        self._capturing: list[Future[None]] = []
-        self.counters: Counter[str] = Counter()
-        self.misses: Counter[str] = Counter()
         self.load(SHARED)
         self.root = self.namespaces.get(SHARED).root
         """What is stored under for callers with neither key nor salt."""
         key = f"{self.root.hex()} {device} {store.store_id.hex()}"
-        self.worth = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
+        self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
 
     def load(self, tenant: Tenant) -> None:
         """Have the tenant's recent prompts in memory when its request begins. For any thread; may take a second.
@@ -128,22 +110,6 @@ class PrefixCache:
         self.settle()
         return CachedRequest(self, self.namespaces.get(options.tenant), prompt, options, goes_on=goes_on)
 
-    def is_worth(self, num_tokens: int, *, use: Use) -> bool:
-        """Whether so many tokens are faster restored than computed, by what was measured."""
-        return self.worth.allows(num_tokens, use)
-
-    def start_capture(self, copy: Callable[[], None]) -> None:
-        """Run `copy`, which reads the arena, beside the engine thread, after those that were started before it."""
-        self._capturing.append(self._capturer.submit(copy))
-
-    def settle(self) -> None:
-        """Wait for the captures that are under way. Once they are over, what they captured is visible to `restore`."""
-        capturing, self._capturing = self._capturing, []
-        for capture in capturing:
-            if (error := capture.exception()) is not None:
-                self.counters["errors"] += 1
-                log.warning("[disk-cache] a prompt was not saved: %r", error, exc_info=error)
-
     @property
     def health(self) -> tuple[str, str | None]:
         """`ok`, `unsupported` or `degraded`, and why it is degraded. Reads nothing from the disk."""
@@ -187,14 +153,13 @@ class PrefixCache:
             "expired_blocks": self.writer.expired,
             "quarantined": self.writer.quarantined,
             "errors": self.counters["errors"],
-            "gate": self.worth.as_dict(),
+            "gate": self.cost_model.as_dict(),
         }
 
     def close(self, timeout_s: float) -> bool:
         """Flush the writer and close the store; False when time ran out before everything was saved."""
-        self.settle()
-        self._capturer.shutdown()
-        self.worth.remember()
+        self.stop_capturing()
+        self.cost_model.remember()
         flushed = self.writer.close(timeout_s)
         self.readers.shutdown()
         if not self.writer.is_alive:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -20,20 +18,16 @@ from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.policy.admission import Sighting
-from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE
+from diskprefix.policy.scope import DEFAULT_WINDOW
 from diskprefix.policy.select import Selection, select
 from diskprefix.prefix_cache.namespaces import TenantNamespace
-from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prefix_cache.nodes import PromptNodes
 from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes, ttl_at
+from diskprefix.prefix_cache.publish import Publisher
+from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restoration, Restored
 from diskprefix.prompt import Prompt
-from diskprefix.store.changes import NewNode
-from diskprefix.store.schema import EntryRecord, Kind
-from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
-
-if TYPE_CHECKING:
-    from diskprefix.prefix_cache.cache import PrefixCache
 
 log = logging.getLogger("diskprefix")
 
@@ -43,7 +37,7 @@ class CachedRequest:
 
     def __init__(
         self,
-        cache: PrefixCache,
+        cache: CacheResources,
         namespace: TenantNamespace,
         prompt: Prompt,
         options: CacheOptions,
@@ -56,8 +50,8 @@ class CachedRequest:
         self._options = options
         self._goes_on = goes_on
         names = cache.store.names
-        self._store_id = names.store_id
         self._secret = names.secret
+        self._publisher = Publisher(cache, namespace, prompt, options, store_id=names.store_id)
         self._nodes = self._nodes_of(prompt.token_ids)
         self._bypass: Literal["media", "unsupported", "off"] | None = None
         if prompt.media:
@@ -74,7 +68,6 @@ class CachedRequest:
         self._progress = Progress()
         self._states: dict[int, memoryview] = {}
         """Copies of the states by the position that they were taken at, for checkpoints."""
-        self._token_s = 0.0
         self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
         self._pinned: list[bytes] = []
@@ -136,14 +129,14 @@ class CachedRequest:
 
     def _publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> Saved:
         computed = len(self._prompt.token_ids) - self._restored.num_tokens
-        self._token_s = prefill_s / computed if computed else 0.0
+        self._publisher.token_s = prefill_s / computed if computed else 0.0
         if computed:
-            self._cache.worth.note_prefill(computed, prefill_s)
+            self._cache.cost_model.note_prefill(computed, prefill_s)
         wanted = self._planner().plan(self.selection, self._states)
-        plan = self._fit(wanted)
-        publication = self._publication(plan, prompt=self._remembered())
-        if publication.tip is not None or publication.prompt is not None or plan.nodes:
-            self._submit(arena, logits, plan, publication)
+        plan = self._publisher.fit(wanted, self._nodes)
+        prompt = self._remembered()
+        if plan.tip is not None or prompt is not None or plan.nodes:
+            self._publisher.submit(arena, logits, plan, self._planner(), self._states, self._take_pins, prompt=prompt)
         if self._options.save:
             for name, ttl_s in marked_nodes(self._nodes, self._prompt.marks, self._options.ttl_s):
                 self._cache.writer.touch(name, time.time(), ttl_s, hits=0)
@@ -178,14 +171,14 @@ class CachedRequest:
         self._nodes = nodes
         with self._guarded("the reply is not saved"):
             missing, _ = self._planner().missing(nodes.num_blocks, self._states)
-            plan = self._fit(Plan(missing, missing[-1].name, missing[-1].end))
+            plan = self._publisher.fit(Plan(missing, missing[-1].name, missing[-1].end), nodes)
             if plan.nodes:
-                self._submit(arena, None, plan, self._publication(plan, prompt=None))
+                self._publisher.submit(arena, None, plan, self._planner(), self._states, self._take_pins)
                 self._saved = "queued"
 
     def close(self) -> CacheReport:
         """Release what the request held, count it, and say what happened."""
-        self._unpin(self._take_pins())
+        self._publisher.unpin(self._take_pins())
         restored, layout = self._restored, self._cache.layout
         if restored.num_tokens:
             self._cache.counters["hits"] += 1
@@ -297,7 +290,7 @@ class CachedRequest:
         if restored.tip is not None:
             cache.writer.touch(restored.tip, time.time(), self._ttl_at(restored.num_tokens))
         if restored.source == "disk":
-            cache.worth.note_restore(restored.num_bytes, restored.restore_ms / 1e3)
+            cache.cost_model.note_restore(restored.num_bytes, restored.restore_ms / 1e3)
         return restored
 
     def _explain_miss(self, restored: Restored) -> MissReason:
@@ -317,111 +310,6 @@ class CachedRequest:
     def _ttl_at(self, position: int) -> float | None:
         return ttl_at(position, self._prompt.marks, self._options.ttl_s)
 
-    def _fit(self, plan: Plan) -> Plan:
-        """What of the plan the write buffer has room for: its longest beginning."""
-        sizes = list(accumulate(self._nodes.payload_bytes(node) for node in plan.nodes))
-        fitting = plan.beginning(bisect_right(sizes, self._cache.writer.room_bytes), self._cache.layout.state_kind)
-        if fitting is plan:
-            return plan
-        log.warning(
-            "[disk-cache] the write buffer has room for %d of the %d tokens to save; raise --kv-cache-write-buffer",
-            fitting.num_tokens,
-            plan.num_tokens,
-        )
-        if not fitting.nodes:
-            self._cache.counters["refused"] += 1
-        return fitting
-
-    def _publication(self, plan: Plan, *, prompt: TokenIds | None) -> Publication:
-        return Publication(
-            store_id=self._store_id,
-            root=self._namespace.root,
-            root_record=self._namespace.record,
-            nodes=(),
-            tip=plan.tip,
-            entry=None if plan.tip is None else self._entry(plan.num_tokens),
-            prompt=prompt,
-            history_limit=MAX_VALUE,
-            prompt_group=self._options.group,
-            ttl_s=self._ttl_at(plan.num_tokens),
-        )
-
-    def _submit(
-        self,
-        arena: KVArena,
-        logits: torch.Tensor | None,
-        plan: Plan,
-        publication: Publication,
-    ) -> None:
-        """Reserve the buffer, and let the capturing thread do the rest beside the decoding.
-
-        `logits` are those at the prompt's end, which a tail holds.
-        """
-        new_nodes = self._captures(arena, logits, plan.nodes)
-        size = sum(self._nodes.payload_bytes(node) for node in plan.nodes)
-        self._cache.writer.reserve(size)
-        self._progress.submitted.update(node.name for node in plan.nodes)
-        # The capture takes the pins over: what is extended must stay until the writer has it.
-        pinned = self._take_pins()
-
-        def copy() -> None:
-            try:
-                nodes = tuple(capture() for capture in new_nodes)
-                self._cache.writer.submit(replace(publication, nodes=nodes), reserved_bytes=size)
-            except BaseException:
-                self._cache.writer.release(size)
-                raise
-            finally:
-                self._unpin(pinned)
-
-        self._cache.start_capture(copy)
-
-    def _captures(
-        self, arena: KVArena, logits: torch.Tensor | None, nodes: tuple[Node, ...]
-    ) -> list[Callable[[], NewNode]]:
-        """For each node, what copies it out of the arena. States are copied now: decoding changes them."""
-        captures: list[Callable[[], NewNode]] = []
-        for node, saved_tokens in zip(nodes, self._planner().saved_tokens(nodes), strict=True):
-            parts: list[memoryview] = []
-            if node.kind == Kind.CHECKPOINT:
-                parts = [self._states.pop(node.position)]
-            elif node.kind == Kind.TAIL:
-                assert logits is not None
-                parts = [arena.read_states(), arena.logits_bytes(logits)]
-            captures.append(partial(self._captured, arena, node, parts, self._token_s * saved_tokens, self._nodes))
-        return captures
-
-    def _captured(
-        self, arena: KVArena, node: Node, parts: list[memoryview], seconds: float, nodes: PromptNodes
-    ) -> NewNode:
-        """`parts` of the payload come after the tokens' own."""
-        payload = arena.read_tokens(node.position, node.num_tokens)
-        if node.kind == Kind.CHECKPOINT:
-            (payload,) = parts
-        elif parts:
-            payload = memoryview(b"".join([payload, *parts]))
-        return NewNode(
-            name=node.name,
-            parent=node.parent,
-            position=node.position,
-            token_ids=nodes.tokens(node),
-            kind=node.kind,
-            payload=payload,
-            pieces=tuple(cut.piece for cut in nodes.cuts(node)),
-            prefill_s=seconds,
-            generated=node.generated,
-            ttl_s=self._ttl_at(node.end),
-        )
-
-    def _entry(self, num_tokens: int) -> EntryRecord:
-        return EntryRecord(
-            root=self._namespace.root,
-            num_tokens=num_tokens,
-            scope=str(self._options.scope),
-            preview=self._prompt.text,
-            created_at=time.time(),
-        )
-
     def _remembered(self) -> TokenIds | None:
         """The prompt, added to the history; None when it is too short to be worth a place in the window, or is only to
         be read for."""
@@ -435,7 +323,3 @@ class CachedRequest:
     def _take_pins(self) -> list[bytes]:
         pinned, self._pinned = self._pinned, []
         return pinned
-
-    def _unpin(self, names: list[bytes]) -> None:
-        for name in names:
-            self._cache.store.unpin(name)

@@ -464,20 +464,20 @@ def test_another_model_device_or_store_is_measured_anew() -> None:
 def test_a_device_measures_for_itself_what_several_share(tmp_path: Path) -> None:
     # As under `--fingerprint portable`: another device, the same root and store.
     runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv", kv_cache_gate="auto"))
-    feed(runner.cache.worth, token_s=1e-3, byte_s=1e-9, fixed_s=1e-2)
+    feed(runner.cache.cost_model, token_s=1e-3, byte_s=1e-9, fixed_s=1e-2)
     known = []
     for device in ("cuda some GPU", "cpu"):
         runner.close()
         runner.device = device
         runner.open()
-        known.append(runner.cache.worth.is_known)
+        known.append(runner.cache.cost_model.is_known)
     runner.close()
     assert known == [False, True]
 
 
 def test_the_cache_asks_and_reports_for_what_its_model_loads(tmp_path: Path) -> None:
     runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv", kv_cache_gate="auto"))
-    feed(runner.cache.worth, token_s=1e-3, byte_s=1e-6, fixed_s=1.0)
+    feed(runner.cache.cost_model, token_s=1e-3, byte_s=1e-6, fixed_s=1.0)
     gain_s = 1e-3 - 1e-6 * runner.layout.bytes_per_token
     break_even = runner.cache.stats()["gate"]["break_even_tokens"]
     assert break_even == pytest.approx(1.0 / gain_s, abs=1)

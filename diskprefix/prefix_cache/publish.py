@@ -1,0 +1,175 @@
+"""The last step of a request: what a plan wants is copied out of the arena and handed to the writer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+
+from diskprefix.cache_options import CacheOptions
+from diskprefix.kv.arena import KVArena
+from diskprefix.policy.scope import MAX_VALUE
+from diskprefix.prefix_cache.namespaces import TenantNamespace
+from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prefix_cache.planning import Plan, Planner, ttl_at
+from diskprefix.prefix_cache.resources import CacheResources
+from diskprefix.prompt import Prompt
+from diskprefix.store.changes import NewNode
+from diskprefix.store.schema import EntryRecord, Kind
+from diskprefix.store.store import Publication
+from diskprefix.tokens import TokenIds
+
+log = logging.getLogger("diskprefix")
+
+
+class Publisher:
+    """Publishes what one request stores. `store_id` is that of the store that the request began with."""
+
+    def __init__(
+        self,
+        cache: CacheResources,
+        namespace: TenantNamespace,
+        prompt: Prompt,
+        options: CacheOptions,
+        *,
+        store_id: bytes,
+    ) -> None:
+        self._cache = cache
+        self._namespace = namespace
+        self._prompt = prompt
+        self._options = options
+        self._store_id = store_id
+        self.token_s = 0.0
+        """How long computing a token took, in seconds."""
+
+    def fit(self, plan: Plan, nodes: PromptNodes) -> Plan:
+        """Returns what of the plan the write buffer has room for: its longest beginning."""
+        sizes = list(accumulate(nodes.payload_bytes(node) for node in plan.nodes))
+        fitting = plan.beginning(bisect_right(sizes, self._cache.writer.room_bytes), self._cache.layout.state_kind)
+        if fitting is plan:
+            return plan
+        log.warning(
+            "[disk-cache] the write buffer has room for %d of the %d tokens to save; raise --kv-cache-write-buffer",
+            fitting.num_tokens,
+            plan.num_tokens,
+        )
+        if not fitting.nodes:
+            self._cache.counters["refused"] += 1
+        return fitting
+
+    def submit(
+        self,
+        arena: KVArena,
+        logits: torch.Tensor | None,
+        plan: Plan,
+        planner: Planner,
+        states: dict[int, memoryview],
+        take_pins: Callable[[], list[bytes]],
+        *,
+        prompt: TokenIds | None = None,
+    ) -> None:
+        """Reserve the write buffer, and let the capturing thread do the rest while the reply is decoded.
+
+        `logits` are those at the prompt's end, shape [vocab], which a tail holds. `states` are taken out of the mapping
+        for the checkpoints of the plan. `take_pins` hands over the request's pins, which are given back when the writer
+        has the publication: what is extended must stay until then. `prompt` is added to the store's history.
+        """
+        nodes = planner.nodes
+        captures = self._captures(arena, logits, plan.nodes, planner, states)
+        size = sum(nodes.payload_bytes(node) for node in plan.nodes)
+        self._cache.writer.reserve(size)
+        planner.progress.submitted.update(node.name for node in plan.nodes)
+        publication = self._publication(plan, prompt)
+        pinned = take_pins()
+
+        def copy() -> None:
+            try:
+                new_nodes = tuple(capture() for capture in captures)
+                self._cache.writer.submit(replace(publication, nodes=new_nodes), reserved_bytes=size)
+            except BaseException:
+                self._cache.writer.release(size)
+                raise
+            finally:
+                self.unpin(pinned)
+
+        self._cache.start_capture(copy)
+
+    def unpin(self, names: list[bytes]) -> None:
+        """Let the store evict these nodes again."""
+        for name in names:
+            self._cache.store.unpin(name)
+
+    def _publication(self, plan: Plan, prompt: TokenIds | None) -> Publication:
+        """Without its nodes, which are captured later."""
+        return Publication(
+            store_id=self._store_id,
+            root=self._namespace.root,
+            root_record=self._namespace.record,
+            nodes=(),
+            tip=plan.tip,
+            entry=None if plan.tip is None else self._entry(plan.num_tokens),
+            prompt=prompt,
+            history_limit=MAX_VALUE,
+            prompt_group=self._options.group,
+            ttl_s=self._ttl_at(plan.num_tokens),
+        )
+
+    def _captures(
+        self,
+        arena: KVArena,
+        logits: torch.Tensor | None,
+        wanted: tuple[Node, ...],
+        planner: Planner,
+        states: dict[int, memoryview],
+    ) -> list[Callable[[], NewNode]]:
+        """For each node, what copies it out of the arena. States are copied now: decoding changes them."""
+        captures: list[Callable[[], NewNode]] = []
+        for node, saved_tokens in zip(wanted, planner.saved_tokens(wanted), strict=True):
+            parts: list[memoryview] = []
+            if node.kind == Kind.CHECKPOINT:
+                parts = [states.pop(node.position)]
+            elif node.kind == Kind.TAIL:
+                assert logits is not None
+                parts = [arena.read_states(), arena.logits_bytes(logits)]
+            captures.append(partial(self._captured, arena, node, parts, self.token_s * saved_tokens, planner.nodes))
+        return captures
+
+    def _captured(
+        self, arena: KVArena, node: Node, parts: list[memoryview], seconds: float, nodes: PromptNodes
+    ) -> NewNode:
+        """`parts` of the payload come after the tokens' own."""
+        payload = arena.read_tokens(node.position, node.num_tokens)
+        if node.kind == Kind.CHECKPOINT:
+            (payload,) = parts
+        elif parts:
+            payload = memoryview(b"".join([payload, *parts]))
+        return NewNode(
+            name=node.name,
+            parent=node.parent,
+            position=node.position,
+            token_ids=nodes.tokens(node),
+            kind=node.kind,
+            payload=payload,
+            pieces=tuple(cut.piece for cut in nodes.cuts(node)),
+            prefill_s=seconds,
+            generated=node.generated,
+            ttl_s=self._ttl_at(node.end),
+        )
+
+    def _entry(self, num_tokens: int) -> EntryRecord:
+        return EntryRecord(
+            root=self._namespace.root,
+            num_tokens=num_tokens,
+            scope=str(self._options.scope),
+            preview=self._prompt.text,
+            created_at=time.time(),
+        )
+
+    def _ttl_at(self, position: int) -> float | None:
+        return ttl_at(position, self._prompt.marks, self._options.ttl_s)

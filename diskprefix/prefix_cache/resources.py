@@ -1,0 +1,63 @@
+"""What all requests of one prefix cache share: its store, its threads, its measured times and its counts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from diskprefix.kv.layout import Layout
+from diskprefix.prefix_cache.cost_model import CostModel, Use
+from diskprefix.prefix_cache.restore import READER_THREADS
+from diskprefix.settings import Settings
+from diskprefix.store.maintenance.repair import repair_index
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.store import Store
+from diskprefix.store.writer import Writer
+
+log = logging.getLogger("diskprefix")
+
+
+class CacheResources:
+    """The store, the writer and the threads of one prefix cache, and what it counts."""
+
+    cost_model: CostModel
+
+    def __init__(self, settings: Settings, store: Store, layout: Layout) -> None:
+        self.settings = settings
+        self.store = store
+        self.layout = layout
+        self.payload_layout = PayloadLayout.parse(layout.describe())
+        self.writer = Writer(
+            store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
+        )
+        self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
+        self._capturer = ThreadPoolExecutor(1, thread_name_prefix="kv-capture")
+        # The thread starts with its first task: now, so that it cannot fail in the middle of a request.
+        self._capturer.submit(time.time).result()
+        self._capturing: list[Future[None]] = []
+        self.counters: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+
+    def is_worth(self, num_tokens: int, *, use: Use) -> bool:
+        """Whether so many tokens are faster restored than computed, by what was measured."""
+        return self.cost_model.allows(num_tokens, use)
+
+    def start_capture(self, copy: Callable[[], None]) -> None:
+        """Run `copy`, which reads the arena, beside the engine thread, after those that were started before it."""
+        self._capturing.append(self._capturer.submit(copy))
+
+    def settle(self) -> None:
+        """Wait for the captures that are under way. Once they are over, what they captured is visible to `restore`."""
+        capturing, self._capturing = self._capturing, []
+        for capture in capturing:
+            if (error := capture.exception()) is not None:
+                self.counters["errors"] += 1
+                log.warning("[disk-cache] a prompt was not saved: %r", error, exc_info=error)
+
+    def stop_capturing(self) -> None:
+        """Wait for the captures that are under way, and end their thread."""
+        self.settle()
+        self._capturer.shutdown()
