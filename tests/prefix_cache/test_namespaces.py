@@ -39,7 +39,8 @@ def ask(runner: Runner, tenant: Tenant, token_ids: TokenIds) -> str:
 
 def held(namespaces: TenantNamespaces) -> list[tuple[Tenant, int]]:
     """The tenants in memory, and the bytes of each."""
-    return [(tenant, namespace.num_bytes) for tenant, namespace in namespaces._loaded.items()]
+    loaded = namespaces._loaded.items()
+    return [(tenant, one.history.num_bytes + one.admission.num_bytes) for tenant, one in loaded]
 
 
 @pytest.mark.parametrize("num_tokens", [BLOCK + 1, 3 * BLOCK])
@@ -59,7 +60,7 @@ def test_all_that_is_remembered_of_tenants_is_bounded_in_bytes(
             names = [bytes([number, prompt, block] + [0] * 13) for block in range(num_tokens // BLOCK)]
             one.history.add(token_ids[:1])
             one.admission.add(token_ids, names, BLOCK)
-        total += one.num_bytes
+        total += one.history.num_bytes + one.admission.num_bytes
         *others, (latest, _) = held(namespaces)
         assert latest == tenant
         assert sum(size for _, size in others) <= limit
