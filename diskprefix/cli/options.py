@@ -119,12 +119,12 @@ def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decora
     return option(declaration, **said | attributes)
 
 
-def setting_options(names: Iterable[str], **attributes: Any) -> Callable[[Decorated], Decorated]:
-    """`setting_option` for each of `names`, shown in their order."""
+def setting_options(names: Iterable[str], before_group: str = "") -> Callable[[Decorated], Decorated]:
+    """`setting_option` for each of `names`, shown in their order. `before_group` begins each heading."""
 
     def apply(command: Decorated) -> Decorated:
         for name in reversed(list(names)):
-            command = setting_option(name, **attributes)(command)
+            command = setting_option(name, group=before_group + SETTINGS[name].group)(command)
         return command
 
     return apply

@@ -21,7 +21,6 @@ from diskprefix.store.listing import EntryInfo
 from diskprefix.store.store import Store
 
 if TYPE_CHECKING:
-    from rich.status import Status
     from rich.table import Column
 
 _SHOWN_ID_DIGITS, _MIN_ID_DIGITS = 12, 4
@@ -145,15 +144,15 @@ def progress(label: str, total: int | None, *, in_bytes: bool = True) -> Iterato
 
 
 @contextmanager
-def status(text: str) -> Iterator[Status | None]:
-    """Show on stderr what is being done, if stderr is a terminal. Yields what can change the text, or None."""
+def status(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr what is being done, if stderr is a terminal. Yields a function that changes the text."""
     if not sys.stderr.isatty():
-        yield None
+        yield lambda _text: None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(text) as shown:
-        yield shown
+    with Console(stderr=True).status(plain(text)) as shown:
+        yield lambda line: shown.update(plain(line))
 
 
 def terminal_width(otherwise: int) -> int:

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from diskprefix.cli.options import (
-    Decorated,
     GroupedCommand,
     build_settings,
     nonempty,
     option,
     policy_option,
-    setting_option,
+    setting_options,
     variable_of,
 )
 from diskprefix.cli.serve import configure_logging
-from diskprefix.cli.tooling import counted, plain, print_json, status
-from diskprefix.cli.warm_input import WarmItem, read_items
-from diskprefix.cli.warm_target import Answer, InProcess, OverHttp, Target
-from diskprefix.errors import DiskPrefixError, InvalidRequest, NotReady, SettingsError
+from diskprefix.cli.tooling import counted, print_json, status
+from diskprefix.cli.warm_input import Json, WarmItem, read_items
+from diskprefix.cli.warm_target import Answer, Call, Say, in_this_process, running_daemon, wait_ready
+from diskprefix.errors import InvalidRequest, NotReady, SettingsError
 from diskprefix.policy.scope import parse_scope
 from diskprefix.printable import printable_only, shown
 from diskprefix.settings import CACHE, SERVER, SETTINGS, Settings
-
-if TYPE_CHECKING:
-    from rich.status import Status
 
 _ALONE, _WARM, _DAEMON = "With --alone: ", "Warm", "A running daemon"
 _NOT_OF_WARM = {"disk_prefix_cache", "reuse_generated", "record"}
@@ -41,7 +38,7 @@ _FAILED = 1
 """Exit code."""
 _PATIENCE_S = 600.0
 """How long a prompt is sent again while the queue is full, and how long a write is waited for."""
-_LONGEST_PAUSE_S = 10.0
+_PAUSE_S = 1.0
 _POLL_S = 0.05
 _FORBIDDEN = (401, 403)
 _KEPT = ("queued", "stored")
@@ -56,14 +53,6 @@ Examples:
 Exit codes: 0 done; 1 a prompt failed, or no daemon answers; 2 wrong usage; with --alone also 3 the model cannot be
 loaded, 4 the store cannot be used.
 """
-
-
-def _alone_options(command: Decorated) -> Decorated:
-    """The settings of a daemon, under headings that say that they go with --alone."""
-    command = policy_option(_ALONE + CACHE)(command)
-    for name in reversed(_OF_SERVE):
-        command = setting_option(name, group=_ALONE + SETTINGS[name].group)(command)
-    return command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +103,8 @@ class Warmed:
     "DISKPREFIX_API_KEY, where the list of processes does not show it.",
 )
 @option("--alone", group=_DAEMON, is_flag=True, help="Load the model here instead of asking a daemon.")
-@_alone_options
+@setting_options(_OF_SERVE, _ALONE)
+@policy_option(_ALONE + CACHE)
 @click.pass_context
 def warm(
     context: click.Context,
@@ -144,20 +134,33 @@ def warm(
     if kept.kind == "off":
         raise SettingsError("--scope: off keeps nothing, so there is nothing to warm", param="--scope")
     configure_logging("warning")
-    target: Target = InProcess(_settings(flags)) if alone else OverHttp(url, api_key)
-    items = list(_read(files))
-    try:
-        with status("starting") as shown_status:
-            show = _Show(json, shown_status)
-            target.wait_ready(show.say)
-            warming = _Warming(target, str(kept), show)
-            for number, item in enumerate(items, start=1):
-                show.at(number, len(items), item)
-                warming.add(item)
-    finally:
-        target.close()
-    warming.report(as_json=json)
-    return _FAILED if warming.has_failed else 0
+    started = time.monotonic()
+    done: list[Warmed] = []
+    with ExitStack() as stack:
+        with status("starting") as say:
+            if alone:
+                # The bodies come from this process, so their size needs no limit.
+                settings = build_settings(flags | {"max_body_bytes": 2**40})
+                call = stack.enter_context(in_this_process(settings, say))
+            else:
+                call = running_daemon(url, api_key)
+                wait_ready(call, url, say)
+        before = after = _state(call)
+        for warmed in _warmed(call, files, str(kept)):
+            done.append(warmed)
+            if warmed.error is not None:
+                click.echo(f"error: {printable_only(warmed.where)}: {warmed.error}", err=True)
+            elif not json:
+                click.echo(f"{printable_only(warmed.where)}: {_described(warmed)}")
+            after = _settled(call)
+    total = _total(done, before, after) | {"seconds": round(time.monotonic() - started, 3)}
+    if json:
+        print_json({"total": total, "prompts": [asdict(warmed) for warmed in done]})
+    else:
+        click.echo(_summary(total))
+        for line in _warnings(total, after):
+            click.echo(f"warning: {line}", err=True)
+    return _FAILED if total["failed"] or total["dropped"] else 0
 
 
 def _refuse_what_is_not_used(context: click.Context, alone: bool) -> None:
@@ -173,156 +176,110 @@ def _refuse_what_is_not_used(context: click.Context, alone: bool) -> None:
             raise click.UsageError(f"{parameter.opts[0]} is for a running daemon; it does not go with --alone", context)
 
 
-def _settings(flags: dict[str, Any]) -> Settings:
-    # The bodies come from this process, so their size needs no limit.
-    return replace(build_settings(flags), max_body_bytes=2**40)
-
-
-@dataclass(frozen=True)
-class _Unread:
-    """A file that could not be read, and why."""
-
-    where: str
-    error: str
-
-
-def _read(files: Sequence[str]) -> Iterator[WarmItem | _Unread]:
+def _warmed(call: Call, files: Sequence[str], scope: str) -> Iterator[Warmed]:
+    """Compute the prompts, one after the other. A prompt or a file that fails does not end it."""
     for name in files:
         try:
-            yield from read_items(name)
-        except DiskPrefixError as error:
-            yield _Unread(name, error.message)
-        except OSError as error:
-            yield _Unread(name, error.strerror or str(error))
-
-
-class _Warming:
-    """Sends the prompts one after the other, and counts."""
-
-    def __init__(self, target: Target, scope: str, show: _Show) -> None:
-        self._target = target
-        self._scope = scope
-        self._show = show
-        self._done: list[Warmed] = []
-        self._started = time.monotonic()
-        self._before = self._state()
-        self._after = self._before
-
-    @property
-    def has_failed(self) -> bool:
-        return bool(self._lost) or any(warmed.error for warmed in self._done)
-
-    def add(self, item: WarmItem | _Unread) -> None:
-        """Compute one prompt, and wait until it is on disk: the daemon drops what its write buffer cannot hold."""
-        warmed = self._warm(item)
-        self._done.append(warmed)
-        self._show.done(warmed)
-        self._settle()
-
-    def _warm(self, item: WarmItem | _Unread) -> Warmed:
-        if isinstance(item, _Unread):
-            return Warmed(where=item.where, error=item.error)
-        started = time.monotonic()
-        try:
-            path, body = item.request(self._scope)
-            answer = self._ask(path, body)
+            for item in read_items(name):
+                with status(item.where) as say:
+                    warmed = _warmed_item(call, item, scope, say)
+                yield warmed
         except InvalidRequest as error:
-            return Warmed(where=item.where, error=error.message)
-        if answer.status == 401:
-            raise SettingsError(f"--api-key: {answer.message}", param="--api-key")
-        if answer.status != 200:
-            return Warmed(where=item.where, error=answer.message)
-        cache = answer.body["prefix_cache"]
-        is_kept = cache["saved"] in _KEPT
-        return Warmed(
-            where=item.where,
-            prompt_tokens=answer.body["usage"]["prompt_tokens"],
-            restored=cache["restored"],
-            saved=cache["saved"],
-            reason=None if is_kept else cache["boundary_reason"],
-            seconds=round(time.monotonic() - started, 3),
-        )
+            yield Warmed(where=name, error=error.message)
+        except OSError as error:
+            yield Warmed(where=name, error=error.strerror or str(error))
 
-    def _ask(self, path: str, body: object) -> Answer:
-        """Send a request, again and again while the queue is full."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            answer = self._target.call("POST", path, body)
-            if answer.status not in (429, 503) or time.monotonic() > deadline:
-                return answer
-            self._show.say(answer.message)
-            wanted = answer.headers.get("retry-after", "")
-            time.sleep(min(float(wanted) if wanted.isdecimal() else 1.0, _LONGEST_PAUSE_S))
 
-    def _settle(self) -> None:
-        """Wait until what waits to be written now is written. Other clients may keep the daemon writing for ever."""
-        first = self._after = self._state()
-        deadline = time.monotonic() + _PATIENCE_S
-        while self._after is not None and first is not None and self._after["pending_bytes"]:
-            if self._after["saved_bytes"] - first["saved_bytes"] >= first["pending_bytes"]:
-                return
+def _warmed_item(call: Call, item: WarmItem, scope: str, say: Say) -> Warmed:
+    started = time.monotonic()
+    try:
+        answer = _answer(call, *item.request(scope), say)
+    except InvalidRequest as error:
+        return Warmed(where=item.where, error=error.message)
+    if answer.status == 401:
+        raise SettingsError(f"--api-key: {answer.message}", param="--api-key")
+    if answer.status != 200:
+        return Warmed(where=item.where, error=answer.message)
+    body = answer.body
+    cache = body["prefix_cache"]
+    return Warmed(
+        where=item.where,
+        prompt_tokens=body["usage"]["prompt_tokens"],
+        restored=cache["restored"],
+        saved=cache["saved"],
+        reason=None if cache["saved"] in _KEPT else cache["boundary_reason"],
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+def _answer(call: Call, path: str, body: Json, say: Say) -> Answer:
+    """Send a request, again and again while the queue is full."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        answer = call("POST", path, body)
+        if answer.status not in (429, 503) or time.monotonic() > deadline:
+            return answer
+        say(answer.message)
+        time.sleep(_PAUSE_S)
+
+
+def _settled(call: Call) -> Json | None:
+    """Wait until what waits to be written now is written, because the daemon drops what its write buffer cannot hold.
+
+    Other clients may keep the daemon writing for ever. Returns the counts of the cache, as `_state` does.
+    """
+    first = state = _state(call)
+    deadline = time.monotonic() + _PATIENCE_S
+    with status("writing"):
+        while first and state and state["pending_bytes"]:
+            if state["saved_bytes"] - first["saved_bytes"] >= first["pending_bytes"]:
+                break
             if time.monotonic() > deadline:
                 raise NotReady(
                     f"the daemon has not written what was pending within {_PATIENCE_S:.0f} s; its log may say why"
                 )
-            self._show.say("writing")
             time.sleep(_POLL_S)
-            self._after = self._state()
-
-    def _state(self) -> dict[str, Any] | None:
-        """The counts of the cache, or None where the key may not read them."""
-        answer = self._target.call("GET", "/props")
-        if answer.status in _FORBIDDEN:
-            return None
-        if answer.status != 200:
-            raise NotReady(f"the daemon does not say what it has written: {answer.message}")
-        state: dict[str, Any] = answer.body["full_cache"]["state"]
-        return state
-
-    def _counted(self, name: str) -> int:
-        """How much a count of the daemon has grown since the start."""
-        if self._before is None or self._after is None:
-            return 0
-        return int(self._after[name] - self._before[name])
-
-    @property
-    def _lost(self) -> int:
-        return self._counted("dropped")
-
-    def report(self, *, as_json: bool) -> None:
-        """Print a summary and warnings, or everything as JSON."""
-        done = [warmed for warmed in self._done if warmed.error is None]
-        total = {
-            "prompts": len(self._done),
-            "failed": len(self._done) - len(done),
-            "not_saved": sum(warmed.saved not in _KEPT for warmed in done),
-            "prompt_tokens": sum(warmed.prompt_tokens for warmed in done),
-            "restored_tokens": sum(warmed.restored for warmed in done),
-            "dropped": self._lost,
-            "evicted_blocks": self._counted("evicted_blocks"),
-            "on_disk": self._after is not None and not self._after["error"],
-            "seconds": round(time.monotonic() - self._started, 3),
-        }
-        if as_json:
-            print_json({"total": total, "prompts": [asdict(warmed) for warmed in self._done]})
-            return
-        click.echo(_summary(total))
-        for line in self._warnings(total):
-            click.echo(f"warning: {line}", err=True)
-
-    def _warnings(self, total: dict[str, Any]) -> Iterator[str]:
-        if self._after is None:
-            yield "only the key named admin may ask whether everything is on disk; the daemon writes within seconds"
-        elif self._after["error"]:
-            yield f"nothing is kept on disk: {shown(str(self._after['error']))}"
-        if total["dropped"]:
-            yield f"{counted(total['dropped'], 'prompt')} did not fit into the cache meanwhile; see the daemon's log"
-        if total["evicted_blocks"]:
-            blocks = counted(total["evicted_blocks"], "block")
-            yield f"{blocks} had to be evicted meanwhile; --kv-cache-budget is too small for everything"
+            state = _state(call)
+    return state
 
 
-def _summary(total: dict[str, Any]) -> str:
+def _state(call: Call) -> Json | None:
+    """The counts of the cache, or None where the key may not read them."""
+    answer = call("GET", "/props", None)
+    if answer.status in _FORBIDDEN:
+        return None
+    if answer.status != 200:
+        raise NotReady(f"the daemon does not say what it has written: {answer.message}")
+    state: Json = answer.body["full_cache"]["state"]
+    return state
+
+
+def _total(prompts: Sequence[Warmed], before: Json | None, after: Json | None) -> Json:
+    done = [warmed for warmed in prompts if warmed.error is None]
+    grown = {name: after[name] - before[name] if before and after else 0 for name in ("dropped", "evicted_blocks")}
+    return {
+        "prompts": len(prompts),
+        "failed": len(prompts) - len(done),
+        "not_saved": sum(warmed.saved not in _KEPT for warmed in done),
+        "prompt_tokens": sum(warmed.prompt_tokens for warmed in done),
+        "restored_tokens": sum(warmed.restored for warmed in done),
+        "on_disk": after is not None and not after["error"],
+    } | grown
+
+
+def _warnings(total: Json, after: Json | None) -> Iterator[str]:
+    if after is None:
+        yield "only the key named admin may ask whether everything is on disk; the daemon writes within seconds"
+    elif after["error"]:
+        yield f"nothing is kept on disk: {shown(str(after['error']))}"
+    if total["dropped"]:
+        yield f"{counted(total['dropped'], 'prompt')} did not fit into the cache meanwhile; see the daemon's log"
+    if total["evicted_blocks"]:
+        blocks = counted(total["evicted_blocks"], "block")
+        yield f"{blocks} had to be evicted meanwhile; --kv-cache-budget is too small for everything"
+
+
+def _summary(total: Json) -> str:
     tokens, restored = total["prompt_tokens"], total["restored_tokens"]
     parts = [
         f"{counted(total['prompts'] - total['failed'], 'prompt')} of {counted(tokens, 'token')}",
@@ -331,43 +288,6 @@ def _summary(total: dict[str, Any]) -> str:
         *([f"{total['failed']} failed"] if total["failed"] else []),
     ]
     return ", ".join(parts)
-
-
-class _Show:
-    """What people see meanwhile: a line for each prompt, and on a terminal what is being done."""
-
-    def __init__(self, is_quiet: bool, status: Status | None) -> None:
-        self._is_quiet = is_quiet
-        self._status = status
-        self._prompt = ""
-        self._tokens = self._restored = 0
-
-    def at(self, number: int, total: int, item: WarmItem | _Unread) -> None:
-        so_far = f"{counted(self._tokens, 'token')} until now, {self._restored:,} restored"
-        self._prompt = f"{number} of {total} ({so_far}): {item.where}"
-        self._update(self._prompt)
-
-    def say(self, line: str) -> None:
-        """Show what is waited for."""
-        self._update(f"{self._prompt}: {line}" if self._prompt else line)
-
-    def done(self, warmed: Warmed) -> None:
-        self._tokens += warmed.prompt_tokens
-        self._restored += warmed.restored
-        if self._status is not None:
-            # The line is printed to the terminal that shows the status.
-            self._status.stop()
-        where = printable_only(warmed.where)
-        if warmed.error is not None:
-            click.echo(f"error: {where}: {warmed.error}", err=True)
-        elif not self._is_quiet:
-            click.echo(f"{where}: {_described(warmed)}")
-        if self._status is not None:
-            self._status.start()
-
-    def _update(self, line: str) -> None:
-        if self._status is not None:
-            self._status.update(plain(line))
 
 
 def _described(warmed: Warmed) -> str:

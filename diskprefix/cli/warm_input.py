@@ -18,33 +18,11 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 _STDIN = "-"
 _LINES, _JSON = (".jsonl", ".ndjson"), ".json"
-NOT_OF_PROMPTS = (
-    "model",
-    "user",
-    "stream",
-    "stream_options",
-    "n",
-    "best_of",
-    "echo",
-    "suffix",
-    "stop",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "logprobs",
-    "top_logprobs",
-    "response_format",
-    "modalities",
-    "parallel_tool_calls",
-)
+_OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "logprobs", "top_logprobs"}
+_OF_SAMPLING |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+_OF_REPLIES = {"stream", "stream_options", "n", "best_of", "echo", "suffix", "stop", "max_tokens"}
+_OF_REPLIES |= {"max_completion_tokens", "response_format", "modalities", "parallel_tool_calls"}
+NOT_OF_PROMPTS = {"model", "user"} | _OF_SAMPLING | _OF_REPLIES
 """Fields of a request that do not change its prompt. Without them a body for another model, or for another kind of
 reply, can be warmed too."""
 
@@ -64,7 +42,12 @@ class WarmItem:
         """
         if not self.is_json:
             return COMPLETION, _warming({"prompt": self.text}, scope)
-        body = _body(_parsed(self.text))
+        try:
+            body = _body(json.loads(self.text))
+        except RecursionError as error:
+            raise InvalidRequest("it is nested too deeply") from error
+        except ValueError as error:
+            raise InvalidRequest(f"it is not valid JSON: {shown(str(error))}") from error
         if ("messages" in body) == ("prompt" in body):
             which = "both of" if "prompt" in body else "neither of"
             raise InvalidRequest(f"it has {which} messages and prompt; a request body has one of them")
@@ -97,12 +80,12 @@ def read_items(name: str) -> Iterator[WarmItem]:
 
 def _suffix_of(text: str) -> str:
     """The suffix that a file with this content would have."""
-    if text.lstrip()[0] not in "{[":
+    text = text.lstrip()
+    if text[0] not in "{[":
         return ""
     if _is_json(text):
         return _JSON
-    first_line = text.lstrip().split("\n", 1)[0]
-    return _LINES[0] if _is_json(first_line) else ""
+    return _LINES[0] if _is_json(text.split("\n", 1)[0]) else ""
 
 
 def _is_json(text: str) -> bool:
@@ -113,15 +96,6 @@ def _is_json(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise InvalidRequest("it is nested too deeply") from error
-    except ValueError as error:
-        raise InvalidRequest(f"it is not valid JSON: {shown(str(error))}") from error
 
 
 def _body(value: Any) -> Json:

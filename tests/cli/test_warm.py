@@ -20,7 +20,7 @@ import pytest
 
 import diskprefix.cli.warm
 from diskprefix.cli.warm_input import CHAT, COMPLETION, NOT_OF_PROMPTS, WarmItem, read_items
-from diskprefix.cli.warm_target import OverHttp
+from diskprefix.cli.warm_target import running_daemon as calling
 from diskprefix.errors import InvalidRequest, NotReady
 from diskprefix.server.schemas import ChatRequest, CompletionRequest
 from tests.cli.conftest import Ended, Run
@@ -34,8 +34,9 @@ KEY, ADMIN_KEY = "key-of-somebody-else", "key-of-the-administrator"
 
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logging stays that of the tests, and no variable says where a daemon is."""
+    """Logging stays that of the tests, a full queue is tried again at once, and no variable says where a daemon is."""
     monkeypatch.setattr(diskprefix.cli.warm, "configure_logging", lambda _level: None)
+    monkeypatch.setattr(diskprefix.cli.warm, "_PAUSE_S", 0.0)
     for name in ("URL", "API_KEY", "MODEL", "POLICY"):
         monkeypatch.delenv(f"DISKPREFIX_{name}", raising=False)
 
@@ -265,7 +266,6 @@ class Scripted:
                 content = json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
-                self.send_header("Retry-After", "0")
                 self.end_headers()
                 self.wfile.write(content)
 
@@ -392,7 +392,7 @@ def test_on_a_terminal_each_prompt_has_a_line_of_its_own(text: Path) -> None:
         assert terminal.wait() == 0
     lines = [re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "", line.split("\x1b[2K")[-1]) for line in terminal.shown.split("\r\n")]
     assert len([line for line in lines if line.startswith(f"{text}: 1,234 tokens, 0 restored, saved, ")]) == 2
-    assert "2 of 2 (1,234 tokens until now, 0 restored): " in terminal.shown
+    assert "starting" in terminal.shown
 
 
 def test_an_interrupted_load_ends_at_once(text: Path, chat_model: Path, tmp_path: Path) -> None:
@@ -415,10 +415,10 @@ def test_without_a_daemon_one_line_says_what_to_do(run: Run, text: Path) -> None
 
 def test_a_daemon_that_ends_meanwhile_is_one_line() -> None:
     with Scripted(health=[health("ok")]) as server:
-        target = OverHttp(server.url, None)
-        target.wait_ready(lambda _line: None)
+        call = calling(server.url, None)
+        assert call("GET", "/health", None).status == 200
     with pytest.raises(NotReady, match="no daemon answers"):
-        target.call("GET", "/props")
+        call("GET", "/props", None)
 
 
 @pytest.mark.parametrize(
