@@ -1,11 +1,11 @@
-"""Writing the file anew, with nothing in it but what is stored.
+"""Compaction: writing a new file that holds the stored records and nothing else.
 
-LMDB never gives a page back: what is deleted leaves room inside the file, and its bytes until that room is used again,
-some of them even behind the ends of later values and in keys that only guide the search. So the copy is made record by
-record (LMDB's own copies whole pages). On the way the payloads of a prompt come to lie behind each other, in the order
-in which they are read.
+LMDB never gives a page back to the disk. Deleted records leave free pages in the file, and their bytes stay there until
+the pages are used again, some even longer: behind the ends of values, and in the keys of branch pages. So compaction
+copies record by record, where LMDB's own copy takes whole pages. It puts the payloads of a prompt one after the other,
+in the order in which they are read.
 
-The copy is written beside the file, checked, made durable and renamed over it: a kill at any moment leaves the old file
+The copy is written beside the file, checked, made durable and renamed over it. A kill at any moment leaves the old file
 or the new one.
 """
 
@@ -57,8 +57,8 @@ class Compacted:
     after_bytes: int
 
 
-def nobody_looks(_num_bytes: int) -> None:
-    """Progress that is not shown."""
+def ignore_progress(_num_bytes: int) -> None:
+    """Ignore the progress."""
 
 
 def compacted_bytes(path: Path) -> int:
@@ -76,7 +76,7 @@ def compacted_bytes(path: Path) -> int:
     return report.used_bytes
 
 
-def compact_folder(path: Path, advance: Callable[[int], None] = nobody_looks) -> Compacted:
+def compact_folder(path: Path, advance: Callable[[int], None] = ignore_progress) -> Compacted:
     """Replace the store's file in folder `path` by a compacted copy. `advance` is called with the bytes just written.
 
     The caller has no environment open there. Raises `StoreUnavailable` if another process has the store open, or the
@@ -99,7 +99,7 @@ def compact_folder(path: Path, advance: Callable[[int], None] = nobody_looks) ->
         lock.close()
 
 
-def copy_store(path: Path, target: Path, advance: Callable[[int], None] = nobody_looks) -> Compacted:
+def copy_store(path: Path, target: Path, advance: Callable[[int], None] = ignore_progress) -> Compacted:
     """Write a compacted copy of the store in folder `path` into `target`, which is created and holds no store.
 
     A daemon may have the store open. The room that it frees meanwhile is usable again after the copy. Raises as

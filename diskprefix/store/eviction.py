@@ -1,32 +1,31 @@
-"""Which nodes to give up: pure functions of the usage records, the tree and a time that the caller gives.
+"""Which nodes to evict: pure functions of the usage records, the tree and a time that the caller gives.
 
-A node that others continue is never taken, whatever its score: everything that shares it would be lost. Once its last
-child is chosen it becomes a leaf and competes by its own score. So what many prompts share outlives each of them, and
-the score only has to rank leaves.
+A node that others continue is never evicted, because everything that shares it would be lost. When its last child is
+chosen, it becomes a leaf and is compared by its own score. So what many prompts share stays longer than each of them,
+and the score only has to order leaves.
 
-The score is the logarithm of the seconds of prefill that keeping a byte is expected to save in a given time:
+The score is the logarithm of the prefill seconds that keeping a byte is expected to save in a given time:
 
     log2(1 if it was used again, else p^2)  -  log2(1 + age_s)  +  log2(prefill_s / stored_bytes, over the median)
 
-What saves nothing by itself goes before all that has a score: a block of a layout with states that no checkpoint and
-no tail continues any more. So when the deepest checkpoint of a prompt goes, its blocks go next, back to the one where
-another checkpoint or prompt branches off. The checkpoints of one prompt compete with each other, each by the prefill
-between it and the one before.
+A node that saves nothing by itself goes before all nodes with a score: a block of a layout with states that neither a
+checkpoint nor a tail continues. So when the last checkpoint of a prompt goes, its blocks go next, back to the block
+where another checkpoint or prompt branches off. The checkpoints of one prompt are compared with each other, each by the
+prefill between it and the checkpoint before.
 
-* What was not used for twice as long is worth half: the longer nobody came, the longer it will be until somebody comes.
-  That needs no constant, so it holds for a busy daemon and for an idle one. With equal use and cost this is least
-  recently used, and in a logarithm it still is after years.
-* p is the share of all nodes that were used again since they were stored. Where nearly all are, as the turns of agents,
-  the newest turn counts nearly as much as what was used, so conversations that go on outlive those that ended. Among
-  prompts that come once it counts little, so a batch of them does not push out what is in use. It is squared because
-  it flatters: of what nobody used, most is gone already. More uses add nothing: a lost node costs one miss however
-  often it would be used after that, as the next request stores it again, and most are turns of one conversation, which
-  ends.
+* A node that was not used for twice as long is worth half. The longer nobody used it, the longer it will take until
+  somebody does. This needs no constant, so it holds for a busy daemon and for an idle one. With equal use and cost the
+  order is least recently used.
+* p is the share of all nodes that were used again since they were stored. If it is near 1, as with the turns of agents,
+  a new turn counts nearly as much as a used node, so conversations that go on stay longer than those that ended. If it
+  is small, as with prompts that come once, a new node counts little, so a batch of them does not evict what is in use.
+  It is squared because it is too high: most unused nodes have been evicted already. More uses than one add nothing: a
+  lost node costs one miss, because the next request stores it again.
 * A node that took long to compute for its size is worth more: one deep in a long prompt, or of a slower model. A node
-  whose time nobody measured counts as the median. The factor is bounded, so that one wrong measurement (a process
-  that was suspended meanwhile) is outweighed by 64 times the age.
+  whose time was not measured counts as the median. The factor is bounded, so 64 times the age outweighs one wrong
+  measurement (of a process that was suspended meanwhile).
 
-Clocks jump. What was used after `now` counts as used now, and no use is ever dated back.
+Clocks jump. A use after `now` counts as a use now, and the time of the last use never becomes earlier.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from numpy.typing import NDArray
 from diskprefix.store.schema import USAGE_DTYPE, UsageRecord
 
 HALF_LIFE_S = 300.0
-"""In so much time the hits that a usage record holds halve."""
+"""The number of hits in a usage record halves in this time."""
 JUST_WRITTEN_S = 10.0
 _EVICT_AHEAD = 64
-"""A full store makes room for this part of its budget at a time: choosing reads every node's usage record."""
+"""A full store makes room for this part of its budget at a time, because choosing reads every usage record."""
 _MAX_COST_BITS = 6.0
 _EXPIRY_INTERVAL_S = 60.0
 _OWN_EXPIRY_INTERVAL_S = 30.0
@@ -57,15 +56,15 @@ _SORTED_AT_FIRST = 1024
 _MOST_RESTORES = 2**32 - 1
 
 SavesNothing: TypeAlias = Callable[[bytes], bool] | NDArray[np.bool_]
-"""Whether a node is of no use where nothing continues it: asked by its name, or a mask of shape [len(table.names)]."""
+"""Whether a node is of no use if nothing continues it: a function of its name, or a mask of its rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class UsageTable:
     """Usage records as columns: `records` has dtype `USAGE_DTYPE` and shape [len(names)], in the order of `names`.
 
-    `rows`: the row of each name, for whoever has it at hand. A row that it does not name is nobody's, and must say that
-    others continue it, and be zero otherwise.
+    `rows` gives the row of each name, if the caller has it already. A row that is not in `rows` is unused: its field
+    `children` must not be 0, and all its other fields must be.
     """
 
     names: Sequence[bytes]
@@ -85,22 +84,22 @@ class UsageTable:
 
     @property
     def has_own_ttls(self) -> bool:
-        """Whether a node may have to go that no daemon's `--kv-cache-ttl` speaks of."""
+        """Whether a node may expire by a time to live of its own."""
         return bool((self.records["ttl_s"] > 0).any())
 
     def ages_s(self, now: float) -> NDArray[np.float64]:
-        """Seconds since each node's last use; 0 for one in the future, infinite for a time that is not a number."""
+        """Returns the seconds since each node's last use; 0 for a use in the future, infinite for NaN."""
         ages: NDArray[np.float64] = now - self.records["last_used"]
         return np.maximum(np.where(np.isnan(ages), np.inf, ages), 0.0)
 
 
 def decayed_hits(usage: UsageRecord, now: float) -> float:
-    """The number of uses, each counted half as much for every half-life that has passed since."""
+    """Returns the number of uses, where each counts half for every half-life that has passed since."""
     return float(usage.hits * 2.0 ** (-max(0.0, now - usage.last_used) / HALF_LIFE_S))
 
 
 def after_use(usage: UsageRecord, when: float, hits: int, ttl_s: int = 0) -> UsageRecord:
-    """The record after `hits` uses at time `when`, which asked for `ttl_s` as `recorded_ttl` says it."""
+    """Returns the record after `hits` uses at time `when` that asked for `ttl_s`, in the form of `recorded_ttl`."""
     return replace(
         usage,
         last_used=max(usage.last_used, when),
@@ -111,7 +110,7 @@ def after_use(usage: UsageRecord, when: float, hits: int, ttl_s: int = 0) -> Usa
 
 
 def use_path(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0) -> NDArray[np.void]:
-    """`after_use` of many records at once: a changed copy of `records`, dtype `USAGE_DTYPE`, shape [n]."""
+    """Returns `after_use` of many records: a changed copy of `records`, dtype `USAGE_DTYPE`, shape [n]."""
     used = records.copy()
     ages = np.maximum(0.0, when - records["last_used"])
     used["hits"] = records["hits"] * 2.0 ** (-ages / HALF_LIFE_S) + hits
@@ -123,29 +122,28 @@ def use_path(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0) 
 
 
 def expiry_interval_s(ttl_s: float, *, has_own_ttls: bool) -> float:
-    """How often to look for what has expired; so much later it is gone at most.
+    """Returns the seconds between two searches for expired nodes. A node stays at most that much too long.
 
-    `ttl_s` is the daemon's time to live, 0 for none. For nodes with times of their own it is not shorter for shorter
-    ones: looking reads every usage record, and clients choose these times. Without any, another process may have left
-    some behind.
+    `ttl_s` is the daemon's time to live, 0 for none. Times that clients choose do not shorten the interval, because a
+    search reads every usage record. Without any, another process may still have stored some, so the search goes on.
     """
     interval_s = _OWN_EXPIRY_INTERVAL_S if has_own_ttls else _LOOK_INTERVAL_S
     return min(interval_s, _EXPIRY_INTERVAL_S, ttl_s / 10) if ttl_s else interval_s
 
 
 def recorded_ttl(ttl_s: float | None) -> int:
-    """A time to live as usage records hold it: whole seconds; 0 for None, which leaves it to the daemon."""
+    """Returns a time to live as usage records hold it: whole seconds; 0 for None, which leaves it to the daemon."""
     return 0 if ttl_s is None else math.ceil(min(max(ttl_s, 1.0), _MAX_TTL_S))
 
 
 def longer_ttl(a: int, b: int) -> int:
-    """The longer of two times to live, both as usage records hold them, whatever the daemon's may be."""
+    """Returns the longer of two times to live, as usage records hold them, for any setting of the daemon."""
     own = max(abs(a), abs(b))
     return own if a > 0 and b > 0 else -own
 
 
 def _limits_s(table: UsageTable, ttl_s: float) -> NDArray[np.float64]:
-    """After how many seconds without a use each node may go; infinite for one that may stay for ever."""
+    """Returns after how many seconds without a use each node expires; infinite for one that never does."""
     recorded = table.records["ttl_s"].astype(np.float64)
     default = ttl_s or math.inf
     own = np.abs(recorded)
@@ -153,13 +151,13 @@ def _limits_s(table: UsageTable, ttl_s: float) -> NDArray[np.float64]:
 
 
 def scores(table: UsageTable, now: float) -> NDArray[np.float64]:
-    """How much each node is worth keeping, in powers of two; shape [len(table.names)]. See the module's docstring."""
+    """Returns the score of each node, shape [len(table.names)]; see the module's docstring."""
     worth: NDArray[np.float64] = _use_bits(table) - np.log2(1.0 + table.ages_s(now)) + _cost_bits(table)
     return worth
 
 
 def _use_bits(table: UsageTable) -> NDArray[np.float64]:
-    """log2 of how likely each node is to be used again, over that of one that was: 0 for these, else below."""
+    """Returns log2 of the chance that each node is used again: 0 for a node that was used, less for the others."""
     used = np.clip(np.nan_to_num(table.records["hits"]), 0.0, 1.0)
     is_node = table.records["stored_bytes"] > 0
     num_used = np.count_nonzero(used[is_node])
@@ -169,7 +167,7 @@ def _use_bits(table: UsageTable) -> NDArray[np.float64]:
 
 
 def _cost_bits(table: UsageTable) -> NDArray[np.float64]:
-    """log2 of prefill seconds per byte over the median of those that are known; 0 where it is not known."""
+    """Returns log2 of the prefill seconds per byte, relative to the known median; 0 where they are not known."""
     seconds = table.records["prefill_s"].astype(np.float64)
     known = np.isfinite(seconds) & (seconds > 0)
     bits = np.zeros(len(seconds))
@@ -190,7 +188,7 @@ def usable_bytes(limit: int) -> int:
 
 
 def bytes_to_free(*, used: int, need: int, usable: int, budget: int) -> int:
-    """How many bytes to evict before `need` more are stored; 0 if they fit beside the `used` ones."""
+    """Returns how many bytes to evict before `need` more are stored; 0 if they fit beside the `used` ones."""
     excess = used + need - usable
     return max(excess, budget // _EVICT_AHEAD) if excess > 0 else 0
 
@@ -205,14 +203,14 @@ def choose_victims(
     saves_nothing: SavesNothing | None = None,
     rank: Callable[[UsageTable, float], NDArray[np.float64]] = scores,
 ) -> list[bytes]:
-    """Node hashes in the order in which they may be deleted, children before parents, the least worth first.
+    """Returns node names in the order in which they may be deleted: children before parents, the lowest rank first.
 
-    Stops when their stored bytes reach `bytes_wanted` or nothing evictable is left. Never takes a node that is pinned,
-    that one which stays continues, or that was written within the last `JUST_WRITTEN_S`: the request that wrote it may
-    not have come to its second turn. `parent_of` may answer a root (a hash that is not in `table`). `saves_nothing`
-    tells of a node that nothing continues whether it is of no use so, by its name or its row; None is never. `rank`
-    says how much each row is worth keeping, as `scores` does. Ties are broken by hash, so that the choice is a function
-    of its arguments.
+    Stops when their stored bytes reach `bytes_wanted` or no more nodes may be evicted. Omits nodes that are pinned,
+    that a remaining node continues, or that were written within the last `JUST_WRITTEN_S`, because the conversation
+    that wrote them may not have had its second turn. `parent_of` may return a root, which is not in `table`.
+    `saves_nothing` tells whether a node is of no use if nothing continues it; None means that none is. `rank` returns
+    how much each row is worth keeping, as `scores` does. Equal ranks are ordered by name, so the result depends on the
+    arguments alone.
     """
     # A time of writing far in the future is a clock that was wrong: it must not protect until that time comes.
     settled = ~(np.abs(now - table.records["created_at"]) < JUST_WRITTEN_S)
@@ -235,11 +233,10 @@ def expired(
     pinned: Container[bytes],
     now: float,
 ) -> list[bytes]:
-    """Node hashes not used for as long as was asked for, in the order in which they may be deleted, children before
-    parents.
+    """Returns the names of nodes that have expired, in the order in which they may be deleted: children before parents.
 
-    `ttl_s` is for those that no use asked a time for; 0 keeps them. A node that one in use or pinned continues is in
-    use, whatever its own record says.
+    `ttl_s` is the time to live of nodes without one of their own; with 0 they stay. A node stays as long as a node that
+    continues it.
     """
     ages = table.ages_s(now)
     rows = _leaves_first(table, parent_of, -ages, ages >= _limits_s(table, ttl_s), pinned, None)
@@ -254,10 +251,10 @@ def _leaves_first(
     pinned: Container[bytes],
     saves_nothing: SavesNothing | None,
 ) -> Iterator[int]:
-    """Rows of the leaves that are `free` and not pinned, lowest rank first, before them those that save nothing; a row
-    once all that continue it were. What has no rank goes first too.
+    """Yields the rows of leaves that are `free` and not pinned: first those that save nothing or have NaN as rank, then
+    the lowest rank first. Yields a row with children after all its children.
 
-    Few of many are asked for as a rule, so no more is sorted than that.
+    Callers usually need a few rows of many, so only some are sorted at a time.
     """
     names, children = table.names, table.records["children"]
     rows = np.flatnonzero(free & (children == 0))

@@ -43,22 +43,22 @@ from diskprefix.store.codec.planes import BF16, FP16, FP32, Bytes, FloatFormat
 from diskprefix.tokens import TokenIds, checksum
 
 PIECE_BYTES = 512 * 1024
-"""What pieces should have, raw. Part of the format: a store is read with the cuts that it was written with."""
+"""The size of a piece before encoding. It is a part of the format, because it decides where payloads are cut."""
 
 _HEADER = struct.Struct("<QIIBB30s")
 _CHECKSUM = struct.Struct("<Q")
 _ZEROS = bytes(30)
 _LEAST_SAVING = 32
-"""What does not shrink by this part of its size is left as it is: decoding it would cost more than reading it."""
+"""Data that does not become shorter by this part of its size stays raw: decoding would cost more than reading."""
 _RUN_BYTES = 16 * 1024
-"""Rows are encoded in runs of at least this size, each with a code of its own: layers and heads differ."""
+"""Rows are encoded in runs of at least this size. Each run has its own code, because layers and heads differ."""
 _MAX_WINDOW_BYTES = 1 << 19
 
 _MADV_POPULATE_READ = 22
-"""Linux 5.14; other kernels answer EINVAL and the pages come by ordinary faults."""
+"""Linux 5.14. Older kernels return EINVAL, and the pages are read by ordinary page faults."""
 
 _UNREADABLE = {errno.EFAULT, errno.EIO, getattr(errno, "EHWPOISON", 133)}
-"""What it answers where touching a page would end the process with SIGBUS."""
+"""The errors of madvise where an access to the page would end the process with SIGBUS."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -98,7 +98,7 @@ class Piece:
 
     @property
     def most_bytes(self) -> int:
-        """What it takes at most when it is stored, whatever the codec."""
+        """The most bytes that the stored piece can take, with any codec."""
         return _HEADER.size + self.num_bytes
 
 
@@ -112,14 +112,14 @@ class _Header(NamedTuple):
 
 
 def piece_seed(name: bytes, index: int) -> int:
-    """The seed of a piece's checksum: in the place of another piece, a piece does not verify."""
+    """Returns the seed of a piece's checksum. With it, a piece does not verify in the place of another one."""
     return (int.from_bytes(name[:8], "little") + index) % 2**64
 
 
 def encode_piece(raw: memoryview, piece: Piece, codec: Codec, seed: int) -> bytearray:
-    """The piece as it is stored. `raw` is C-contiguous and holds `piece.num_bytes` bytes.
+    """Returns the piece as it is stored. `raw` is C-contiguous and holds `piece.num_bytes` bytes.
 
-    What the codec does not make smaller is stored raw. Safe to call from several threads.
+    A piece that the codec does not make shorter is stored raw. Safe to call from several threads.
     """
     assert len(raw) == piece.num_bytes < 2**32
     used, parts = _encode(raw, piece, codec)
@@ -154,7 +154,7 @@ def decode_piece(stored: memoryview, piece: Piece, seed: int, out: Bytes) -> Non
 def check_piece(stored: memoryview, seed: int) -> tuple[int, Codec, Element]:
     """Verify a stored piece whose form is not known: its checksum, its header, and that all of it can be decoded.
 
-    Answers its raw bytes, codec and element. Raises `StoreCorrupt`. Takes little memory, whatever the piece claims.
+    Returns its raw bytes, codec and element. Raises `StoreCorrupt`. Takes little memory for every content.
     """
     header, data = _open(stored, seed)
     if header.codec == Codec.PLANES:
@@ -313,7 +313,7 @@ _compressors = _Compressors()
 def populate(view: memoryview) -> None:
     """Fault in the pages under `view` with one system call; on a cold page cache this reads at the disk's speed.
 
-    Raises `StoreCorrupt` where the file is too short or the disk cannot read, which would end the process otherwise.
+    Raises `StoreCorrupt` if the file is too short or the disk cannot be read; an access would end the process then.
     """
     if not len(view):
         return
@@ -325,7 +325,7 @@ def populate(view: memoryview) -> None:
 
 
 def is_in_memory(view: memoryview) -> bool:
-    """Whether the first page of `view` is in the page cache. Quick: populating what is there costs more."""
+    """Whether the first page of `view` is in the page cache. Takes less time than `populate`."""
     found = ctypes.c_ubyte()
     page = ctypes.c_void_p(_first_page(view))
     return not _libc.mincore(page, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(found)) and bool(found.value & 1)
@@ -345,7 +345,7 @@ def encode_tokens(token_ids: TokenIds) -> bytes:
 
 
 def encoded_tokens(stored: bytes | memoryview) -> int:
-    """How many tokens `encode_tokens` says to have encoded, unchecked; 0 if it says nothing."""
+    """Returns the number of tokens that an encoded value claims to hold, without decoding it; 0 if unknown."""
     try:
         return max(0, zstandard.frame_content_size(stored)) // 4
     except zstandard.ZstdError:
