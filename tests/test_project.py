@@ -105,6 +105,31 @@ def test_the_options_table_is_what_the_settings_say() -> None:
     assert options_table() in page, f"the table must be:\n{options_table()}"
 
 
+PAGES = [path for path in sorted(ROOT.rglob("README.md")) if not any(map(is_ignored, path.relative_to(ROOT).parts))]
+EXPECTED_PAGES = {
+    *("README.md", "systemd/README.md", "tools/README.md", "tests/README.md", "policies/README.md"),
+    *("diskprefix/README.md", "diskprefix/cli/README.md", "diskprefix/server/README.md", "diskprefix/chat/README.md"),
+    *("diskprefix/engine/README.md", "diskprefix/model/README.md", "diskprefix/kv/README.md"),
+    *("diskprefix/store/README.md", "diskprefix/prefix_cache/README.md", "diskprefix/policy/README.md"),
+    "diskprefix/simulate/README.md",
+}
+
+
+def test_each_package_has_its_page() -> None:
+    assert {str(path.relative_to(ROOT)) for path in PAGES} == EXPECTED_PAGES
+
+
+def test_the_first_page_is_short() -> None:
+    assert (ROOT / "README.md").stat().st_size <= 12 * 1024
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_link_of_a_page_leads_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    relative = [target for target in targets if "://" not in target]
+    assert [target for target in relative if not (page.parent / target).exists()] == []
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_is_executable_strict_and_well_formed(script: Path) -> None:
     lines = script.read_text(encoding="utf-8").splitlines()
