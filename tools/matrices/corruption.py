@@ -60,7 +60,7 @@ HISTORY_LIMIT = 100
 
 @dataclass(frozen=True)
 class Saved:
-    """A prompt that was saved in the store that is damaged."""
+    """A prompt in the store before it is damaged."""
 
     token_ids: TokenIds
     layout: str

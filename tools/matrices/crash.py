@@ -1,4 +1,4 @@
-"""The crash matrix: processes die of SIGKILL in the middle of what they do to a store, hundreds of times.
+"""The crash matrix: kills processes with SIGKILL while they work on a store, hundreds of times.
 
 After each kill the store must open, `diskprefix verify` must find it clean, every entry that was acknowledged must be
 restored byte for byte, whatever else is there must be whole, and no answer of a daemon may differ from the cold one.
@@ -39,12 +39,12 @@ PHASES: dict[str, tuple[type[Phase], int]] = {
     "import": (ImportPhase, 20),
     "servers": (ServerPhase, 15),
 }
-"""What is killed, and how many of the default number of kills it gets."""
+"""What is killed, and its share of the kills."""
 KILLS = sum(kills for _, kills in PHASES.values())
 
 
 def share(kills: int, phases: tuple[str, ...]) -> dict[str, int]:
-    """How many of `kills` each phase gets, one at least."""
+    """Returns how many of `kills` each phase gets, at least one."""
     weights = {name: PHASES[name][1] for name in phases}
     return {name: max(1, round(kills * weight / sum(weights.values()))) for name, weight in weights.items()}
 
@@ -126,7 +126,7 @@ def _doing(found: dict[str, Any]) -> str:
 @FOLDER
 @JSON
 def main(kills: int, seed: int, phases: tuple[str, ...], folder: Path | None, as_json: bool) -> None:
-    """Kill processes in the middle of what they do to a store, and check what they leave.
+    """Kill processes while they work on a store, and check what they leave.
 
     Exits with 1 if anything was lost, damaged or answered otherwise. Takes about five minutes on two cores, and about
     1 GB of disk.

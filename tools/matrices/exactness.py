@@ -1,4 +1,4 @@
-"""The exactness suite: what a restored run answers against what a cold run answers, for every architecture.
+"""The exactness matrix: for every architecture, compares a restored run with a cold run, bit for bit.
 
 One process computes the answers cold and saves a prompt, and dies of SIGKILL. Another one, with the same weights,
 restores that prompt, one that continues it, one that branches off, and shorter ones. Next-token logits, greedy text and
@@ -54,7 +54,7 @@ def tiny_jobs(names: list[str], dtypes: tuple[str, ...], folder: Path, reply: in
 
 
 def real_jobs(names: list[str], dtypes: tuple[str, ...], weights: Path, folder: Path, console: Console) -> list[Job]:
-    """Jobs of the real models that are there; the others are told."""
+    """Returns the jobs of the real models that are there, and prints which ones are not."""
     jobs = []
     for name in names:
         model = _real_folder(name, weights, folder, console)
@@ -79,7 +79,7 @@ def _real_folder(name: str, weights: Path, folder: Path, console: Console) -> Pa
 
 
 def verified_table(rows: list[Row]) -> dict[str, Any]:
-    """What `diskprefix models` reads: by architecture, what its layers are and in which dtypes it was bitwise exact."""
+    """Returns what `diskprefix models` shows of each architecture: its layers and the dtypes in which it was exact."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         by_name.setdefault(row.architecture, []).append(row)
@@ -144,7 +144,7 @@ def summary(rows: list[Row]) -> list[str]:
 
 
 def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]:
-    """Names of tiny and of real models. Raises `click.UsageError` for others."""
+    """Returns the names of tiny and of real models that were asked for. Raises `click.UsageError` for others."""
     if only is None:
         return list(ARCHITECTURES), list(REAL) if real else []
     names = list(dict.fromkeys(name.strip() for name in only.split(",") if name.strip()))
@@ -184,10 +184,10 @@ def main(
     write_table: Path | None,
     as_json: bool,
 ) -> None:
-    """Check of every architecture that what is restored after a restart is what a cold run computes, bit for bit.
+    """Check for every architecture that a restore after a restart is what a cold run computes, bit for bit.
 
-    Exits with 1 if a row is not bitwise, other than those of the few architectures that cannot be cached. Takes about
-    ten minutes on two cores.
+    Exits with 1 if a row is not exact, except for the few architectures that cannot be cached. Takes about ten minutes
+    on two cores.
     """
     if write_table is not None and (only is not None or dtype):
         raise click.UsageError("--write-table writes all that is verified: leave --only and --dtype out")

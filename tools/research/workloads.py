@@ -1,10 +1,10 @@
 """Published workloads as traces for the simulator: `tools/bench workloads write NAME --data DIR`.
 
-The data are those of their authors, each in a folder of its own name below DIR. Traces of block ids become Mooncake's
-format, conversations become request bodies, one JSON object a line. `open_workload` gives the same as a `Trace`.
+Each workload's data, as its authors publish them, lie in a folder of its name below DIR. Traces of block ids become
+Mooncake's format, conversations become request bodies, one JSON object a line. `open_workload` returns a `Trace`.
 
-Chats are rendered with the embedded model's tokenizer and the ChatML template below, as the model's own leaves tools
-and tool calls out. `tools/bench workloads template` prints it, for a daemon that is to render the same prompts.
+Chats are rendered with the embedded model's tokenizer and the ChatML template below, because the model's own template
+omits tools. `tools/bench workloads template` prints it, for a daemon that is to render the same prompts.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ TEMPLATE = """\
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""A reply that is a call alone begins with one newline, as the generation prompt ends: so it continues the prompt."""
+"""A reply that is only a tool call begins with a newline, as the generation prompt ends, and so continues a prompt."""
 
 PAUSE_S = 5.0
-"""Between two requests of a workload that has no times of its own."""
+"""Seconds between two requests of a workload without times."""
 LANES = 4
-"""Conversations that go on at the same time."""
+"""How many conversations go on at the same time."""
 SESSION_PAUSE_S = 60.0
 SEED = 0
 WEKA_BLOCK_TOKENS = 64
@@ -76,7 +76,7 @@ BFCL_MORE = "I have added functions that you can choose from. What about now?"
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A request, and what was answered, as text."""
+    """A request body and the text of its reply."""
 
     body: Json
     reply: str = ""
@@ -86,12 +86,12 @@ class Turn:
 
 
 def mooncake(data: Path) -> Trace:
-    """The synthetic trace of Mooncake: blocks of 512 tokens; an id names a block and all before it."""
+    """Returns the synthetic trace of Mooncake: blocks of 512 tokens; an id stands for a block and all before it."""
     return read_trace(data / "mooncake" / "synthetic_trace.jsonl", name="mooncake")
 
 
 def weka(data: Path, lanes: int = LANES) -> Trace:
-    """Sessions of a coding agent with its subagents: blocks of 64 tokens whose ids hold within a session.
+    """Returns sessions of a coding agent and its subagents: blocks of 64 tokens, whose ids are those of one session.
 
     When a session began is not known: `lanes` of them go on at the same time, each followed by the next one of its lane
     after a pause. Prompts are cut down to whole blocks, as nothing is known of the rest. All models of a session count
@@ -110,7 +110,7 @@ def weka(data: Path, lanes: int = LANES) -> Trace:
 
 
 def _session(agent: Json, id_base: int, start: float) -> Iterator[BlockRequest]:
-    """The requests of an agent and of those that it called; each begins with its tools and its system message."""
+    """Gives the requests of an agent and of its subagents; each begins with the tools and the system message."""
     system_tokens = agent["tool_tokens"] + agent["system_tokens"]
     system: list[int] | None = None
     for row in agent["requests"]:
@@ -127,7 +127,7 @@ def _session(agent: Json, id_base: int, start: float) -> Iterator[BlockRequest]:
                 block_ids=np.array(ids, np.int64) + id_base,
                 num_tokens=len(ids) * WEKA_BLOCK_TOKENS,
                 output_tokens=row["out"],
-                # Errands of the client, such as finding a title, have other system messages.
+                # Side requests of the client, such as for a title, have other system messages.
                 system_end=system_tokens if head == system and len(ids) * WEKA_BLOCK_TOKENS >= system_tokens else 0,
             )
 
@@ -136,7 +136,7 @@ def _session(agent: Json, id_base: int, start: float) -> Iterator[BlockRequest]:
 
 
 def tau_bench(data: Path) -> Iterator[Turn]:
-    """An airline's agent with tools: a request for each of its messages; four conversations take turns."""
+    """An airline's agent with tools: one request for each reply; four conversations take turns."""
     folder = data / "tau-bench"
     tools = json.loads((folder / "tools_airline.json").read_text(encoding="utf-8"))
     recorded = json.loads((folder / "gpt-4o-airline.share.json").read_text(encoding="utf-8"))
@@ -151,14 +151,14 @@ def _replies(messages: Sequence[Json], tools: list[Json]) -> Iterator[Turn]:
 
 
 def in_turns(conversations: Sequence[Sequence[Turn]], lanes: int = LANES) -> Iterator[Turn]:
-    """Conversations `lanes` at a time: the first request of each, the second of each, and so on."""
+    """Gives the first request of each of `lanes` conversations, then the second of each, and so on."""
     for start in range(0, len(conversations), lanes):
         rounds = zip_longest(*conversations[start : start + lanes])
         yield from (turn for turn in chain.from_iterable(rounds) if turn is not None)
 
 
 def openhands(data: Path) -> Iterator[Turn]:
-    """Tests of a coding agent with helpers, each prompt as it was sent to the model; one test after the other."""
+    """Tests of a coding agent, one after the other, with each prompt as it was sent."""
     for folder in sorted({path.parent for path in (data / "openhands-mock").rglob("prompt_*.log")}):
         for path in sorted(folder.glob("prompt_*.log")):
             reply = path.with_name(path.name.replace("prompt", "response"))
@@ -167,7 +167,7 @@ def openhands(data: Path) -> Iterator[Turn]:
 
 
 def _logged_messages(log: str) -> list[Json]:
-    """The log parts messages but does not say whose they are: the agent's are those that an observation answers."""
+    """The log does not name the roles: a message that an observation follows is the agent's."""
     texts = [text.strip() for text in re.split(r"^-{10}$", log, flags=re.MULTILINE) if text.strip()]
     answers = [text.startswith(("OBSERVATION:", "Observation:")) for text in texts]
     roles = ["assistant" if answered else "user" for answered in [*answers[1:], False]]
@@ -176,10 +176,10 @@ def _logged_messages(log: str) -> list[Json]:
 
 
 def bfcl(data: Path) -> Iterator[Turn]:
-    """Multi-turn function calling: a request for each of the user's turns; four conversations take turns.
+    """Multi-turn function calling: one request for each turn of the user; four conversations take turns.
 
-    The replies are not part of the data; a word stands for each. Where functions come later, they are offered from then
-    on, behind the others, as the benchmark does it.
+    The data have no replies, so one word stands for each. Functions that come later are added behind the others, as in
+    the benchmark.
     """
     folder = data / "bfcl"
     paths = sorted(folder.glob("BFCL_v4_multi_turn_*.json"))
@@ -244,7 +244,7 @@ NAMES = (*TRACES, *CONVERSATIONS)
 
 
 def open_workload(name: str, data: Path) -> Trace:
-    """The workload `name` of `NAMES` in the folder `data`. Conversations are rendered once and kept."""
+    """Returns the workload `name` of `NAMES` in the folder `data`. Conversations are rendered once and then cached."""
     if name in TRACES:
         return TRACES[name](data)
     return rendered(name, list(CONVERSATIONS[name](data)))
@@ -271,7 +271,7 @@ def rendered(name: str, turns: Sequence[Turn]) -> Trace:
 
 
 def _kept_in(name: str, turns: Sequence[Turn]) -> Path:
-    """A folder of the user's cache that is named after all that the rendered prompts depend on."""
+    """Returns the folder of the rendered prompts, named after all that they depend on."""
     from diskprefix.settings import cache_home
 
     digest = hashlib.sha256(TEMPLATE.encode())
@@ -309,7 +309,7 @@ def _tokenizer() -> Any:
 
 
 def renderer() -> ReadBody:
-    """From a request body to a request, as the server reads it; of any length. The reader raises `InvalidRequest`."""
+    """Returns a function that reads a request body as the server does, of any length. It raises `InvalidRequest`."""
     from diskprefix.chat.template import PromptRenderer
     from diskprefix.cli.request_bodies import body_reader
 
@@ -317,7 +317,7 @@ def renderer() -> ReadBody:
 
 
 def token_counter() -> Callable[[str], int]:
-    """How many tokens a text has."""
+    """Returns a function that counts the tokens of a text."""
     return lambda text: len(_tokenizer()(text, verbose=False)["input_ids"]) if text else 0
 
 
