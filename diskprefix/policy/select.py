@@ -76,10 +76,10 @@ faster than restoring it.
 StateKind: TypeAlias = Literal["sliceable", "checkpoints", "one_pass"]
 
 _SHORT_END = 8
-"""What is rewritten of a conversation that goes on is at most one part in so many."""
+"""A prompt of which at most one part in so many was rewritten is taken for the same conversation."""
 _UNKNOWN = Sighting()
 _SEEN_ENOUGH = 8
-"""So many recent prompts that share nothing with each other show that guessing does not pay."""
+"""If so many recent prompts share nothing with each other, a new system message is not kept at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +142,8 @@ class _Choice(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """The recent prompts looked at, newest first, and what the prompt shares with each, in tokens. What is known of it
-    beyond them: how many of its tokens were `seen`, and the rest of the `sighting`."""
+    """The recent prompts, newest first, and how many tokens the prompt shares with each (`commons`). `seen` is the
+    number of its tokens whose blocks were seen before, in these prompts or in older ones."""
 
     prompts: Sequence[TokenIds]
     commons: list[int]
@@ -166,7 +166,8 @@ class _Window(NamedTuple):
 
     @property
     def lost(self) -> int:
-        """Tokens at the end of the prompt that this one shares most with, which this one does not have; the fewest."""
+        """Tokens at the end of the prompt that this one shares most with, which this one does not have. If there are
+        several such prompts, the fewest."""
         lengths = (len(earlier) for earlier, n in zip(self.prompts, self.commons, strict=True) if n == self.common)
         return min(lengths, default=self.common) - self.common
 
@@ -252,7 +253,7 @@ def select(
 
 
 def _with_marks_that_count(prompt: Prompt, block_size: int, least: int) -> Prompt:
-    """Without the marks that too little stands before: they would have nothing kept."""
+    """Leaves out marks that have fewer than `least` tokens before them: nothing would be kept for them."""
     marks = tuple(mark for mark in prompt.marks if floor_to_grid(mark.position, block_size) >= least)
     return prompt if len(marks) == len(prompt.marks) else replace(prompt, marks=marks)
 
@@ -267,7 +268,7 @@ def _as_told(scope: Scope, prompt: Prompt) -> _Choice:
 
 
 def _by_sighting(prompt: Prompt, window: _Window, least: int) -> _Choice:
-    """What was seen twice, and what will be."""
+    """The boundary where state can be cut anywhere."""
     expected = _expected(prompt, window)
     if expected is not None and expected.selected > window.known:
         return expected
@@ -278,10 +279,10 @@ def _by_sighting(prompt: Prompt, window: _Window, least: int) -> _Choice:
 
 
 def _by_support(prompt: Prompt, window: _Window, block_size: int, least: int, restored: int, price: int) -> _Choice:
-    """The positions after `restored` that are expected to save most, each worth its price in tokens."""
+    """The checkpoints after `restored` that are expected to save most. Each must save `price` tokens."""
     votes: Counter[int] = Counter()
     for earlier, common in zip(window.prompts, window.commons, strict=True):
-        # What the prompt continues will not come again: this prompt stands for it.
+        # A prompt that this one continues does not vote: its conversation goes on from here.
         if common < len(earlier):
             votes[floor_to_grid(last_safe(prompt, common), block_size)] += 1
     if window.seen > window.common:
@@ -305,10 +306,10 @@ def _by_support(prompt: Prompt, window: _Window, block_size: int, least: int, re
 
 
 def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
-    """How much of the prompt is expected to come again, alone or with more behind it; None where nothing says so.
+    """How much of the prompt is expected to come again, alone or with more behind it; None if that is not expected.
 
-    The end of a conversation may be rewritten each time (the beginning of a reply, a reminder that moves, a list of
-    open files): what the prompt that it shares most with lost there, it will lose too.
+    A client may rewrite the end of a conversation in each turn (the beginning of a reply, a reminder, a list of open
+    files). As many tokens as were rewritten of the prompt before are expected to be rewritten of this one.
     """
     num_tokens, common = len(prompt.token_ids), window.common
     if window.sighting.continues:
@@ -324,7 +325,8 @@ def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
 
 
 def _system_guess(prompt: Prompt, window: _Window, least: int) -> _Choice | None:
-    """A system message that nobody has sent yet; None where there is none, or no two recent prompts have the same."""
+    """The end of a system message that was not seen before. None if there is none, or if the recent prompts show that
+    system messages do not come again."""
     if not prompt.system_end or window.known >= prompt.system_end:
         return None
     beginnings = [bytes(earlier[:least]) for earlier in window.prompts]

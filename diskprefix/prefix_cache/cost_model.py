@@ -1,17 +1,17 @@
-"""Whether restoring is worth it here: what it takes to compute a prompt, against what it takes to read it from disk.
+"""Decides whether restoring is worth it: the time to compute a prompt against the time to read it from disk.
 
 Two straight lines are measured for one model on one device with one store: seconds to compute by tokens, and seconds to
-restore by bytes, each with a fixed part. Restoring n tokens pays where
+restore by bytes, each with a fixed part. Restoring n tokens pays if
 
     restore_fixed_s + restore_s_per_byte × bytes that n tokens load  <  prefill_s_per_token × n
 
-The fixed part of computing is left out, as the rest of the prompt pays it anyway. What later tokens take more than
-earlier ones, because they attend to more, is left out too: the slope speaks for prompts like those that were seen.
+The fixed part of computing is left out, because the rest of the prompt pays it in any case. Later tokens take longer to
+compute than earlier ones, as they attend to more. That is left out too: the slope describes prompts like those seen.
 
-A wrong yes costs a part of one restore; a wrong no costs a prefill, and nothing is saved that would show the mistake.
-So whatever is not known yet counts as a yes, and while the gate is closed every sixteenth case goes through and is
-measured again. Restores of one size do not tell the fixed part from the rest: then fewer bytes are taken to need less
-time in proportion, and more bytes no more time, the least that any line through them says.
+A wrong yes costs a part of one restore. A wrong no costs a prefill, and nothing is saved that would show the mistake.
+So the answer is yes while the lines are not known, and in every sixteenth case after that, which is measured. Restores
+of one size do not tell the fixed part from the slope. Then the least that any line through them allows is assumed:
+fewer bytes take proportionally less time, and more bytes take no more time.
 """
 
 from __future__ import annotations

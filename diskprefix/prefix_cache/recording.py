@@ -106,8 +106,6 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     bytes_per_token: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
     state_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
     logits_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
-    selected: _Count = 0
-    aligned: _Count = 0
     restored: _Count = 0
     source: Source = "none"
     miss_reason: MissReason | None = None
@@ -237,8 +235,6 @@ class Recorder:
             bytes_per_token=self._bytes_per_token,
             state_bytes=self._state_bytes,
             logits_bytes=self._logits_bytes,
-            selected=report.selection.selected,
-            aligned=report.selection.aligned,
             restored=report.restored,
             source=report.source,
             miss_reason=report.miss_reason,

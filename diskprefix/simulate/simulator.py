@@ -1,9 +1,10 @@
-"""One workload through one policy: each request takes the way that `prefix_cache.request` takes it, but for the state.
+"""Runs one workload through one policy. Each request takes the steps of `prefix_cache.request`, without any state.
 
-What is matched, selected and planned, and what is evicted, is decided by the daemon's own code. In the place of the
-model stands what its state weighs, in the place of LMDB a store that knows names only, and the clock is the trace's.
-Not simulated: the write buffer, the gate, requests that overlap, replies that are kept, compression, and the bound on
-remembered prompts that the budget sets.
+The daemon's own code decides what is matched, selected, planned and evicted. A model's state is replaced by its size,
+LMDB by a store that knows names only, and the clock is the trace's.
+
+Not simulated: the write buffer, the cost model, requests that overlap, replies that are kept, compression, and the
+bound on remembered prompts that the budget sets.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ _OFF = Scope("off")
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The settings of a daemon that matter to what is kept; the defaults are the daemon's.
+    """The settings of a daemon that decide what is kept. The defaults are the daemon's.
 
-    `ttl_s` 0 keeps what is seldom used. `rank` is what eviction goes by. `seconds_per_token`: how long prefill takes.
+    `ttl_s` is in seconds; 0 sets no limit. `rank` orders nodes for eviction. `seconds_per_token` is the
+    time of prefill.
     """
 
     scope: Scope

@@ -122,8 +122,6 @@ def test_a_line_says_what_was_asked_for_and_what_the_cache_did(tmp_path: Path) -
         bytes_per_token=640,
         state_bytes=1024,
         logits_bytes=800,
-        selected=20,
-        aligned=16,
         restored=16,
         source="disk",
         prefill_ms=4.5,
