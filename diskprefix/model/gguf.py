@@ -5,9 +5,9 @@
       .partial-<name>-<hex>  work in progress; what a killed process left is removed by the next one
       <name>/                a finished model: safetensors, configuration, tokenizer, and the manifest
 
-A folder is a model only if it holds a manifest of the present format and every file in it has the size and digest that
-the manifest says. The manifest is written last, everything is flushed to disk, and only then does the folder get its
-name, so that an interruption at any point leaves nothing that could be mistaken for a model.
+A folder is a model only if it holds a manifest of the present format, and every file has the size and digest that the
+manifest gives. The manifest is written last. Everything is flushed to the disk, and then the folder gets its name. So
+an interruption at any point leaves nothing that could be mistaken for a model.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from diskprefix.settings import cache_home, format_size
 from diskprefix.tokens import file_digest
 
 CONVERSION_FORMAT = 1
-"""Raised when the conversion comes to give other files: folders of another format are made again."""
+"""To be increased when the conversion makes other files. Folders of another format are made again."""
 
 MANIFEST = "manifest.json"
 _PARTIAL = ".partial-"
 _GGUF = "model.gguf"
 _OVERHEAD_BYTES = 256 * 1024**2
-"""Memory for the metadata, disk for the tokenizer. At its peak memory holds the weights twice: read, and placed."""
+"""Memory for the metadata, and space on the disk for the tokenizer."""
 _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}$")
 
 # Values of tokenizer.ggml.pre by how they cut text before BPE (llama.cpp, src/llama-vocab.cpp).
@@ -48,7 +48,7 @@ _CUT_DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "command-r", "co
 
 
 def converted_folder(gguf: Path, report: Report) -> Path:
-    """The folder of the model in `gguf`, converted on first use; named after the file and its content.
+    """Returns the folder of the model in `gguf`, which is converted on first use.
 
     Raises `ModelError` if the file cannot be read or converted, or its conversion does not fit in memory or on disk.
     """
@@ -62,10 +62,10 @@ def converted_folder(gguf: Path, report: Report) -> Path:
 
 
 def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path:
-    """The finished model folder `name`; made by `build` if there is none.
+    """Returns the finished model folder `name`, and makes it with `build` if there is none.
 
-    `build` gets an empty folder to work in and returns the folder inside it that holds the model's files. Safe against
-    interruption at any point and against other processes doing the same.
+    `build` takes an empty folder to work in and returns the folder inside it that holds the model's files. It may be
+    interrupted at any point, and other processes may do the same at the same time.
     """
     models = cache_home() / "models"
     folder = models / name
@@ -91,7 +91,7 @@ def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether `folder` is a complete, undamaged model of the present format. Quick, as digests are remembered."""
+    """Returns whether `folder` is a complete, undamaged model of the present format. Digests are remembered."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != CONVERSION_FORMAT or not manifest["files"]:
@@ -146,13 +146,13 @@ def _lock(file: Path, report: Report) -> Iterator[None]:
 
 
 def _remove_leftovers(models: Path) -> None:
-    """To be called under the lock: nobody else works here, so every partial folder is a dead process's."""
+    """Removes all partial folders. The caller holds the lock, so the processes that made them have ended."""
     for leftover in models.glob(f"{_PARTIAL}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _tidy(models: Path) -> None:
-    """Remove leftovers if there are any and nobody is at work; what cannot be removed now does no harm."""
+    """Removes partial folders if no process is at work. It is no error if they cannot be removed now."""
     if not any(models.glob(f"{_PARTIAL}*")):
         return
     with suppress(OSError), _open_lock(models / ".lock") as handle:
@@ -187,14 +187,14 @@ def require_disk(folder: Path, needed_bytes: int) -> None:
 
 
 def convert(gguf: Path, work: Path, report: Report) -> Path:
-    """Dequantise `gguf` to bfloat16 safetensors and a tokenizer in `work/model`; returns that folder.
+    """Dequantises `gguf` to bfloat16 safetensors and a tokenizer in `work/model`. Returns that folder.
 
     Raises `ModelError` if it cannot be read or does not fit, `OSError` if the disk fills up.
     """
     source, made = work / "source", work / "model"
     source.mkdir()
     made.mkdir()
-    # A folder of its own: beside the original may lie other models' configuration and tokenizer files.
+    # In a folder of its own: the folder of the original may hold files of other models.
     (source / _GGUF).symlink_to(gguf.resolve())
     try:
         with progress_bar(f"converting {gguf.name}", 100, report) as advance:
@@ -203,7 +203,7 @@ def convert(gguf: Path, work: Path, report: Report) -> Path:
     except ModelError:
         raise
     except Exception as error:
-        # Reading a foreign file through three libraries can raise anything; a full disk is told apart from the rest.
+        # Three libraries read a foreign file, so any error may come. A full disk is told apart from the others.
         if shutil.disk_usage(work).free < 1024**2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise ModelError(f"cannot convert {gguf}: {first_line(error)}") from error
@@ -211,7 +211,7 @@ def convert(gguf: Path, work: Path, report: Report) -> Path:
 
 
 def _convert(source: Path, made: Path, name: str, advance: Callable[[float], None], report: Report) -> None:
-    """The steps, in per cent: most of the time goes into the metadata (vocabulary and merges), not the tensors."""
+    """Converts, and reports progress in per cent. The metadata (vocabulary and merges) takes most of the time."""
     from gguf import GGUFReader
     from transformers import AutoConfig
 
@@ -233,7 +233,7 @@ def _convert(source: Path, made: Path, name: str, advance: Callable[[float], Non
 
 
 def _facts(reader: Any) -> dict[str, Any]:
-    """What transformers does not carry over: the element count, the pre-tokenizer, further stop tokens."""
+    """Returns what transformers does not read: the element count, the pre-tokenizer, further stop tokens."""
 
     def value(key: str) -> Any:
         field = reader.get_field(key)
@@ -256,12 +256,12 @@ def _load_tokenizer(source: Path, config: Any, facts: dict[str, Any], report: Re
     backend = tokenizer.backend_tokenizer
     if facts["tokenizer"] != "gpt2" or not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
         return tokenizer
-    # transformers falls back to GPT-2's rule for every pre-tokenizer that it does not know.
+    # transformers uses GPT-2's rule for every pre-tokenizer that it does not know.
     if facts["pre"] in _CUT_DIGITS_FIRST:
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     elif facts["pre"] is not None and facts["pre"] not in _CUT_AS_GPT2:
-        report(f"warning: the tokenizer's rule {facts['pre']!r} is not known; some text may be cut into other tokens")
+        report(f"warning: the tokenizer's rule {facts['pre']!r} is not known; some text may give other tokens")
     return tokenizer
 
 
@@ -284,17 +284,18 @@ def _load_dequantised(source: Path, config: Any) -> Any:
 
 
 def _add_stop_tokens(model: Any, stop_ids: list[int]) -> None:
-    """A GGUF may name an end of turn beside its end of text; transformers takes over the latter alone."""
+    """Adds the end of turn to the stop tokens. transformers reads only the end of text from a GGUF."""
     if len(stop_ids) > 1:
         model.generation_config.eos_token_id = stop_ids
 
 
 @contextmanager
 def _loading(reader: Any, advance: Callable[[float], None]) -> Iterator[None]:
-    """What transformers does otherwise than we want while it loads a GGUF.
+    """Changes two things in transformers while it loads a GGUF.
 
-    It draws bars of its own: their progress goes to `advance`, as a fraction of 1. And it parses the whole file for
-    the configuration and again for the tensors, which takes seconds each time: it gets the reader that did so already.
+    Its own progress bars report to `advance`, as a fraction of 1. And it gets the `reader` that has parsed the file
+    already: it would parse the whole file for the configuration and again for the tensors, which takes seconds each
+    time.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as legacy
@@ -317,7 +318,7 @@ def _loading(reader: Any, advance: Callable[[float], None]) -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """No notices and bars of transformers on the terminal, unless its own variable asks for them."""
+    """Turns off the notices and progress bars of transformers, unless TRANSFORMERS_VERBOSITY is set."""
     from transformers.utils import logging
 
     if not os.environ.get("TRANSFORMERS_VERBOSITY"):

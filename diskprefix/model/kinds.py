@@ -30,13 +30,13 @@ _OTHER_KINDS = (
     ("TEXT_TO_SPECTROGRAM", "a speech synthesis model"),
     ("TEXT_ENCODING", _EMBEDDING),
 )
-"""Registries of transformers and what the models in them are. Its registry of models without any head comes last."""
+"""Registries of transformers, and what the models in them are."""
 
 
 @dataclass(frozen=True)
 class ModelKind:
-    """A served kind: `loader` is transformers' auto class for it. `has_own_generate`: the class replaces transformers'
-    `generate`, so what it does with media is not known."""
+    """A kind of model that is served. `loader` is its auto class in transformers. `has_own_generate`: the model's class
+    replaces `generate`, so it is not known what it does with media."""
 
     loader: Any
     is_multimodal: bool
@@ -44,9 +44,9 @@ class ModelKind:
 
 
 def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
-    """The kind of the model in `folder`. Imports its code as a side effect.
+    """Returns the kind of the model in `folder`. Imports the model's code as a side effect.
 
-    Raises `ModelError` that says what it is, where it is not a decoder that generates text.
+    Raises `ModelError` for a model that is not a decoder that generates text. The message says what it is.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto import modeling_auto as registry
@@ -56,10 +56,10 @@ def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
     if config.is_encoder_decoder:
         raise _not_served(folder, config, _ENCODER_DECODER)
     named = set(config.architectures or [])
-    # Multimodal first: what is in both registries under one name takes more than text.
+    # Multimodal first: a class in both registries takes more than text.
     for loader, name in ((AutoModelForMultimodalLM, "MULTIMODAL_LM"), (AutoModelForCausalLM, "CAUSAL_LM")):
         is_listed = type(config) in (mapping := getattr(registry, f"MODEL_FOR_{name}_MAPPING"))
-        # Without a name, a text model is the smaller promise.
+        # A configuration that names no class is taken for a text model.
         is_meant = bool(named & _classes(name)) if named else loader is AutoModelForCausalLM
         if is_listed and is_meant:
             return _served(folder, config, loader, mapping)
@@ -69,7 +69,8 @@ def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
 
 
 def _served(folder: Path, config: PreTrainedConfig, loader: Any, mapping: Any) -> ModelKind:
-    """Some of the multimodal registry generate no text: diffusion models, robot policies."""
+    """Returns the kind. The multimodal registry holds models that generate no text: diffusion models, robot
+    policies."""
     from transformers import AutoModelForMultimodalLM, GenerationMixin
 
     found = mapping[type(config)]
@@ -84,7 +85,7 @@ def _served(folder: Path, config: PreTrainedConfig, loader: Any, mapping: Any) -
 
 
 def _is_sentence_encoder(folder: Path) -> bool:
-    """Whether sentence-transformers wrote the folder: its models end in a pooling layer, whatever the class says."""
+    """Returns whether sentence-transformers wrote the folder. Its models end in a pooling layer."""
     try:
         return "Pooling" in (folder / "modules.json").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -101,7 +102,7 @@ def _other_kind(named: set[str]) -> str:
 
 
 def _classes(name: str | None) -> set[str]:
-    """The class names in transformers' registry of a task; None stands for the models without a head."""
+    """Returns the class names in transformers' registry of a task; None stands for the models without a head."""
     from transformers.models.auto import modeling_auto as registry
 
     mapping = getattr(registry, f"MODEL_FOR_{name}_MAPPING_NAMES" if name else "MODEL_MAPPING_NAMES", {})

@@ -40,11 +40,11 @@ _HUB_SUBFOLDERS = ["*/*"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A decoder model in evaluation mode on its device, ready to serve.
+    """A decoder model in evaluation mode on its device.
 
-    `media` is the processor of a multimodal model, None for a model of text alone. `name` is what clients call it,
-    `source` the folder it was read from. `timings` holds seconds by step: `source` (finding it: download and
-    conversion, if any), `imports`, `digest`, `tokenizer` (and processor), `weights`.
+    `media` is the processor of a multimodal model, None for a model of text alone. `name` is the name for clients,
+    `source` the folder of the files. `timings` holds seconds by step: `source` (with download and conversion),
+    `imports`, `digest`, `tokenizer` (with the processor), `weights`.
     """
 
     model: PreTrainedModel
@@ -68,13 +68,13 @@ class _Stopwatch:
 
 
 def load_model(settings: Settings, progress: Report) -> LoadedModel:
-    """Find, fetch and convert where needed, check and load the model that `settings` name.
+    """Finds, fetches, converts, checks and loads the model that `settings` name.
 
-    `progress` gets lines for people. Raises `ModelError` (it cannot be found, fetched, read or fitted) or
-    `SettingsError` (--device, --chat-template), each in one line.
+    `progress` takes lines of text for people. Raises `ModelError` if the model cannot be found, fetched or read, or
+    does not fit in memory, and `SettingsError` for --device and --chat-template, each with a message of one line.
     """
     clock = _Stopwatch()
-    # What is wrong with the settings is said before anything slow happens.
+    # Wrong settings are reported before anything slow happens.
     _check_device_name(settings.device)
     template = _read_template(settings.chat_template)
     with clock("source"):
@@ -107,10 +107,9 @@ def load_model(settings: Settings, progress: Report) -> LoadedModel:
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model, with its chat template, without its weights: of a hub id they are not even fetched.
+    """Returns the tokenizer of a model with its chat template. The weights of a hub id are not fetched.
 
-    What to name and what is raised is as of `load_model`. A .gguf file and the embedded model are converted on first
-    use, as they are there.
+    `model` and the errors are those of `load_model`. A .gguf file and the embedded model are converted on first use.
     """
     template = _read_template(chat_template)
     folder, _ = _find(model, progress, with_weights=False)
@@ -119,7 +118,7 @@ def load_tokenizer(model: str | None, chat_template: Path | None, progress: Repo
 
 
 def _find(model: str | None, progress: Report, *, with_weights: bool = True) -> tuple[Path, str]:
-    """The folder that holds the model's files, and the model's name."""
+    """Returns the folder that holds the model's files, and the model's name."""
     if model is None:
         return embedded_folder(progress), EMBEDDED.name
     path = Path(os.path.expanduser(model))
@@ -136,14 +135,14 @@ def _find(model: str | None, progress: Report, *, with_weights: bool = True) -> 
 
 
 def _fetch_from_hub(repo: str, progress: Report, *, with_weights: bool) -> Path:
-    """The snapshot of `repo`; fetched if the hub has a newer one than the hub's own cache, or from there if offline."""
+    """Returns the folder of the newest snapshot of `repo`; if the hub cannot be reached, that in the hub's cache."""
     from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
     progress(f"looking for {repo} on the Hugging Face hub")
-    # httpx's root error, under whichever name the hub library imports it: it is not an OSError.
+    # The root error of httpx is not an OSError. The hub library imports it under this name.
     network_error: type[Exception] = getattr(errors, "HTTPError", OSError)
     try:
         wanted = [*_HUB_FILES, _HUB_WEIGHTS] if with_weights else _HUB_FILES
@@ -180,7 +179,8 @@ def _hub_reason(error: Exception) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model folder, safetensors before pickled ones. Raises `ModelError` if there are none."""
+    """Returns the weight files of a folder: safetensors, or else pickled ones. Raises `ModelError` if there are
+    none."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} holds no model: there is no config.json{_hint(folder)}")
     for index in (folder / "model.safetensors.index.json", folder / "pytorch_model.bin.index.json"):
@@ -285,7 +285,7 @@ def _load_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFa
 
 
 def _processors_template(folder: Path) -> str | None:
-    """The chat template where older multimodal models have it: in a file that processors read and tokenizers do not."""
+    """Returns the chat template of an older multimodal model, from a file that only processors read."""
     try:
         content = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -328,7 +328,7 @@ def _override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> Non
             f"--chat-template: line {error.lineno}: {first_line(error)}", param="--chat-template"
         ) from error
     except (TemplateError, TypeError, ValueError):
-        # It compiles; that it wants other messages than this trial's is not for here to judge.
+        # The template compiles. It may need other messages than those of this trial.
         return
 
 
@@ -344,7 +344,7 @@ def _load_weights(
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            # Otherwise a mismatch is told to a log alone. It is refused below.
+            # Without this, a mismatch is only logged. It is refused below.
             ignore_mismatched_sizes=True,
         )
     missing, mismatched = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
@@ -363,15 +363,15 @@ def _load_weights(
 
 
 def _copy_into_memory(model: PreTrainedModel) -> None:
-    """Own the weights instead of mapping the file.
+    """Copies the weights, which safetensors maps from the file.
 
-    Mapped tensors change, or kill the process, when somebody writes the file; they are read from disk again under
-    memory pressure; and they start at odd addresses, which cost 3 to 9 % of decode time here.
+    Mapped tensors change, or end the process, when somebody writes the file. Under memory pressure they are read from
+    the disk again. Their addresses are not aligned, which cost 3 to 9 % of decode time where it was measured.
     """
     import torch
 
     threads = torch.get_num_threads()
-    # One thread fills the memory bus. Others to wait for, at each of hundreds of tensors, cost 1.6 s on a busy machine.
+    # One thread is enough for the memory bus. Waiting for more, at each of hundreds of tensors, cost up to 1.6 s.
     torch.set_num_threads(1)
     try:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -382,7 +382,7 @@ def _copy_into_memory(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _load_failures(folder: Path) -> Iterator[None]:
-    """Whatever transformers, safetensors or torch raise over a model's files, as one line."""
+    """Turns what transformers, safetensors or torch raise for a model's files into a `ModelError` of one line."""
     try:
         yield
     except DiskPrefixError:

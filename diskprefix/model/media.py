@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 MediaKind: TypeAlias = Literal["image", "audio"]
 
 MAX_PIXELS = 64 * 1024**2
-"""Of all images of a request: 256 MiB decoded, at Pillow's four bytes a pixel. A file of a few kilobytes can claim any
-size."""
+"""Limit for all images of a request: 256 MiB decoded, at Pillow's four bytes a pixel. A file of a few kilobytes can
+claim any size."""
 MIN_AUDIO_S = 0.1
-"""Of each sound. Of less, the encoders of some models are left with nothing."""
+"""Limit for each sound. The encoders of some models make nothing of shorter ones."""
 MAX_AUDIO_S = 600
-"""Of all sounds of a request."""
+"""Limit for all sounds of a request."""
 MAX_PREPARED_BYTES = 512 * 1024**2
-"""What the processor makes of the media of a request. Models blow small images up: one pixel can become 10 MB."""
+"""Limit for the tensors that the processor makes of the media of a request. Processors enlarge small images: one pixel
+can become 10 MB."""
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Of the dozens that the library reads: what clients send, in decoders that many eyes have seen."""
+"""The formats that clients send. Pillow reads dozens more, whose decoders are less tested."""
 _PLAIN_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -51,8 +52,8 @@ class MediaPrompt:
 class MediaProcessor:
     """A multimodal model's own processor. Safe to call from several threads.
 
-    `kinds` are those that the model takes. `problem` says why it takes none, if it could. `placeholders` are the texts
-    that stand for media in a prompt.
+    `kinds` are the kinds of media that the model takes. `problem` says why a multimodal model takes none.
+    `placeholders` are the texts that stand for media in a prompt.
     """
 
     def __init__(self, processor: Any, problem: str | None = None) -> None:
@@ -67,9 +68,9 @@ class MediaProcessor:
 
     @classmethod
     def load(cls, folder: Path, config: PreTrainedConfig) -> MediaProcessor:
-        """The processor in a model's folder. What keeps it from being used becomes `problem`.
+        """Returns the processor in a model's folder. If it cannot be used, `problem` says why.
 
-        Raises only what running out of memory raises.
+        Raises only what torch raises when memory runs out.
         """
         from diskprefix.kv.layout import is_out_of_memory
 
@@ -81,10 +82,10 @@ class MediaProcessor:
             return cls(None, _problem(error))
 
     def read_image(self, content: bytes, *, param: str, beside: Sequence[Image] = ()) -> Image:
-        """An image file (PNG, JPEG, WebP, GIF, BMP; the first frame) in RGB, turned upright.
+        """Returns the first frame of an image file (PNG, JPEG, WebP, GIF, BMP) in RGB, turned upright.
 
-        Raises `InvalidRequest` for what is no image, is damaged, or makes more than `MAX_PIXELS` pixels with the images
-        `beside` it.
+        Raises `InvalidRequest` if `content` is not an image, is damaged, or has more than `MAX_PIXELS` pixels together
+        with the images `beside` it.
         """
         from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -101,18 +102,18 @@ class MediaProcessor:
         except (InvalidRequest, MemoryError):
             raise
         except UnidentifiedImageError as error:
-            # What it says names an object of Pillow's, and its address.
-            raise InvalidRequest(f"{param}: is no image that can be read ({formats})", param=param) from error
+            # Its message holds the address of an object.
+            raise InvalidRequest(f"{param}: is not an image that can be read ({formats})", param=param) from error
         except Exception as error:  # decoders of hostile files raise all sorts of errors
             raise InvalidRequest(
-                f"{param}: is no image that can be read ({formats}): {first_line(error)}", param=param
+                f"{param}: is not an image that can be read ({formats}): {first_line(error)}", param=param
             ) from error
 
     def read_audio(self, content: bytes, *, param: str, beside: Sequence[Samples] = ()) -> Samples:
-        """A WAV file as mono samples in [-1, 1] at the rate that the model wants, shape [samples].
+        """Returns a WAV file as mono samples in [-1, 1] at the rate that the model wants, shape [samples].
 
-        Raises `InvalidRequest` for what is no PCM WAV file, for less than `MIN_AUDIO_S`, for more than the model hears
-        of one sound, and for more than `MAX_AUDIO_S` seconds with the sounds `beside` it: all before it is decoded.
+        Raises `InvalidRequest`, before anything is decoded, if `content` is not a PCM WAV file, is shorter than
+        `MIN_AUDIO_S`, is longer than the model takes, or exceeds `MAX_AUDIO_S` together with the sounds `beside` it.
         """
         try:
             sound = Wav.read(content)
@@ -126,7 +127,7 @@ class MediaProcessor:
         if seconds < MIN_AUDIO_S:
             problem = f"lasts {seconds:.3f} s, and a sound must last at least {MIN_AUDIO_S} s"
         elif seconds > self._longest_s:
-            problem = f"lasts {seconds:.1f} s, and this model hears {self._longest_s:g} s of a sound; send it in parts"
+            problem = f"lasts {seconds:.1f} s, and this model takes {self._longest_s:g} s of a sound; send it in parts"
         elif seconds + seconds_beside > MAX_AUDIO_S:
             problem = f"the request holds more than {MAX_AUDIO_S} s of sound"
         else:
@@ -134,9 +135,10 @@ class MediaProcessor:
         raise InvalidRequest(f"{param}: {problem}", param=param)
 
     def prepare(self, text: str, images: Sequence[Image], audio: Sequence[Samples]) -> MediaPrompt:
-        """A rendered conversation and its media, in the order of their placeholders in the text, as the model's input.
+        """Returns the model's input for a rendered conversation and its media, which come in the order of their
+        placeholders in `text`.
 
-        Raises `InvalidRequest` where the processor refuses them, or makes more than `MAX_PREPARED_BYTES` of them.
+        Raises `InvalidRequest` if the processor refuses them, or if the tensors exceed `MAX_PREPARED_BYTES`.
         """
         from diskprefix.kv.layout import is_out_of_memory
 
@@ -173,7 +175,7 @@ class MediaProcessor:
 
 
 def prepared_bytes(tensors: Mapping[str, Any]) -> int:
-    """What the tensors of a `MediaPrompt` take, which may be in lists."""
+    """Returns the size of the tensors of a `MediaPrompt` in bytes. They may be in lists."""
     return sum(map(_num_bytes, tensors.values()))
 
 
@@ -184,25 +186,25 @@ def _num_bytes(value: Any) -> int:
 
 
 def _placeholders(processor: Any) -> frozenset[str]:
-    """The special tokens that the processor, or its tokenizer for it, has beside those of every tokenizer."""
+    """Returns the special tokens of the processor and its tokenizer, without those that every tokenizer has."""
     tokenizer = getattr(processor, "tokenizer", None)
     named: dict[str, Any] = dict(getattr(tokenizer, "special_tokens_map", {}))
     plain = {str(named.pop(name)) for name in _PLAIN_TOKENS if name in named}
     of_processor: Iterable[tuple[str, Any]] = vars(processor).items() if processor is not None else ()
     named |= {name: value for name, value in of_processor if name.endswith("_token")}
     texts = {str(value) for value in named.values() if not isinstance(value, list)}
-    # Some name a line break, or another plain text, a token of theirs.
+    # Some processors list a line break, or other plain text, as a token.
     return frozenset(text for text in texts - plain if any(not (c.isalnum() or c.isspace()) for c in text))
 
 
 def _longest_s(processor: Any, extractor: Any) -> float:
-    """Seconds of a sound that the feature extractor keeps; those that follow it cuts off and says nothing."""
+    """Returns how many seconds of a sound the feature extractor keeps. It drops the rest without an error."""
     if extractor is None or not callable(extractor):
         return float("inf")
     parameters = inspect.signature(extractor).parameters
     options = {name: parameters[name].default for name in ("truncation", "max_length") if name in parameters}
     kwargs = getattr(processor, "valid_processor_kwargs", None)
-    # Where processors have their own options for it, in older and in newer versions of transformers.
+    # Older and newer versions of transformers keep a processor's own options in different places.
     options |= getattr(kwargs, "_defaults", {}).get("audio_kwargs", {})
     options |= getattr(processor, "audio_kwargs", {})
     num_samples = options.get("max_length") or getattr(extractor, "n_samples", None)
@@ -228,7 +230,7 @@ def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
 
 
 def _load_without_videos(folder: Path, config: PreTrainedConfig) -> Any:
-    """The processor without its part for videos, the only one that cannot do without torchvision."""
+    """Returns the processor without its part for videos, which is the only one that needs torchvision."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 

@@ -1,4 +1,4 @@
-"""How much memory a model's weights take, and how much there is."""
+"""How much memory a model's weights take, and how much is free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 _CAST_AT_LOAD = frozenset({"F64", "F32", "F16", "BF16"})
-"""safetensors types that a load casts to the model's dtype; all others (packed quantised weights) keep their size."""
+"""Types of safetensors that are cast to the model's dtype when loaded. All others (packed quantised weights) keep
+their size."""
 
 _SHARE_FOR_KV = 0.9
 
@@ -32,10 +33,10 @@ def require_memory(needed_bytes: int, available: int, *, what: str, advice: str)
 
 
 def weights_bytes(files: Sequence[Path], dtype_bytes: int) -> int:
-    """What the weights in `files` take once loaded in a dtype of `dtype_bytes` bytes per element.
+    """Returns the bytes that the weights in `files` take when loaded in a dtype of `dtype_bytes` bytes an element.
 
-    safetensors files are summed up from their headers. Pickled files (`.bin`) count as they are, which is the best
-    that can be said without reading them. Raises `ModelError` for a file that is not safetensors or is cut short.
+    For safetensors the headers are read. Pickled files (`.bin`) count with the size of the file. Raises `ModelError`
+    for a file that is not safetensors or is cut short.
     """
     return sum(
         _safetensors_bytes(file, dtype_bytes) if file.suffix == ".safetensors" else file.stat().st_size
@@ -61,8 +62,8 @@ def _safetensors_bytes(file: Path, dtype_bytes: int) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of `device`: for a GPU what the driver reports and what torch holds unused, `available_ram_bytes`
-    for the CPU."""
+    """Returns the free memory of `device` in bytes. For a GPU it is what the driver reports and what torch holds
+    unused, for the CPU `available_ram_bytes`."""
     import torch
 
     if device.type == "cuda":
@@ -74,14 +75,13 @@ def available_bytes(device: torch.device) -> int:
 
 
 def kv_bytes(device: torch.device) -> int:
-    """How much of the free memory of `device` KV may take: the rest is for computing with it."""
+    """Returns how many bytes of the free memory of `device` KV may take. The rest is for computing with it."""
     return int(available_bytes(device) * _SHARE_FOR_KV)
 
 
 def available_ram_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """RAM that this process could still take: the machine's MemAvailable or its control groups' rest, the lower one.
-
-    Where there is no /proc (macOS), the whole RAM of the machine.
+    """Returns the RAM that this process can still take, in bytes: MemAvailable of the machine, or what its control
+    groups leave, whichever is less. Without /proc (macOS) it is the RAM of the machine.
     """
     return min([_machine_ram(proc), *_cgroup_rests(proc, cgroups)])
 
@@ -94,7 +94,7 @@ def _machine_ram(proc: Path) -> int:
 
 
 def _cgroup_rests(proc: Path, cgroups: Path) -> Iterator[int]:
-    """What is left under every limit between this process's control group and the root (cgroup v2 and v1)."""
+    """Yields what is left under each limit from this process's control group up to the root (cgroup v2 and v1)."""
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -109,7 +109,7 @@ def _limits_up_from(mount: Path, path: str, limit_name: str, usage_name: str, re
     while True:
         limit, usage = _read(group / limit_name).strip(), _read(group / usage_name).strip()
         if limit.isdigit() and usage.isdigit():
-            # The kernel counts page cache as usage and gives it back on demand, as MemAvailable does.
+            # The kernel counts page cache as usage, but frees it on demand.
             stat = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines())
             yield max(int(limit) - int(usage) + int(stat.get(reclaimable, "0")), 0)
         if group == mount or mount not in group.parents:

@@ -1,7 +1,7 @@
 """WAV files as mono samples at the rate that a model wants, in memory that does not grow with the file.
 
-Python's `wave` is not used: before 3.12 it refuses the header that most tools write for 24 bits or more channels, and
-for damaged files it raises whatever comes.
+Python's `wave` module is not used. Before 3.12 it refuses the header that most tools write for 24 bits or for more than
+two channels, and a damaged file makes it raise errors of any class.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ SAMPLE_RATES = range(4000, 192_001)
 _PCM, _EXTENSIBLE = 1, 0xFFFE
 _PCM_SUBFORMAT = bytes.fromhex("0100000000001000800000aa00389b71")
 _UNKNOWN_BYTES = 0xFFFF_FFFF
-"""The length that programs write which cannot go back to the header: the samples go on to the end of the file."""
+"""Programs that cannot seek back write this length: the samples go on to the end of the file."""
 _MOST_CHUNKS = 1000
 _SAMPLE_TYPES = {1: "u1", 2: "<i2", 3: "<i4", 4: "<i4"}
-"""numpy's type by the bytes of a sample; those of three are padded to four."""
+"""numpy's type by the bytes of a sample. Samples of three bytes are padded to four."""
 _STEP_S, _MARGIN_S = 6, 1
 """Sound is resampled in steps of whole seconds, so that every step begins on a sample of both rates."""
 
 
 @dataclass(frozen=True, eq=False)
 class Wav:
-    """PCM samples as they lie in a WAV file: `data` is a view of the file's bytes, nothing is decoded yet."""
+    """PCM samples as they are in a WAV file. `data` is a view of the file's bytes; nothing is decoded yet."""
 
     rate: int
     num_channels: int
@@ -41,7 +41,7 @@ class Wav:
 
     @classmethod
     def read(cls, content: bytes) -> Wav:
-        """Raises `ValueError` that says what is wrong with the file, in words that go on after its name."""
+        """Raises `ValueError` that says what is wrong with the file. The message continues a sentence about it."""
         chunks = _chunks(content)
         rate, num_channels, width = _format(chunks.get(b"fmt ", (0, memoryview(b"")))[1])
         if rate not in SAMPLE_RATES:
@@ -63,7 +63,8 @@ class Wav:
         return self.num_frames / self.rate
 
     def resampled(self, wanted: int) -> Samples:
-        """The whole sound at `wanted` samples a second, as the mean of its channels in [-1, 1], shape [samples]."""
+        """Returns the whole sound at `wanted` samples a second, the mean of its channels in [-1, 1], shape
+        [samples]."""
         samples = np.empty(max(1, round(self.num_frames * wanted / self.rate)), np.float32)
         for second in range(0, -(-self.num_frames // self.rate), _STEP_S):
             part = samples[second * wanted : (second + _STEP_S) * wanted]
@@ -71,10 +72,11 @@ class Wav:
         return samples
 
     def _step(self, second: int, wanted: int) -> Samples:
-        """`_STEP_S` seconds from `second` on at another rate; silence after the end.
+        """Returns `_STEP_S` seconds from `second` on at another rate, with silence after the end.
 
-        The spectrum of the step and a margin on both sides is cut or filled up, and turned back. The margins fade out:
-        a spectrum belongs to a sound that repeats, and where the end meets the beginning there must be no click.
+        The spectrum of the step, with a margin on both sides, is cut or padded with zeros and transformed back. The
+        transform treats the sound as one that repeats, so the margins fade out: there must be no click where the end
+        meets the beginning.
         """
         if self.rate == wanted:
             return self._mono(second * wanted, (second + _STEP_S) * wanted)
@@ -92,13 +94,13 @@ class Wav:
         return kept
 
     def _mono(self, begin: int, end: int) -> Samples:
-        """Frames from `begin` to `end` as samples; silence where the sound has not begun or is over."""
+        """Returns the frames from `begin` to `end` as samples, with silence outside the sound."""
         first, last = max(begin, 0), min(end, self.num_frames)
         frame_bytes = self.num_channels * self.width
         raw = np.frombuffer(self.data[first * frame_bytes : last * frame_bytes], np.uint8)
         width = self.width
         if width == 3:
-            # The low byte of four: the same sample, 256 times as large.
+            # With a zero as the lowest of four bytes, the sample is 256 times as large.
             padded = np.zeros((len(raw) // 3, 4), np.uint8)
             padded[:, 1:] = raw.reshape(-1, 3)
             raw, width = padded.reshape(-1), 4
@@ -110,9 +112,9 @@ class Wav:
 
 
 def _chunks(content: bytes) -> dict[bytes, tuple[int, memoryview]]:
-    """The first chunk of each name: the length that it claims, and what there is of it."""
+    """Returns the first chunk of each name: the length in its header, and the bytes that are there."""
     if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
-        raise ValueError("is no WAV file with PCM samples")
+        raise ValueError("is not a WAV file with PCM samples")
     found: dict[bytes, tuple[int, memoryview]] = {}
     at, view = 12, memoryview(content)
     for _ in range(_MOST_CHUNKS):
@@ -126,14 +128,14 @@ def _chunks(content: bytes) -> dict[bytes, tuple[int, memoryview]]:
 
 
 def _format(chunk: memoryview) -> tuple[int, int, int]:
-    """Samples a second, channels and bytes of a sample."""
+    """Returns the samples a second, the number of channels and the bytes of a sample."""
     if len(chunk) < 16:
-        raise ValueError("is no WAV file with PCM samples: its header is cut short")
+        raise ValueError("is not a WAV file with PCM samples: its header is cut short")
     tag, num_channels, rate, _, frame_bytes, bits = struct.unpack_from("<HHIIHH", chunk)
     if tag == _EXTENSIBLE and chunk[24:40] == _PCM_SUBFORMAT:
         tag = _PCM
     if tag != _PCM:
-        raise ValueError(f"is no WAV file with PCM samples: its samples are of the format {tag}")
+        raise ValueError(f"is not a WAV file with PCM samples: its samples are of the format {tag}")
     width = (bits + 7) // 8
     if width not in _SAMPLE_TYPES:
         raise ValueError(f"has {bits}-bit samples; 8, 16, 24 and 32 are read")

@@ -1,7 +1,7 @@
-"""Weights as they are in memory: what identifies them, and whether they were changed since.
+"""Weights in memory: their identity, and whether they were changed.
 
-The daemon identifies a model by its files. Whoever works with a model in a notebook may have changed what the files
-said: trained it, merged an adapter, edited a layer. So the tensors themselves are read.
+The daemon identifies a model by its files. A user of the library may have trained the model, merged an adapter or
+edited a layer since it was read. So the library identifies it by its tensors.
 """
 
 from __future__ import annotations
@@ -13,27 +13,31 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from diskprefix.errors import ModelError
+from diskprefix.progress import Report, progress_bar
 from diskprefix.tokens import checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PIECE_BYTES = 64 << 20
-"""Read at a time: what is on a GPU is brought to main memory for it."""
+"""Read at a time. Weights on a GPU are copied to main memory for this."""
+
+_LONG_READ_BYTES = 4 << 30
+"""A progress bar is shown for weights of this size and more."""
 
 Stamp: TypeAlias = tuple[object, ...]
 
 
 def memory_bytes(model: PreTrainedModel) -> int:
-    """What `memory_digest` will read."""
+    """Returns the number of bytes that `memory_digest` reads."""
     return sum(tensor.nbytes for _, tensor in _distinct(model))
 
 
 def memory_digest(model: PreTrainedModel, advance: Callable[[int], None]) -> str:
-    """Identity of the content of all parameters and buffers, wherever they are: 32 hex digits.
+    """Returns the identity of the content of all parameters and buffers, on any device: 32 hex digits.
 
-    `advance` is told after each piece how many bytes were read so far. Raises `ModelError` for weights that are not in
-    memory (offloaded ones) or cannot be read as bytes.
+    `advance` is called after each piece with the number of bytes read so far. Raises `ModelError` for weights that are
+    not in memory (offloaded ones) or cannot be read as bytes.
     """
     digest, done = hashlib.sha256(), 0
     try:
@@ -51,18 +55,27 @@ def memory_digest(model: PreTrainedModel, advance: Callable[[int], None]) -> str
     return digest.hexdigest()[:32]
 
 
-def stamp(model: PreTrainedModel) -> Stamp:
-    """Equal as long as nobody put other tensors into the model or wrote to them.
+def shown_digest(model: PreTrainedModel, report: Report) -> str:
+    """Returns `memory_digest`, with a progress bar for weights that take long to read."""
+    total = memory_bytes(model)
+    if total < _LONG_READ_BYTES:
+        return memory_digest(model, lambda _: None)
+    with progress_bar("reading the weights", total, report, in_bytes=True) as advance:
+        return memory_digest(model, advance)
 
-    It reads no weights: torch counts the writes to a tensor. What is written through `tensor.data` it does not count.
+
+def stamp(model: PreTrainedModel) -> Stamp:
+    """Returns a value that stays equal as long as no tensor of the model is replaced or written to.
+
+    It does not read the weights: torch counts the writes to a tensor. Writes through `tensor.data` are not counted.
     """
     tensors = [*model.parameters(), *model.buffers()]
     return tuple((t.data_ptr(), t.dtype, t.device, 0 if t.is_inference() else t._version) for t in tensors)
 
 
 def _distinct(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """All that the model computes with: its state dict, which quantised layers add their scales to, and the buffers
-    that are not in it. Tied weights come once."""
+    """Yields the tensors that the model computes with: its state dict, to which quantised layers add their scales, and
+    the buffers that are not in it. Tied weights come once."""
     named = dict(model.named_buffers()) | model.state_dict()
     seen: set[tuple[object, ...]] = set()
     for name, value in sorted(named.items()):
@@ -70,7 +83,7 @@ def _distinct(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
             raise ModelError(f"the weights of {type(model).__name__} cannot be read as they are: {name} is no tensor")
         tensor = value.detach()
         place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        # The empty tensor is nowhere, and so are those that are not in memory.
+        # Empty tensors, and those that are not in memory, have no address.
         if tensor.data_ptr() and place in seen:
             continue
         seen.add(place)

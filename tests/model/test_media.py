@@ -59,7 +59,7 @@ def test_images_come_in_the_usual_formats(reader: MediaProcessor, kind: str) -> 
 
 
 def test_a_format_that_is_read_seldom_is_not_read_at_all(reader: MediaProcessor) -> None:
-    with pytest.raises(InvalidRequest, match=r"no image that can be read \(PNG, JPEG, WEBP, GIF, BMP\)"):
+    with pytest.raises(InvalidRequest, match=r"not an image that can be read \(PNG, JPEG, WEBP, GIF, BMP\)"):
         reader.read_image(image_bytes(kind="TIFF"), param="x")
 
 
@@ -151,7 +151,7 @@ def test_the_extensible_header_with_pcm_samples_is_read(reader: MediaProcessor, 
 def test_the_extensible_header_with_other_samples_is_refused(reader: MediaProcessor) -> None:
     content = bytearray(wav_bytes(width=4, is_extensible=True))
     content[44] = 3
-    with pytest.raises(InvalidRequest, match="x: is no WAV file with PCM samples: its samples are of the format 65534"):
+    with pytest.raises(InvalidRequest, match="is not a WAV file with PCM samples: its samples are of the format 65534"):
         reader.read_audio(bytes(content), param="x")
 
 
@@ -211,12 +211,12 @@ def test_what_the_model_would_cut_off_is_refused(processor: dict[str, Any], long
         reader.read_audio(wav_bytes(seconds=4), param="x")
         return
     reader.read_audio(wav_bytes(seconds=longest_s), param="x")
-    with pytest.raises(InvalidRequest, match=f"x: lasts 4.0 s, and this model hears {longest_s} s of a sound"):
+    with pytest.raises(InvalidRequest, match=f"x: lasts 4.0 s, and this model takes {longest_s} s of a sound"):
         reader.read_audio(wav_bytes(seconds=4), param="x")
 
 
 def test_what_is_no_image_is_refused_without_an_address(reader: MediaProcessor) -> None:
-    with pytest.raises(InvalidRequest, match=r"x: is no image that can be read \(PNG, JPEG, WEBP, GIF, BMP\)$"):
+    with pytest.raises(InvalidRequest, match=r"x: is not an image that can be read \(PNG, JPEG, WEBP, GIF, BMP\)$"):
         reader.read_image(b"hello", param="x")
 
 

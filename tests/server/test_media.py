@@ -357,7 +357,7 @@ def test_the_number_of_images_is_limited(llava: AppServer, monkeypatch: pytest.M
         (wav_bytes()[:30], "no WAV file"),
         (wav_bytes(seconds=0), "holds no sound"),
         (wav_bytes(rate=1000), "1000 samples a second are out of range"),
-        (wav_bytes(seconds=31), "lasts 31.0 s, and this model hears 30 s of a sound; send it in parts"),
+        (wav_bytes(seconds=31), "lasts 31.0 s, and this model takes 30 s of a sound; send it in parts"),
         (wav_bytes(seconds=0.02), "lasts 0.020 s, and a sound must last at least 0.1 s"),
         (wav_bytes()[:-2], "is cut short"),
     ],
