@@ -69,6 +69,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "host": "::1",
         "port": "9000",
         "max_queue": "5",
+        "max_connections": "6",
         "max_body_bytes": "1MiB",
         "api_keys": "/keys",
         "block_size": "64",
