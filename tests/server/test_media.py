@@ -304,10 +304,10 @@ def url_part(url: str) -> dict[str, Any]:
         (url_part("data:image/png;base64"), "must be a data: URI in base64"),
         (url_part("data:image/png;base64,a*b="), "not valid base64"),
         (url_part("data:image/png;base64,abc"), "not valid base64"),
-        (url_part("data:image/png;base64,"), "no image that can be read"),
-        (image_part(b"GIF89a, it says"), "no image that can be read"),
-        (image_part(image_bytes()[:60]), "no image that can be read"),
-        (image_part(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"), "no image that can be read"),
+        (url_part("data:image/png;base64,"), "not an image that can be read"),
+        (image_part(b"GIF89a, it says"), "not an image that can be read"),
+        (image_part(image_bytes()[:60]), "not an image that can be read"),
+        (image_part(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"), "not an image that can be read"),
     ],
 )
 def test_an_image_that_cannot_be_read_is_a_400_with_its_param(llava: AppServer, part: Any, words: str) -> None:
@@ -352,9 +352,9 @@ def test_the_number_of_images_is_limited(llava: AppServer, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "no WAV file"),
-        (b"ID3\x04 an mp3", "no WAV file"),
-        (wav_bytes()[:30], "no WAV file"),
+        (b"", "not a WAV file"),
+        (b"ID3\x04 an mp3", "not a WAV file"),
+        (wav_bytes()[:30], "not a WAV file"),
         (wav_bytes(seconds=0), "holds no sound"),
         (wav_bytes(rate=1000), "1000 samples a second are out of range"),
         (wav_bytes(seconds=31), "lasts 31.0 s, and this model takes 30 s of a sound; send it in parts"),
