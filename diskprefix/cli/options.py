@@ -15,7 +15,16 @@ from click.core import ParameterSource
 
 from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import parse_scope
-from diskprefix.settings import SETTINGS, Settings, find_policy, flag_of, parse_duration, parse_size, read_policy
+from diskprefix.settings import (
+    SETTINGS,
+    Settings,
+    find_policy,
+    flag_of,
+    format_size,
+    parse_duration,
+    parse_size,
+    read_policy,
+)
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -72,9 +81,9 @@ class NonemptyOption(GroupedOption):
         return os.environ.get(str(self.envvar))
 
 
-def nonempty(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """Callback of a text option. Raises `BadParameter` for an empty text."""
-    if value == "":
+def nonempty(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
+    """Callback of a text option or argument, or of one that takes several. Raises `BadParameter` for an empty text."""
+    if value == "" or (isinstance(value, tuple) and "" in value):
         raise click.BadParameter(_EMPTY)
     return value
 
@@ -114,7 +123,8 @@ def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decora
     if setting.unset:
         said["show_default"] = setting.unset
     else:
-        said["default"] = _size_text(default) if setting.kind == "size" else default
+        # 4GiB, which `parse_size` reads again.
+        said["default"] = format_size(default).replace(".0 ", "") if setting.kind == "size" else default
     declaration = f"{flag}/--no-{flag.removeprefix('--')}" if setting.kind == "switch" else flag
     return option(declaration, **said | attributes)
 
@@ -128,13 +138,6 @@ def setting_options(names: Iterable[str], before_group: str = "") -> Callable[[D
         return command
 
     return apply
-
-
-def _size_text(num_bytes: int) -> str:
-    """`4GiB`: in the largest unit that divides it, so that `parse_size` returns the same number."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = max(power for power in range(len(units)) if num_bytes % 1024**power == 0)
-    return f"{num_bytes // 1024**power}{units[power]}"
 
 
 def policy_option(group: str) -> Callable[[Decorated], Decorated]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,13 @@ from diskprefix.cli.tooling import print_json, progress, status
 from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.printable import printable_only
-from diskprefix.settings import (
-    MAX_BUDGET,
-    MIN_BUDGET,
-    Settings,
-    format_size,
-    parse_size,
-)
-from diskprefix.simulate.comparison import REGIMES, Case, Regime, Row, cases, compare
-from diskprefix.simulate.formats import JsonObject, ReadBody, read_trace
+from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, format_size, parse_size
+from diskprefix.simulate.comparison import REGIMES, Case, Regime, cases, compare
+from diskprefix.simulate.formats import ReadBody, read_trace
 from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.simulate.simulator import Policy
 from diskprefix.simulate.synthetic import CATALOG
-from diskprefix.simulate.trace import RecordedDaemon, Trace, TraceRequest
+from diskprefix.simulate.trace import RecordedDaemon, Trace
 
 _SETTINGS, _STATE, _WORKLOAD, _OUTPUT = "What to compare", "The model's state", "Workload", "Output"
 _DEFAULTS = Settings()
@@ -45,7 +40,6 @@ _SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")
 _BUDGETS = ("unlimited", "4GiB")
 _SYNTHETIC = "synthetic:"
 _MOST_REQUESTS = 1_000_000
-_MOST_BYTES_PER_TOKEN, _MOST_STATE_BYTES = 2**30, 2**40
 _UNBOUNDED_POSITIONS = 1 << 30
 """The simulation does not limit the length of a prompt."""
 _TOKENS_PER_S = 1000.0
@@ -54,12 +48,6 @@ _TOKENS_PER_S = 1000.0
 def _recorded(otherwise: int) -> dict[str, Any]:
     """Attributes of an option whose default comes from the recording, or else is `otherwise`."""
     return {"default": None, "show_default": f"the recording's, else {otherwise}"}
-
-
-def _nonempty_names(_context: click.Context, _parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        nonempty(_context, _parameter, name)
-    return names
 
 
 _EPILOG = """\b
@@ -80,7 +68,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
 
 
 @click.command(cls=GroupedCommand, short_help="Replay a workload, and show what each setting would do.", epilog=_EPILOG)
-@click.argument("traces", nargs=-1, required=True, metavar="TRACE...", callback=_nonempty_names)
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE...", callback=nonempty)
 @option(
     "--scope",
     group=_SETTINGS,
@@ -146,14 +134,6 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     help="The model whose tokenizer and chat template render request bodies. Its weights are not loaded.",
 )
 @setting_option("chat_template", group=_WORKLOAD, envvar=None, type=PathType(exists=True, dir_okay=False))
-@option(
-    "--limit",
-    group=_WORKLOAD,
-    metavar="N",
-    type=click.IntRange(min=1),
-    show_default="all of them",
-    help="Replay only the first N requests of each trace.",
-)
 @option("--json", group=_OUTPUT, is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
     "--plot",
@@ -175,7 +155,6 @@ def simulate(
     tokens_per_s: float | None,
     model: str | None,
     chat_template: Path | None,
-    limit: int | None,
     json: bool,
     plot: Path | None,
     **flags: Any,
@@ -215,74 +194,84 @@ def simulate(
         raise SettingsError("--tokens-per-s: it must be a number above 0", param="--tokens-per-s")
     if plot is not None:
         _check_plot(plot)
-    asked = _Asked(
+    cases_of = partial(
+        _cases,
         scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope)),
-        regimes=tuple(dict.fromkeys(regime)),
-        budgets=tuple(_budget(size) for size in budget),
+        regimes=regime,
+        budgets=tuple(
+            None if size.strip().lower() == "unlimited" else _size(size, "--budget", MIN_BUDGET, MAX_BUDGET)
+            for size in budget
+        ),
         presets={name: policy_values(name) for name in policy},
-        flags=flags,
-        bytes_per_token=_given_size(bytes_per_token, "--bytes-per-token", _MOST_BYTES_PER_TOKEN),
-        state_bytes=_given_size(state_bytes, "--state-bytes", _MOST_STATE_BYTES),
+        flags={name: value for name, value in flags.items() if value is not None},
+        bytes_per_token=None if bytes_per_token is None else _size(bytes_per_token, "--bytes-per-token", 1, 2**30),
+        state_bytes=None if state_bytes is None else _size(state_bytes, "--state-bytes", 1, 2**40),
         tokens_per_s=tokens_per_s,
     )
-    # An error in an option is reported before the traces are read.
-    asked.cases(None)
-    replayed = _read(traces, _lazy_reader(model, chat_template), limit)
-    rows = _run([(trace, _cases(asked, trace)) for trace in replayed])
+    # An error in an option is reported before the traces are read, and one in a trace before the first is replayed.
+    cases_of(None)
+    planned = [(trace, _cases_of_trace(cases_of, trace)) for trace in _read(traces, _lazy_reader(model, chat_template))]
+    with progress("simulating", sum(len(trace) * len(runs) for trace, runs in planned), in_bytes=False) as advance:
+        rows = [row for trace, runs in planned for row in compare(trace, runs, advance)]
     if plot is not None:
         draw(rows, plot)
     if json:
         print_json([asdict(row) for row in rows])
     else:
-        show(replayed, rows)
+        show([trace for trace, _ in planned], rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What to compare, as the options say. None stands for the recording's value, or else for the default."""
+def _cases(
+    daemon: RecordedDaemon | None,
+    *,
+    scopes: Sequence[Scope],
+    regimes: Sequence[Regime],
+    budgets: Sequence[int | None],
+    presets: Mapping[str, Mapping[str, Any]],
+    flags: Mapping[str, Any],
+    bytes_per_token: int | None,
+    state_bytes: int | None,
+    tokens_per_s: float | None,
+) -> list[Case]:
+    """Returns the runs over a workload that `daemon` recorded. Raises `SettingsError`.
 
-    scopes: Sequence[Scope]
-    regimes: Sequence[Regime]
-    budgets: Sequence[int | None]
-    presets: Mapping[str, Mapping[str, Any]]
-    """The settings in each policy file, by its name."""
-    flags: Mapping[str, Any]
-    bytes_per_token: int | None
-    state_bytes: int | None
-    tokens_per_s: float | None
-
-    def cases(self, daemon: RecordedDaemon | None) -> list[Case]:
-        """Returns the runs over a workload that `daemon` recorded. Raises `SettingsError`."""
-        recorded = {"block_size": daemon.block_size, "kv_cache_min_tokens": daemon.min_tokens} if daemon else {}
-        flags = recorded | {name: value for name, value in self.flags.items() if value is not None}
-        tokens_per_s = self.tokens_per_s or (daemon and daemon.tokens_per_s) or _TOKENS_PER_S
-        reference = _policy(build_settings(flags), tokens_per_s)
-        return cases(
-            [replace(reference, scope=scope) for scope in self.scopes],
-            self._geometries(daemon),
-            self.budgets,
-            {name: _policy(build_settings({**flags, **said}), tokens_per_s) for name, said in self.presets.items()},
-            reference,
-        )
-
-    def _geometries(self, daemon: RecordedDaemon | None) -> dict[Regime, Geometry]:
-        by_regime: dict[Regime, Geometry] = {"sliceable": SLICEABLE, "checkpoints": CHECKPOINTS}
-        if daemon and (daemon.bytes_per_token or daemon.state_bytes):
-            own = Geometry(daemon.bytes_per_token, daemon.state_bytes, daemon.logits_bytes)
-            by_regime["checkpoints" if own.state_bytes else "sliceable"] = own
-        if self.bytes_per_token is not None:
-            of_flag = self.bytes_per_token
-            by_regime = {regime: replace(state, bytes_per_token=of_flag) for regime, state in by_regime.items()}
-        if self.state_bytes is not None:
-            by_regime["checkpoints"] = replace(by_regime["checkpoints"], state_bytes=self.state_bytes)
-        return {regime: by_regime[regime] for regime in self.regimes}
+    `presets` has the settings in each policy file by its name. None stands for the recording's value, or else for the
+    default.
+    """
+    recorded = {"block_size": daemon.block_size, "kv_cache_min_tokens": daemon.min_tokens} if daemon else {}
+    said = {**recorded, **flags}
+    speed = tokens_per_s or (daemon and daemon.tokens_per_s) or _TOKENS_PER_S
+    reference = _policy(said, speed)
+    return cases(
+        [replace(reference, scope=scope) for scope in scopes],
+        {regime: _geometry(regime, daemon, bytes_per_token, state_bytes) for regime in regimes},
+        budgets,
+        {name: _policy({**said, **values}, speed) for name, values in presets.items()},
+        reference,
+    )
 
 
-def _cases(asked: _Asked, trace: Trace) -> list[Case]:
+def _cases_of_trace(cases_of: Callable[[RecordedDaemon | None], list[Case]], trace: Trace) -> list[Case]:
     try:
-        return asked.cases(trace.daemon)
+        return cases_of(trace.daemon)
     except SettingsError as error:
         raise SettingsError(f"{trace.name}: as recorded, {error.message}", param="TRACE") from error
+
+
+def _geometry(
+    regime: Regime, daemon: RecordedDaemon | None, bytes_per_token: int | None, state_bytes: int | None
+) -> Geometry:
+    found = SLICEABLE if regime == "sliceable" else CHECKPOINTS
+    if daemon and (daemon.bytes_per_token or daemon.state_bytes):
+        own = Geometry(daemon.bytes_per_token, daemon.state_bytes, daemon.logits_bytes)
+        found = own if own.state_kind == regime else found
+    if regime == "sliceable":
+        state_bytes = 0
+    return replace(
+        found,
+        bytes_per_token=found.bytes_per_token if bytes_per_token is None else bytes_per_token,
+        state_bytes=found.state_bytes if state_bytes is None else state_bytes,
+    )
 
 
 def _check_plot(path: Path) -> None:
@@ -294,7 +283,8 @@ def _check_plot(path: Path) -> None:
     require_matplotlib()
 
 
-def _policy(settings: Settings, tokens_per_s: float) -> Policy:
+def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:
+    settings = build_settings(values)
     return Policy(
         scope=parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache"),
         budget_bytes=settings.kv_cache_budget,
@@ -307,15 +297,6 @@ def _policy(settings: Settings, tokens_per_s: float) -> Policy:
     )
 
 
-def _budget(text: str) -> int | None:
-    """Returns bytes, or None for no limit."""
-    return None if text.strip().lower() == "unlimited" else _size(text, "--budget", MIN_BUDGET, MAX_BUDGET)
-
-
-def _given_size(text: str | None, flag: str, most: int) -> int | None:
-    return None if text is None else _size(text, flag, 1, most)
-
-
 def _size(text: str, flag: str, least: int, most: int) -> int:
     num_bytes = parse_size(text, param=flag)
     if not least <= num_bytes <= most:
@@ -325,33 +306,28 @@ def _size(text: str, flag: str, least: int, most: int) -> int:
 
 def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
     """Returns a function that reads request bodies. It loads the tokenizer for the first of them."""
-    read: ReadBody | None = None
 
-    def read_body(body: JsonObject) -> TraceRequest:
-        nonlocal read
-        if read is None:
-            from diskprefix.chat.template import PromptRenderer
-            from diskprefix.cli.request_bodies import body_reader
-            from diskprefix.model.loader import load_tokenizer
+    @cache
+    def read() -> ReadBody:
+        from diskprefix.chat.template import PromptRenderer
+        from diskprefix.cli.request_bodies import body_reader
+        from diskprefix.model.loader import load_tokenizer
 
-            tokenizer = load_tokenizer(model, chat_template, lambda line: click.echo(line, err=True))
-            renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=_UNBOUNDED_POSITIONS)
-            read = body_reader(renderer)
-        return read(body)
+        tokenizer = load_tokenizer(model, chat_template, lambda line: click.echo(line, err=True))
+        return body_reader(PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=_UNBOUNDED_POSITIONS))
 
-    return read_body
+    return lambda body: read()(body)
 
 
-def _read(names: Sequence[str], read_body: ReadBody, limit: int | None) -> list[Trace]:
+def _read(names: Sequence[str], read_body: ReadBody) -> list[Trace]:
     """Read all traces before the first is replayed, so that an error in the last one is reported at once."""
     traces = []
     for name, title in zip(names, _titles(names), strict=True):
         if name.startswith(_SYNTHETIC):
-            trace = _synthetic(name)
+            traces.append(_synthetic(name))
         else:
             with status(f"reading {title}"):
-                trace = read_trace(Path(name).expanduser(), read_body, name=title, warn=_warn)
-        traces.append(trace if limit is None else trace.head(limit))
+                traces.append(read_trace(Path(name).expanduser(), read_body, name=title, warn=_warn))
     return traces
 
 
@@ -376,9 +352,3 @@ def _synthetic(name: str) -> Trace:
             f"{name}: {number!r} is not a number of requests, from 1 to {_MOST_REQUESTS}", param="TRACE"
         )
     return CATALOG[kind](num_requests=int(number))
-
-
-def _run(planned: Sequence[tuple[Trace, list[Case]]]) -> list[Row]:
-    total = sum(len(trace) * len(runs) for trace, runs in planned)
-    with progress("simulating", total, in_bytes=False) as advance:
-        return [row for trace, runs in planned for row in compare(trace, runs, advance)]

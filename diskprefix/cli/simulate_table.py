@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import click
@@ -57,16 +58,11 @@ def _marked(text: str, is_recorded: bool) -> str:
 
 def _asked(trace: Trace) -> Iterator[str]:
     """What single requests asked for themselves. It holds in every row."""
-    num_scopes = num_marked = num_read_only = 0
+    asked: Counter[str] = Counter()
     for request in trace:
-        num_scopes += request.scope is not None
-        num_marked += bool(request.prompt.marks)
-        num_read_only += not request.save
-    asked = {
-        "have a scope of their own": num_scopes,
-        "have marks (cache_control)": num_marked,
-        "only read (save: false)": num_read_only,
-    }
+        asked["have a scope of their own"] += request.scope is not None
+        asked["have marks (cache_control)"] += bool(request.prompt.marks)
+        asked["only read (save: false)"] += not request.save
     found = [f"{number:,} {what}" for what, number in asked.items() if number]
     if found:
         yield f"of the requests, in every row but upper-bound: {', '.join(found)}"
@@ -76,7 +72,8 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     """A section for each regime and budget, under common columns. Names are cut to the terminal, figures never."""
     sections: dict[str, list[Row]] = {}
     for row in rows:
-        sections.setdefault(f"{row.regime}, {_budget_text(row.budget_bytes)}", []).append(row)
+        budget = "unlimited" if row.budget_bytes is None else format_size(row.budget_bytes)
+        sections.setdefault(f"{row.regime}, {budget}", []).append(row)
     figures = {row: _figures(row) for row in rows}
     widths = {title: max(len(title), *(len(figures[row][title]) for row in rows)) for title in figures[rows[0]]}
     room = terminal_width(_WIDEST) - sum(len(_GAP) + width for width in widths.values())
@@ -105,10 +102,6 @@ def _figures(row: Row) -> dict[str, str]:
         "evictions": f"{row.evictions:,}",
         "saved": _duration(row.seconds_saved),
     }
-
-
-def _budget_text(budget_bytes: int | None) -> str:
-    return "unlimited" if budget_bytes is None else format_size(budget_bytes)
 
 
 def _duration(seconds: float) -> str:

@@ -89,13 +89,13 @@ def test_a_row_says_what_the_simulator_counts(run: Run, regime: str, geometry: G
 def test_options_reach_the_policy_and_the_geometry(run: Run) -> None:
     flags = ["--scope", "full", "--regime", "checkpoints", "--budget", "1GiB", "--budget", "unlimited"]
     flags += ["--block-size", "64", "--kv-cache-min-tokens", "3000", "--kv-cache-ttl", "10s"]
-    flags += ["--bytes-per-token", "1KiB", "--state-bytes", "2MiB", "--limit", "30", "--json"]
-    found = rows(run("simulate", "synthetic:interleaved", *flags))
+    flags += ["--bytes-per-token", "1KiB", "--state-bytes", "2MiB", "--json"]
+    found = rows(run("simulate", "synthetic:interleaved:30", *flags))
     policy = Policy(scope=Scope("full"), block_size=64, min_tokens=3000, ttl_s=10.0)
-    totals = simulate(interleaved().head(30), policy, Geometry(1024, 2 * MIB, CHECKPOINTS.logits_bytes))
+    totals = simulate(interleaved(num_requests=30), policy, Geometry(1024, 2 * MIB, CHECKPOINTS.logits_bytes))
     assert found[0]["budget_bytes"] is None
     assert (found[0]["requests"], found[0]["written_bytes"]) == (30, totals.written_bytes)
-    forever = simulate(interleaved().head(30), replace(policy, ttl_s=0.0), CHECKPOINTS)
+    forever = simulate(interleaved(num_requests=30), replace(policy, ttl_s=0.0), CHECKPOINTS)
     assert 0 < found[0]["restored_tokens"] == totals.restored_tokens < forever.restored_tokens
 
 
@@ -374,21 +374,20 @@ def test_an_axis_has_ticks_on_both_sides_of_what_is_drawn(run: Run, tmp_path: Pa
     assert len(ticks) >= 2
 
 
-def test_policy_files_are_hollow_points_of_a_plot(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[tuple[str, object]] = []
+def test_policy_files_are_stars_of_a_plot(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[object, object]] = []
     plot = Axes.plot
 
     def noting(axes: Axes, *args: Any, **how: Any) -> Any:
-        if len(args) == 3:
-            drawn.append((args[2], how.get("markerfacecolor")))
+        if len(args) == 3 and len(args[0]):
+            drawn.append((args[2], how["color"]))
         return plot(axes, *args, **how)
 
     monkeypatch.setattr(Axes, "plot", noting)
     flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited", "--policy", "agent", "--policy", "chat"
     assert run("simulate", "synthetic:edits:30", *flags, "--plot", tmp_path / "plot.png").exit_code == 0
-    hollow = [shape for shape, face in drawn if face == "none"]
-    assert len(set(hollow)) == 2
-    assert [face for _, face in drawn].count(None) == 2, "full and whole snapshots"
+    assert sorted(str(shape) for shape, _ in drawn) == ["*", "*", "o", "o"], "full and whole snapshots are circles"
+    assert len({color for _, color in drawn}) == 4
 
 
 def test_what_writes_nothing_makes_an_empty_plot(run: Run, tmp_path: Path) -> None:
@@ -431,7 +430,6 @@ def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
         (["synthetic:edits", "--tokens-per-s", "0"], "--tokens-per-s: it must be a number above 0"),
         (["synthetic:edits", "--tokens-per-s", "nan"], "--tokens-per-s: it must be a number above 0"),
         (["synthetic:edits", "--tokens-per-s", "inf"], "--tokens-per-s: it must be a number above 0"),
-        (["synthetic:edits", "--limit", "0"], "'--limit'"),
         (["synthetic:edits", "--policy", "nobody"], "--policy: no preset 'nobody'"),
         (["synthetic:edits", "--plot", "plot.pdf"], "--plot: plot.pdf must end in .png or .svg"),
         (["synthetic:edits", "--plot", "nowhere/plot.png"], "--plot: there is no folder nowhere"),
