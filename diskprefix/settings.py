@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
@@ -88,7 +89,7 @@ class Setting:
     group: str
     """The heading under which the help shows it."""
     help: str
-    kind: Kind = "text"
+    kind: Kind
     metavar: str | None = None
     unset: str | None = None
     """What the help shows as the default if the default is None or depends on the machine."""
@@ -104,12 +105,16 @@ DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
 _NO_LIMIT = 2**50
 
 
-def _setting(default: Any, group: str, help: str, **attributes: Any) -> Any:
+def _setting(group: str, default: Any, help: str, **attributes: Any) -> Any:
     """A field of `Settings` with the `Setting` that describes it. A callable `default` is called for each object."""
-    metadata = {"setting": Setting(group=group, help=help, **attributes)}
+    plain_kind: Kind = "switch" if isinstance(default, bool) else "integer" if isinstance(default, int) else "text"
+    metadata = {"setting": Setting(group=group, help=help, **{"kind": plain_kind} | attributes)}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+_model, _server, _cache, _tuning = (partial(_setting, group) for group in (MODEL, SERVER, CACHE, TUNING))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,173 +124,131 @@ class Settings:
     This is the one list of the settings: the command line, its help and the table in `cli/README.md` follow it.
     """
 
-    model: str | None = _setting(
+    model: str | None = _model(
         None,
-        MODEL,
         "A Hugging Face hub id, a folder or a .gguf file.",
         metavar="ID|PATH",
         unset="the embedded SmolLM2-135M-Instruct",
     )
-    device: str = _setting(
-        "auto", MODEL, "cpu, cuda, cuda:1, mps, and so on. auto takes an accelerator if there is one.", metavar="NAME"
+    device: str = _model(
+        "auto", "cpu, cuda, cuda:1, mps, and so on. auto takes an accelerator if there is one.", metavar="NAME"
     )
-    dtype: str = _setting(
+    dtype: str = _model(
         "auto",
-        MODEL,
         "The type in which the model computes. auto takes the type of the weights.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
-    served_model_name: str | None = _setting(
-        None, MODEL, "The name that clients use for the model.", metavar="NAME", unset="the model's own"
+    served_model_name: str | None = _model(
+        None, "The name that clients use for the model.", metavar="NAME", unset="the model's own"
     )
-    chat_template: Path | None = _setting(
-        None, MODEL, "A Jinja file to use as the chat template.", kind="file", unset="the model's own"
+    chat_template: Path | None = _model(
+        None, "A Jinja file to use as the chat template.", kind="file", unset="the model's own"
     )
-    host: str = _setting(
-        "127.0.0.1", SERVER, "The address to listen on. Without --api-keys everybody who reaches it is served."
-    )
-    port: int = _setting(
-        8642,
-        SERVER,
-        "The port to listen on. 0 takes a free port and logs its number.",
-        kind="integer",
-        bounds=(0, 65535),
-    )
-    max_queue: int = _setting(
+    host: str = _server("127.0.0.1", "The address to listen on. Without --api-keys everybody who reaches it is served.")
+    port: int = _server(8642, "The port to listen on. 0 takes a free port and logs its number.", bounds=(0, 65535))
+    max_queue: int = _server(
         64,
-        SERVER,
         "The number of requests that may wait. More get a 503 with Retry-After. One API key may have half of them.",
-        kind="integer",
         bounds=(1, 100_000),
     )
-    max_body_bytes: int = _setting(
-        32 * 1024**2, SERVER, "The largest request body. A larger one gets a 413.", kind="size", bounds=(1024, 2**40)
+    max_body_bytes: int = _server(
+        32 * 1024**2, "The largest request body. A larger one gets a 413.", kind="size", bounds=(1024, 2**40)
     )
-    max_connections: int = _setting(
+    max_connections: int = _server(
         256,
-        SERVER,
         "The number of connections that may be open, those without a request included. More get a 503.",
-        kind="integer",
         bounds=(1, 100_000),
     )
-    api_keys: Path | None = _setting(
+    api_keys: Path | None = _server(
         None,
-        SERVER,
         "A file with the keys that clients must send, one on each line, with an optional name before it. Each key has "
         "a cache of its own. SIGHUP reads the file again.",
         kind="file",
         unset="no key is asked for",
     )
-    log_level: str = _setting(
-        "info", SERVER, "What is logged to stderr.", choices=("debug", "info", "warning", "error")
-    )
-    disk_prefix_cache: str = _setting(
+    log_level: str = _server("info", "What is logged to stderr.", choices=("debug", "info", "warning", "error"))
+    disk_prefix_cache: str = _cache(
         "auto:30",
-        CACHE,
         "How much of a prompt is kept: off (nothing), full (all of it), auto or auto:N (what is likely to come again, "
         "from the N most recent prompts) or N (the first N tokens). A request may choose its own.",
         metavar="SCOPE",
     )
-    reuse_generated: bool = _setting(
+    reuse_generated: bool = _cache(
         False,
-        CACHE,
         "Keep the state of replies too, for the next turn. Such a hit is not bit for bit the cold run, because a reply "
         "is computed token by token. A request may choose its own.",
-        kind="switch",
     )
-    kv_cache_dir: Path = _setting(
-        default_kv_cache_dir,
-        CACHE,
-        "The folder of the store. It is created.",
-        kind="folder",
-        metavar="DIR",
-        unset=DEFAULT_DIR,
+    kv_cache_dir: Path = _cache(
+        default_kv_cache_dir, "The folder of the store. It is created.", kind="folder", metavar="DIR", unset=DEFAULT_DIR
     )
-    kv_cache_budget: int = _setting(
+    kv_cache_budget: int = _cache(
         4 * 1024**3,
-        CACHE,
         "The largest size of the store's file. When it is reached, the least useful blocks are evicted.",
         kind="size",
         bounds=(MIN_BUDGET, MAX_BUDGET),
     )
-    kv_cache_min_free: int = _setting(
+    kv_cache_min_free: int = _cache(
         1024**3,
-        CACHE,
         "Disk space to leave free. The store does not grow into it: new blocks replace old ones.",
         kind="size",
         bounds=(0, _NO_LIMIT),
     )
-    kv_cache_ttl: float = _setting(
+    kv_cache_ttl: float = _cache(
         0.0,
-        CACHE,
         "Remove what was not used for this long: 90s, 15m, 12h, 7d, 2w.",
         kind="duration",
         unset="nothing expires",
         bounds=(0, 100 * 365 * 86400),
     )
-    kv_cache_min_tokens: int = _setting(
-        512, CACHE, "Prefixes with fewer tokens are not saved.", kind="integer", bounds=(0, 2**31 - 1)
-    )
-    record: Path | None = _setting(
+    kv_cache_min_tokens: int = _cache(512, "Prefixes with fewer tokens are not saved.", bounds=(0, 2**31 - 1))
+    record: Path | None = _cache(
         None,
-        CACHE,
         "Append the shape of each request (hashes and lengths, no text) to this file, for diskprefix simulate.",
         kind="file",
         unset="nothing is recorded",
     )
-    kv_cache_interval: int = _setting(
+    kv_cache_interval: int = _tuning(
         10240,
-        TUNING,
         "For models with state that exists at one position only: the number of tokens between two checkpoints.",
-        kind="integer",
         bounds=(1, 2**31 - 1),
     )
-    kv_cache_cold_max: int = _setting(
+    kv_cache_cold_max: int = _tuning(
         10240,
-        TUNING,
         "For such models: another checkpoint is kept at the last message boundary at or below this many tokens.",
-        kind="integer",
         bounds=(0, 2**31 - 1),
     )
-    kv_cache_write_buffer: int = _setting(
+    kv_cache_write_buffer: int = _tuning(
         1024**3,
-        TUNING,
         "The amount of state that may wait in memory for the disk. When it is full, prompts are answered but not "
         "saved.",
         kind="size",
         bounds=(0, _NO_LIMIT),
     )
-    kv_cache_codec: str = _setting(
+    kv_cache_codec: str = _tuning(
         "auto",
-        TUNING,
         "How state is stored, always without loss. raw is the fastest to read from memory, planes is smaller, zstd is "
         "general. auto measures the disk and the decoders when the store is new.",
         choices=CODECS,
     )
-    kv_cache_gate: str = _setting(
+    kv_cache_gate: str = _tuning(
         "auto",
-        TUNING,
         "auto neither saves nor restores what is faster to compute on this machine, by measured times. off always "
         "saves and restores.",
         choices=("auto", "off"),
     )
-    kv_cache_on_corruption: OnCorruption = _setting(
+    kv_cache_on_corruption: OnCorruption = _tuning(
         "quarantine",
-        TUNING,
         "What to do with a damaged file: quarantine moves it aside and starts an empty store, refuse ends with an "
         "error.",
         choices=get_args(OnCorruption),
     )
-    block_size: int = _setting(
+    block_size: int = _tuning(
         256,
-        TUNING,
         "The number of tokens in a block and in a step of prefill. Prefixes with different block sizes are not shared.",
-        kind="integer",
         bounds=(16, 65536),
     )
-    fingerprint: str = _setting(
+    fingerprint: str = _tuning(
         "strict",
-        TUNING,
         "portable shares a store between kinds of devices and versions of libraries. strict does not.",
         choices=("strict", "portable"),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 import click
@@ -54,16 +53,8 @@ class _SafeFormatter(logging.Formatter):
 
 
 def configure_logging(level: str) -> None:
-    """Log to stderr: in colour on a terminal, in plain lines elsewhere. Libraries log from WARNING on."""
-    handler: logging.Handler
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.logging import RichHandler
-
-        handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False, highlighter=None)
-        handler.setFormatter(_SafeFormatter("%(message)s", datefmt="[%X]"))
-    else:
-        handler = logging.StreamHandler()
-        handler.setFormatter(_SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
+    """Log to stderr, one line for each message. Libraries log from WARNING on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("diskprefix").setLevel(level.upper())
