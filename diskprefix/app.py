@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -54,7 +53,6 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     from diskprefix.model.fingerprint import Fingerprint
     from diskprefix.model.loader import load_model
     from diskprefix.model.rehearsal import rehearse
-    from diskprefix.model.threads import threads_in_identity
     from diskprefix.prefix_cache.cache import PrefixCache
 
     imported = time.perf_counter()
@@ -70,11 +68,6 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         loaded_at = time.perf_counter()
         fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
         layout = rehearse(loaded.model, identity=str(fingerprint))
-        if settings.fingerprint == "strict":
-            threads = threads_in_identity(
-                loaded.model, layout, block_size=settings.block_size, identity=str(fingerprint)
-            )
-            fingerprint = replace(fingerprint, threads=threads)
         if recorder is not None and not layout.unsupported:
             recorder.weigh(
                 bytes_per_token=layout.bytes_per_token,

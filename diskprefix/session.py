@@ -49,7 +49,6 @@ from diskprefix.model.input_ids import Ids, in_main_memory, unpacked
 from diskprefix.model.memory import available_bytes, kv_bytes
 from diskprefix.model.prefilled import with_prefill
 from diskprefix.model.rehearsal import rehearse
-from diskprefix.model.threads import threads_in_identity
 from diskprefix.model.weights import shown_digest, stamp
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cache import PrefixCache
@@ -240,11 +239,6 @@ class PrefixCacheSession:
             store.use_codec(self.settings.kv_cache_codec, available_bytes(torch.device("cpu")))
             layout, digest = _identified(self.model)
             fingerprint = Fingerprint.of(self.model, digest, self.settings.fingerprint)
-            if self.settings.fingerprint == "strict":
-                threads = threads_in_identity(
-                    self.model, layout, block_size=self.settings.block_size, identity=str(fingerprint)
-                )
-                fingerprint = replace(fingerprint, threads=threads)
             identity = partial(fingerprint.identity, self.settings.block_size, LAYOUT_VERSION, layout.describe())
             self._arena = None if layout.unsupported else self._new_arena(layout)
             self._seen = self._look()
@@ -266,7 +260,7 @@ class PrefixCacheSession:
 
     def _look(self) -> tuple[object, ...]:
         """Returns values that differ if the model computes other numbers now. Does not read the weights."""
-        return self.model.training, stamp(self.model), torch.get_num_threads(), Fingerprint.of(self.model, "")
+        return self.model.training, stamp(self.model), Fingerprint.of(self.model, "")
 
     def _new_arena(self, layout: Layout) -> KVArena:
         return KVArena(layout, self.model.device, partial(kv_bytes, self.model.device))

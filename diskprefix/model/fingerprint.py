@@ -91,7 +91,7 @@ class Fingerprint:
     switches: str
     """torch's switches of kernels and precision that are not at their defaults, as canonical JSON; empty when none."""
     threads: str = ""
-    """The number of compute threads where the numbers depend on it (`model.threads`), else empty."""
+    """The number of compute threads of a CPU, which decides where its kernels cut sums; empty on a GPU."""
     mode: Mode = "strict"
 
     @classmethod
@@ -118,6 +118,7 @@ class Fingerprint:
             transformers_version=version("transformers"),
             kernels=_canonical_if_any(kernel_packages()),
             switches=_canonical_if_any(switches(model)),
+            threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",
             mode=_mode(mode),
         )
 
