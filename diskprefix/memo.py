@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,13 @@ from diskprefix.settings import cache_home
 class Memo:
     """The file `<name>.json` in the cache folder: the newest `max_records` records of JSON values.
 
-    Records that were written with another `version` are ignored. `is_kept(key)` is called for each old record when a
-    record is written, and returns whether the old one is still of use.
+    Records that were written with another `version` are ignored.
     """
 
-    def __init__(
-        self, name: str, *, version: int, max_records: int = 512, is_kept: Callable[[str], bool] = lambda _: True
-    ) -> None:
+    def __init__(self, name: str, *, version: int, max_records: int = 512) -> None:
         self._name = name
         self._version = version
         self._max_records = max_records
-        self._is_kept = is_kept
 
     def get(self, key: str) -> Any:
         """Returns the value of `key`, or None if there is none."""
@@ -38,7 +33,7 @@ class Memo:
     def put(self, key: str, value: Any) -> None:
         """Keep `value` under `key`. Errors of the file system are ignored."""
         # Two processes that write at once may lose one of the records. It is computed again.
-        records = {known: kept for known, kept in self._read().items() if known != key and self._is_kept(known)}
+        records = {known: kept for known, kept in self._read().items() if known != key}
         records = dict(list(records.items())[-(self._max_records - 1) :]) | {key: value}
         target = cache_home() / f"{self._name}.json"
         with suppress(OSError):

@@ -27,14 +27,6 @@ def test_the_newest_records_are_kept() -> None:
     assert [memo.get(str(number)) for number in range(4)] == [None, None, 2, 3]
 
 
-def test_a_record_that_is_of_no_use_goes_when_another_is_written() -> None:
-    memo = Memo("speed", version=1, is_kept=lambda key: key != "old")
-    memo.put("old", 1)
-    assert memo.get("old") == 1
-    memo.put("new", 2)
-    assert (memo.get("old"), memo.get("new")) == (None, 2)
-
-
 def test_a_file_that_is_no_memo_is_replaced(home: Path) -> None:
     home.mkdir()
     (home / "speed.json").write_text("[")

@@ -13,19 +13,8 @@ import click
 from diskprefix.errors import DiskPrefixError
 from diskprefix.version import __version__
 
-COMMANDS = {
-    "serve": "diskprefix.cli.serve:serve",
-    "models": "diskprefix.cli.models:models",
-    "inspect": "diskprefix.cli.inspect:inspect",
-    "warm": "diskprefix.cli.warm:warm",
-    "simulate": "diskprefix.cli.simulate:simulate",
-    "verify": "diskprefix.cli.verify:verify",
-    "purge": "diskprefix.cli.purge:purge",
-    "compact": "diskprefix.cli.compact:compact",
-    "export": "diskprefix.cli.export:export",
-    "import": "diskprefix.cli.import_:import_",
-}
-"""Name of a subcommand → `module:attribute`."""
+COMMANDS = ("serve", "models", "inspect", "warm", "simulate", "verify", "purge", "compact", "export", "import")
+"""Each is the function of its name in the module of its name, with _ after the keyword `import`."""
 
 _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 4, 130, 141
 """A shell reports the last two for a process that SIGINT or SIGPIPE killed."""
@@ -40,8 +29,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
-        module, attribute = COMMANDS[cmd_name].split(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        name = "import_" if cmd_name == "import" else cmd_name
+        command: click.Command = getattr(importlib.import_module(f"diskprefix.cli.{name}"), name)
         return command
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from diskprefix.cli.options import PathType
-from diskprefix.cli.tooling import advised, json_option, print_json, progress, require_store, store_folder_option
+from diskprefix.cli.tooling import advised, print_json, progress, require_store, store_options
 from diskprefix.settings import format_size
 from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store
 from diskprefix.store.folder import DATA
@@ -22,8 +22,7 @@ from diskprefix.store.folder import DATA
     type=PathType(file_okay=False),
     help="Leave the store unchanged and write the compacted copy to this folder. This works beside a running daemon.",
 )
-@store_folder_option
-@json_option
+@store_options
 def compact(target: Path | None, kv_cache_dir: Path, as_json: bool) -> None:
     """Write the store's file anew without the room that removed blocks left in it.
 

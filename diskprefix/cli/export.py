@@ -9,12 +9,11 @@ import click
 from diskprefix.cli.options import PathType
 from diskprefix.cli.tooling import (
     find_entry,
-    json_option,
     opened_store,
     print_json,
     progress,
     short_id,
-    store_folder_option,
+    store_options,
 )
 from diskprefix.errors import SettingsError
 from diskprefix.printable import printable_only
@@ -35,8 +34,7 @@ from diskprefix.tenant import short_tenant
     help="The file to write, or the folder to write it into.",
 )
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
-@store_folder_option
-@json_option
+@store_options
 def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_json: bool) -> None:
     """Write the saved prompt ENTRY with all its blocks to one .safetensors file.
 

@@ -14,12 +14,11 @@ from diskprefix.cli.options import PathType, build_settings, setting_option
 from diskprefix.cli.tooling import (
     advised,
     counted,
-    json_option,
     opened_store,
     print_json,
     progress,
     short_id,
-    store_folder_option,
+    store_options,
 )
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings, format_size
@@ -47,14 +46,13 @@ from diskprefix.tenant import short_tenant
     help="Import the state of a model that no daemon of this store has served, and create the store if there is none. "
     "Only a daemon with the same model, libraries and settings can use it.",
 )
-@store_folder_option
+@store_options
 @setting_option(
     "kv_cache_budget",
     help="The largest size of a store that no daemon has opened yet. Any other keeps the budget of its last daemon.",
 )
 @setting_option("kv_cache_min_free")
 @setting_option("kv_cache_codec")
-@json_option
 def import_(
     files: tuple[Path, ...],
     dry_run: bool,

@@ -12,14 +12,13 @@ import click
 from diskprefix.cli.tooling import (
     counted,
     find_entry,
-    json_option,
     opened_store,
     plain,
     print_json,
     print_table,
     short_id,
     shortened,
-    store_folder_option,
+    store_options,
     terminal_width,
 )
 from diskprefix.printable import printable_only
@@ -37,8 +36,7 @@ _NUMBERS = ("tokens", "checkpoints", "generated", "stored", "shared", "hits")
 
 @click.command(short_help="List the saved prompts, and what they share.")
 @click.argument("entry", required=False)
-@store_folder_option
-@json_option
+@store_options
 def inspect(entry: str | None, kv_cache_dir: Path, as_json: bool) -> None:
     """List the saved prompts in the cache folder, the most recently used first.
 
@@ -130,45 +128,48 @@ def _checkpoints_text(info: EntryInfo) -> str:
 
 
 def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, counts: NodeCounts) -> None:
-    from rich.table import Column
-
     width = terminal_width(_PIPE_COLUMNS)
-    preview_chars = max(20, width - _OTHER_COLUMNS)
-    cells: dict[str, list[Any]] = {
-        "id": [short_id(info.id) for info in entries],
-        "model": [plain(info.model) for info in entries],
-        "scope": [info.scope for info in entries],
-        "tenant": [short_tenant(info.tenant) for info in entries],
-        "tokens": [f"{info.num_tokens:,}" for info in entries],
-        "checkpoints": [str(len(info.checkpoints)) for info in entries],
-        "generated": [f"{info.generated_tokens:,}" for info in entries],
-        "stored": [format_size(info.stored_bytes) for info in entries],
-        "shared": [format_size(info.shared_bytes) for info in entries],
-        "hits": [str(info.hits) for info in entries],
-        "last used": [_age(info.last_used_at) for info in entries],
-        "preview": [plain(shortened(info.preview, preview_chars)) for info in entries],
-    }
-    # Most stores have none of these, and then no column for them.
-    for title, is_needed in (
-        ("tenant", any(info.tenant for info in entries)),
-        ("checkpoints", any(info.checkpoints for info in entries)),
-        ("generated", any(info.generated_tokens for info in entries)),
-    ):
-        if not is_needed:
-            del cells[title]
     if entries:
-        columns = [
-            Column(title, justify="right" if title in _NUMBERS else "left", no_wrap=True, overflow="ellipsis")
-            for title in cells
-        ]
-        print_table(columns, list(zip(*cells.values(), strict=True)), width=width)
-    prompts = counted(len(entries), "saved prompt")
-    blocks = counted(counts.blocks, "block") + (
-        f" ({counts.generated_blocks:,} generated)" if counts.generated_blocks else ""
-    )
+        _print_entries(entries, width)
+    prompts, blocks = counted(len(entries), "saved prompt"), counted(counts.blocks, "block")
+    generated = f" ({counts.generated_blocks:,} generated)" if counts.generated_blocks else ""
     size = format_size(counts.checkpoint_bytes)
     checkpoints = f"{counted(counts.checkpoints, 'checkpoint')} ({size}), " if counts.checkpoints else ""
-    click.echo(f"{prompts}, {blocks}, {checkpoints}{format_size(used_bytes)} in {folder}")
+    click.echo(f"{prompts}, {blocks}{generated}, {checkpoints}{format_size(used_bytes)} in {folder}")
+
+
+def _print_entries(entries: list[EntryInfo], width: int) -> None:
+    from rich.table import Column
+
+    rows = [
+        {
+            "id": short_id(info.id),
+            "model": plain(info.model),
+            "scope": info.scope,
+            "tenant": short_tenant(info.tenant),
+            "tokens": f"{info.num_tokens:,}",
+            "checkpoints": str(len(info.checkpoints)),
+            "generated": f"{info.generated_tokens:,}",
+            "stored": format_size(info.stored_bytes),
+            "shared": format_size(info.shared_bytes),
+            "hits": str(info.hits),
+            "last used": _age(info.last_used_at),
+            "preview": plain(shortened(info.preview, max(20, width - _OTHER_COLUMNS))),
+        }
+        for info in entries
+    ]
+    # Most stores have none of these, and then no column for them.
+    shown = {
+        "tenant": any(info.tenant for info in entries),
+        "checkpoints": any(info.checkpoints for info in entries),
+        "generated": any(info.generated_tokens for info in entries),
+    }
+    titles = [title for title in rows[0] if shown.get(title, True)]
+    columns = [
+        Column(title, justify="right" if title in _NUMBERS else "left", no_wrap=True, overflow="ellipsis")
+        for title in titles
+    ]
+    print_table(columns, [[row[title] for title in titles] for row in rows], width=width)
 
 
 def _age(when: float) -> str:

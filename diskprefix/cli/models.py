@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -38,11 +37,7 @@ _PIPE_COLUMNS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """One architecture.
-
-    `layers` describes the default configuration, or that of a folder. `verified` has the dtypes in which a restored run
-    was equal to the cold run, bit for bit.
-    """
+    """One architecture. `verified` has the dtypes in which a restored run was equal to the cold run, bit for bit."""
 
     architecture: str
     layers: str
@@ -122,15 +117,14 @@ def _row_of(name: str, table: dict[str, Any]) -> ModelRow:
 
     if not name:
         raise SettingsError("NAME: it is empty; give an architecture or a folder", param="NAME")
-    path = Path(os.path.expanduser(name))
+    path = Path(name).expanduser()
     if path.is_dir() and (name not in CONFIG_MAPPING or os.sep in name):
         return _row_of_folder(path, table)
     if name in CONFIG_MAPPING:
         return _row_of_type(name, table)
-    close = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3)
-    hint = f"did you mean {', '.join(close)}?" if close else "`diskprefix models` lists them"
     raise SettingsError(
-        f"{name!r} is neither an architecture of transformers {version('transformers')} nor a folder: {hint}",
+        f"{name!r} is neither an architecture of transformers {version('transformers')} nor a folder; "
+        "`diskprefix models` lists the architectures",
         param="NAME",
     )
 
@@ -161,54 +155,43 @@ def _row_of_type(name: str, table: dict[str, Any]) -> ModelRow:
 
 def _row(name: str, config: PreTrainedConfig, table: dict[str, Any]) -> ModelRow:
     """The row that the configuration gives, with what was verified of the architecture."""
-    found = _surveyed(name, config)
-    text = config.get_text_config(decoder=True)
-    entry = table["architectures"].get(name) or table["architectures"].get(text.model_type)
-    if entry is None or found.restored == "not":
-        return found
-    note = entry["reason"] or ("text alone: prompts with media are not cached" if text is not config else "")
-    restored = _RESTORED[entry["kind"]]
-    return replace(found, restored=restored, verified=tuple(entry["dtypes"]), note=note)
-
-
-def _surveyed(name: str, config: PreTrainedConfig) -> ModelRow:
     from diskprefix.model.survey import describe_layers, moving_ropes_of, survey
 
     row = ModelRow(architecture=name, layers="", restored="not")
     if config.is_encoder_decoder:
         return replace(row, note="not served: an encoder–decoder model")
+    text = config.get_text_config(decoder=True)
+    entry = table["architectures"].get(name) or table["architectures"].get(text.model_type)
     try:
         layers, unknown = survey(config)
     except Exception:  # noqa: BLE001 - a configuration of any age and author may raise anything
-        return replace(row, restored="unknown", note="transformers makes no cache from its configuration alone")
-    row = replace(row, layers=describe_layers(layers, config))
-    if reasons := (*unknown, *moving_ropes_of(config)):
-        return replace(row, note=f"unsupported: {', '.join(reasons)}")
-    has_states = any(layer.kind.startswith("linear") for layer in layers)
-    return replace(row, restored="at checkpoints" if has_states else "anywhere", note="not verified")
+        row = replace(row, restored="unknown", note="transformers makes no cache from its configuration alone")
+    else:
+        row = replace(row, layers=describe_layers(layers, config))
+        if reasons := (*unknown, *moving_ropes_of(config)):
+            return replace(row, note=f"unsupported: {', '.join(reasons)}")
+        has_states = any(layer.kind.startswith("linear") for layer in layers)
+        row = replace(row, restored="at checkpoints" if has_states else "anywhere", note="not verified")
+    if entry is None:
+        return row
+    note = entry["reason"] or ("text alone: prompts with media are not cached" if text is not config else "")
+    return replace(row, restored=_RESTORED[entry["kind"]], verified=tuple(entry["dtypes"]), note=note)
 
 
 def _show(rows: Sequence[ModelRow], verified_with: dict[str, str]) -> None:
     from rich.table import Column
 
     columns = [Column(title, no_wrap=title not in ("layers", "note")) for title in _TITLES]
-    cells = [
-        (
-            plain(row.architecture),
-            row.layers,
-            row.restored,
-            ", ".join(_SHORT_DTYPES.get(dtype, dtype) for dtype in row.verified) or "no",
-            plain(row.note),
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        verified = ", ".join(_SHORT_DTYPES.get(dtype, dtype) for dtype in row.verified) or "no"
+        cells.append((plain(row.architecture), row.layers, row.restored, verified, plain(row.note)))
     print_table(columns, cells, width=terminal_width(_PIPE_COLUMNS))
     number = sum(bool(row.verified) for row in rows)
-    click.echo(f"{counted(len(rows), 'architecture')}, {number} verified with {_versions(verified_with)}")
-    installed = installed_versions()
-    if installed != verified_with:
-        click.echo(f"installed are {_versions(installed)}: run tools/bench exactness to verify them")
-
-
-def _versions(versions: dict[str, str]) -> str:
-    return " and ".join(f"{name} {number}" for name, number in versions.items())
+    verified_names, installed_names = (
+        " and ".join(f"{name} {number}" for name, number in versions.items())
+        for versions in (verified_with, installed_versions())
+    )
+    click.echo(f"{counted(len(rows), 'architecture')}, {number} verified with {verified_names}")
+    if installed_names != verified_names:
+        click.echo(f"installed are {installed_names}: run tools/bench exactness to verify them")

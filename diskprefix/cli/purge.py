@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -11,20 +12,17 @@ import click
 
 from diskprefix.cli.options import nonempty
 from diskprefix.cli.tooling import (
-    confirm,
     counted,
     find_entry,
-    json_option,
     opened_store,
     print_json,
     progress,
     short_id,
     shortened,
-    store_folder_option,
-    yes_option,
+    show_first,
+    store_options,
 )
 from diskprefix.errors import SettingsError
-from diskprefix.printable import printable_only
 from diskprefix.settings import format_size, parse_duration
 from diskprefix.store.listing import EntryInfo, list_entries
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge
@@ -33,8 +31,6 @@ from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import RootRecord
 from diskprefix.tenant import matches, short_tenant
 
-_SHOWN = 20
-"""The most saved prompts that are listed before the question, and models or tenants in a message."""
 _PREVIEW_CHARS = 60
 _NOT_DONE = 1
 """Exit code."""
@@ -55,9 +51,8 @@ _NOT_DONE = 1
 )
 @click.option("--all", "everything", is_flag=True, help="Everything that is stored.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and change nothing.")
-@yes_option
-@store_folder_option
-@json_option
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@store_options
 def purge(
     entries: tuple[str, ...],
     model: str | None,
@@ -107,9 +102,7 @@ def purge(
             _show_plan(plan, chosen, "would be removed" if dry_run else "to remove")
         purged = None
         if not dry_run:
-            if plan and not confirm(
-                f"Purge {_amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)}?", yes=yes
-            ):
+            if plan and not yes and not _confirmed(plan):
                 click.echo("nothing was purged", err=True)
                 return _NOT_DONE
             with progress("purging", plan.stored_bytes) as advance:
@@ -121,23 +114,29 @@ def purge(
     return _NOT_DONE if purged is not None and purged.left_blocks else 0
 
 
+def _confirmed(plan: PurgePlan) -> bool:
+    """Returns the answer at the terminal. Raises `SettingsError` if there is none."""
+    if not sys.stdin.isatty():
+        raise SettingsError(
+            "cannot ask, because standard input is no terminal; add --yes, or --dry-run to change nothing"
+        )
+    amounts = _amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)
+    return click.confirm(f"Purge {amounts}?", default=False, err=True)
+
+
 def _require_known(records: list[RootRecord], model: str | None, salt: str | None) -> None:
     """Raises `SettingsError` for an unknown model or tenant, so that a wrong name does not look like success."""
     if model is not None and all(record.model != model for record in records):
-        there = _listed({record.model for record in records})
-        raise SettingsError(f"--model: nothing is stored of {model!r}; the models are: {there}", param="--model")
+        raise SettingsError(
+            f"--model: nothing is stored of {model!r}; `diskprefix inspect` shows the models", param="--model"
+        )
     if salt is not None and not any(matches(record.tenant, salt) for record in records):
         # The value may be a secret, so it is not repeated.
         raise SettingsError(
-            "--salt: nothing is stored of this tenant (an API key is given itself and not by its name); the tenants "
-            f"are: {_listed({short_tenant(record.tenant) for record in records})}",
+            "--salt: nothing is stored of this tenant; `diskprefix inspect` shows the tenants (an API key is given "
+            "itself and not by its name)",
             param="--salt",
         )
-
-
-def _listed(names: set[str]) -> str:
-    found = sorted(map(printable_only, names - {""}))
-    return ", ".join(found[:_SHOWN] + ["…"] * (len(found) > _SHOWN)) or "none"
 
 
 def _amounts(num_entries: int, num_blocks: int, num_bytes: int) -> str:
@@ -148,16 +147,15 @@ def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:
     if not plan:
         click.echo("nothing to purge")
         return
-    for info in chosen[:_SHOWN]:
-        preview = shortened(info.preview, _PREVIEW_CHARS)
-        whose = f"{info.model}  {short_tenant(info.tenant)}"
-        click.echo(printable_only(f"{short_id(info.id)}  {whose}  {info.num_tokens:,} tokens  {preview}"))
-    if len(chosen) > _SHOWN:
-        click.echo(f"… and {len(chosen) - _SHOWN:,} more")
-    click.echo(
-        f"{title}: {_amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)}, "
-        f"{counted(len(plan.prompts), 'recent prompt')}"
+    show_first(
+        [
+            f"{short_id(info.id)}  {info.model}  {short_tenant(info.tenant)}  {info.num_tokens:,} tokens  "
+            f"{shortened(info.preview, _PREVIEW_CHARS)}"
+            for info in chosen
+        ]
     )
+    amounts = _amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)
+    click.echo(f"{title}: {amounts}, {counted(len(plan.prompts), 'recent prompt')}")
     if plan.shared_blocks:
         click.echo(f"{counted(plan.shared_blocks, 'block')} of them stay: other saved prompts share them")
     if plan.continued_blocks:
@@ -182,17 +180,12 @@ def _show_purged(folder: Path, purged: Purged) -> None:
 
 def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:
     """Returns what --json prints: what was removed, or without `purged` what would be."""
-    report: dict[str, Any] = {
-        "dry_run": purged is None,
-        "entries": [asdict(info) for info in chosen],
+    removed = {
         "blocks": len(plan.nodes),
-        "stored_bytes": plan.stored_bytes,
         "prompts": len(plan.prompts),
         "roots": len(plan.roots),
-        "shared_blocks": plan.shared_blocks,
-        "continued_blocks": plan.continued_blocks,
-        "kept_bytes": plan.kept_bytes,
+        "stored_bytes": plan.stored_bytes,
     }
-    if purged is not None:
-        report |= asdict(purged) | {"entries": report["entries"]}
-    return report
+    kept = {name: getattr(plan, name) for name in ("shared_blocks", "continued_blocks", "kept_bytes")}
+    done = {} if purged is None else asdict(purged)
+    return {"dry_run": purged is None} | removed | kept | done | {"entries": [asdict(info) for info in chosen]}

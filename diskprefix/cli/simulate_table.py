@@ -1,23 +1,17 @@
-"""The tables of `diskprefix simulate`: one for each trace, to be read at 80 columns."""
+"""The tables of `diskprefix simulate`: one for each trace."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import click
 
-from diskprefix.cli.tooling import counted, shortened, terminal_width
+from diskprefix.cli.tooling import counted
 from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
 from diskprefix.simulate.comparison import Row
-from diskprefix.simulate.trace import RecordedDaemon, Trace
-
-_GAP = "  "
-_WIDEST = 120
-"""Columns where no terminal says how many there are."""
-_NARROWEST_NAME = 15
+from diskprefix.simulate.trace import Trace
 
 
 def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
@@ -28,32 +22,21 @@ def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
         if index:
             click.echo()
         click.echo(f"{printable_only(trace.name)}: {requests}, {tokens}")
-        click.echo(_assumed(trace, of_trace))
+        click.echo(_assumed(of_trace))
         for line in _table(of_trace):
             click.echo(line)
         for line in _asked(trace):
             click.echo(line)
 
 
-def _assumed(trace: Trace, rows: Sequence[Row]) -> str:
-    """The assumptions behind the figures, and which of them the recording says."""
-    daemon = trace.daemon or RecordedDaemon(block_size=0, min_tokens=0)
+def _assumed(rows: Sequence[Row]) -> str:
+    """The assumptions behind the figures, whether they are recorded, given or the defaults."""
     first = next(row for row in rows if row.policy is None)
-    is_recorded = (first.block_size, first.min_tokens) == (daemon.block_size, daemon.min_tokens)
-    parts = [_marked(f"blocks of {first.block_size} tokens, {first.min_tokens} at least", is_recorded)]
+    parts = [f"blocks of {first.block_size} tokens, {first.min_tokens} at least"]
     for row in {row.regime: row for row in rows}.values():
         checkpoint = f" and {format_size(row.state_bytes)} a checkpoint" if row.state_bytes else ""
-        is_recorded = (row.bytes_per_token, row.state_bytes) == (daemon.bytes_per_token, daemon.state_bytes)
-        parts.append(
-            _marked(f"{row.regime} state of {format_size(row.bytes_per_token)} a token{checkpoint}", is_recorded)
-        )
-    is_recorded = math.isclose(first.tokens_per_s, daemon.tokens_per_s)
-    parts.append(_marked(f"prefill of {first.tokens_per_s:,.0f} tokens/s", is_recorded))
-    return f"assumed: {'; '.join(parts)}"
-
-
-def _marked(text: str, is_recorded: bool) -> str:
-    return f"{text} (recorded)" if is_recorded else text
+        parts.append(f"{row.regime} state of {format_size(row.bytes_per_token)} a token{checkpoint}")
+    return f"assumed: {'; '.join(parts)}; prefill of {first.tokens_per_s:,.0f} tokens/s"
 
 
 def _asked(trace: Trace) -> Iterator[str]:
@@ -69,28 +52,25 @@ def _asked(trace: Trace) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    """A section for each regime and budget, under common columns. Names are cut to the terminal, figures never."""
+    """A section for each regime and budget, under common columns."""
     sections: dict[str, list[Row]] = {}
     for row in rows:
         budget = "unlimited" if row.budget_bytes is None else format_size(row.budget_bytes)
         sections.setdefault(f"{row.regime}, {budget}", []).append(row)
     figures = {row: _figures(row) for row in rows}
     widths = {title: max(len(title), *(len(figures[row][title]) for row in rows)) for title in figures[rows[0]]}
-    room = terminal_width(_WIDEST) - sum(len(_GAP) + width for width in widths.values())
-    longest = max(len(printable_only(row.label)) for row in rows)
-    name_width = min(longest, max(room, _NARROWEST_NAME))
+    name_width = max(len(printable_only(row.label)) for row in rows)
 
     def line(name: str, cells: Iterable[str]) -> str:
-        padded = (_GAP + cell.rjust(width) for cell, width in zip(cells, widths.values(), strict=True))
-        return shortened(name, name_width).ljust(name_width) + "".join(padded)
+        padded = ("  " + cell.rjust(width) for cell, width in zip(cells, widths.values(), strict=True))
+        return printable_only(name).ljust(name_width) + "".join(padded)
 
     yield ""
     yield click.style(line("scope", widths), bold=True)
     for title, section in sections.items():
         yield ""
         yield click.style(title, bold=True)
-        for row in section:
-            yield line(printable_only(row.label), figures[row].values())
+        yield from (line(row.label, figures[row].values()) for row in section)
 
 
 def _figures(row: Row) -> dict[str, str]:

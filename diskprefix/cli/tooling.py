@@ -1,4 +1,4 @@
-"""Parts that commands share: the folder of the store, output as JSON and text, progress, questions."""
+"""Parts that commands share: the folder of the store, output as JSON and text, progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from diskprefix.cli.options import PathType
+from diskprefix.cli.options import Decorated, PathType
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
 from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir
@@ -24,25 +24,26 @@ if TYPE_CHECKING:
     from rich.table import Column
 
 _SHOWN_ID_DIGITS, _MIN_ID_DIGITS = 12, 4
-
-store_folder_option = click.option(
-    "--kv-cache-dir",
-    type=PathType(),
-    default=default_kv_cache_dir,
-    envvar="DISKPREFIX_KV_CACHE_DIR",
-    show_default=DEFAULT_DIR,
-    show_envvar=True,
-    # No shell expands a variable from an environment file, so this does.
-    callback=lambda _context, _parameter, path: path.expanduser(),
-    help="The folder of the store. Policy files are not read.",
-)
-"""`--kv-cache-dir`, passed to the command as `kv_cache_dir: Path`."""
+SHOWN = 20
+"""The most items of a list that text output has. --json has them all."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 """`--json`, passed to the command as `as_json: bool`."""
 
-yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-"""`--yes`, passed to the command as `yes: bool`, for `confirm`."""
+
+def store_options(command: Decorated) -> Decorated:
+    """`--kv-cache-dir` and `--json`, passed to the command as `kv_cache_dir: Path` and `as_json: bool`."""
+    return click.option(
+        "--kv-cache-dir",
+        type=PathType(),
+        default=default_kv_cache_dir,
+        envvar="DISKPREFIX_KV_CACHE_DIR",
+        show_default=DEFAULT_DIR,
+        show_envvar=True,
+        # No shell expands a variable from an environment file, so this does.
+        callback=lambda _context, _parameter, path: path.expanduser(),
+        help="The folder of the store. Policy files are not read.",
+    )(json_option(command))
 
 
 def require_store(folder: Path) -> None:
@@ -95,9 +96,9 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[:head]}…{text[len(text) - (width - head - 1) :]}"
 
 
-def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Returns `1 block`, `2,000 blocks`, `2 entries`."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+def counted(number: int, noun: str) -> str:
+    """Returns `1 block`, `2,000 blocks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def short_id(id_: str) -> str:
@@ -121,15 +122,9 @@ def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:
 
 
 @contextmanager
-def progress(label: str, total: int | None, *, in_bytes: bool = True) -> Iterator[Callable[[int], None]]:
+def progress(label: str, total: int, *, in_bytes: bool = True) -> Iterator[Callable[[int], None]]:
     """Show a bar on stderr while work goes on, if stderr is a terminal. Yields a function that takes what was done
-    since its last call.
-
-    `total` is None where nobody knows how much there is to do.
-    """
-    if not sys.stderr.isatty():
-        yield lambda _number: None
-        return
+    since its last call."""
     from diskprefix.progress import progress_bar
 
     done = 0
@@ -175,12 +170,9 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[Any]], *, wid
     click.echo(printed.get(), nl=False)
 
 
-def confirm(question: str, *, yes: bool) -> bool:
-    """Returns whether to go on: with `--yes`, or as answered at the terminal. Raises `SettingsError` without one."""
-    if yes:
-        return True
-    if not sys.stdin.isatty():
-        raise SettingsError(
-            "cannot ask, because standard input is no terminal; add --yes, or --dry-run to change nothing"
-        )
-    return click.confirm(question, default=False, err=True)
+def show_first(lines: Sequence[str]) -> None:
+    """Print the first lines of a list, and how many more there are."""
+    for line in lines[:SHOWN]:
+        click.echo(printable_only(line))
+    if len(lines) > SHOWN:
+        click.echo(f"… and {len(lines) - SHOWN:,} more; --json shows them all")

@@ -11,22 +11,18 @@ import click
 
 from diskprefix.cli.tooling import (
     counted,
-    json_option,
     opened_store,
     print_json,
     progress,
     short_id,
-    store_folder_option,
+    show_first,
+    store_options,
 )
-from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
 from diskprefix.store.maintenance.repair import RepairReport, repair_problems
 from diskprefix.store.maintenance.verify import IndexReport, Problem, verify_index
 from diskprefix.store.maintenance.verify_payloads import PayloadReport, verify_payloads
-from diskprefix.store.store import Store
 
-_SHOWN = 20
-"""The most problems, and removed prompts, that the text lists. --json has them all."""
 _FOUND, _LEFT = 1, 4
 """Exit codes, as fsck has them: 1 for problems that were repaired, 4 for those that are left."""
 
@@ -35,10 +31,8 @@ _FOUND, _LEFT = 1, 4
 @click.option(
     "--fix", is_flag=True, help="Remove what is damaged, with the blocks that continue it, and correct the counts."
 )
-@click.option("--index-only", is_flag=True, help="Do not read the payloads. This takes seconds instead of minutes.")
-@store_folder_option
-@json_option
-def verify(fix: bool, index_only: bool, kv_cache_dir: Path, as_json: bool) -> int:
+@store_options
+def verify(fix: bool, kv_cache_dir: Path, as_json: bool) -> int:
     """Check that the store holds what its records say.
 
     The command checks the structure of the file, then each record (checksum, name, place in the tree, counts, sizes)
@@ -60,7 +54,7 @@ def verify(fix: bool, index_only: bool, kv_cache_dir: Path, as_json: bool) -> in
 
     \b
     diskprefix verify
-    diskprefix verify --index-only --json | jq .clean
+    diskprefix verify --json | jq .clean
     diskprefix verify --fix
 
     \b
@@ -69,23 +63,17 @@ def verify(fix: bool, index_only: bool, kv_cache_dir: Path, as_json: bool) -> in
     """
     with opened_store(kv_cache_dir, write=fix) as store:
         index = verify_index(store)
-        payloads = _verify_payloads(store, index, index_only)
+        with progress("verifying", sum(index.stored_bytes.values())) as advance:
+            payloads = verify_payloads(store, index.stored_bytes, advance)
         problems = (*index.problems, *payloads.problems)
         mended = repair_problems(store, problems) if fix else None
     if as_json:
         print_json(_report(index, payloads, problems, mended))
     else:
-        _show(kv_cache_dir, index, payloads, problems, index_only)
+        _show(kv_cache_dir, index, payloads, problems)
         if mended and problems:
             _show_mended(mended, len(problems))
     return 0 if not problems else _LEFT if mended and mended.left else _FOUND
-
-
-def _verify_payloads(store: Store, index: IndexReport, index_only: bool) -> PayloadReport:
-    if index_only:
-        return PayloadReport(problems=(), num_pieces=0, num_bytes=0)
-    with progress("verifying", sum(index.stored_bytes.values())) as advance:
-        return verify_payloads(store, index.stored_bytes, advance)
 
 
 def _report(
@@ -110,20 +98,16 @@ def _report(
     return report
 
 
-def _show(
-    folder: Path, index: IndexReport, payloads: PayloadReport, problems: tuple[Problem, ...], index_only: bool
-) -> None:
-    read = "payloads not read" if index_only else f"{format_size(payloads.num_bytes)} of payloads"
+def _show(folder: Path, index: IndexReport, payloads: PayloadReport, problems: tuple[Problem, ...]) -> None:
+    read = f"{format_size(payloads.num_bytes)} of payloads"
     checked = f"{counted(index.num_nodes, 'block')}, {counted(index.num_entries, 'saved prompt')}, {read} in {folder}"
     if not problems:
         click.echo(f"clean: {checked}")
         return
-    for problem in problems[:_SHOWN]:
-        click.echo(printable_only(f"{problem.kind} {problem.database} {problem.key}: {problem.message}"))
-    if len(problems) > _SHOWN:
-        click.echo(f"… and {len(problems) - _SHOWN:,} more; --json shows them all")
+    show_first([f"{problem.kind} {problem.database} {problem.key}: {problem.message}" for problem in problems])
     counts = Counter(f"{problem.kind} {problem.database}" for problem in problems)
-    click.echo(f"{counted(len(problems), 'problem')} ({_joined(counts)}): {checked}")
+    kinds = ", ".join(f"{number:,} {what}" for what, number in counts.most_common())
+    click.echo(f"{counted(len(problems), 'problem')} ({kinds}): {checked}")
 
 
 def _show_mended(mended: RepairReport, num_problems: int) -> None:
@@ -132,11 +116,4 @@ def _show_mended(mended: RepairReport, num_problems: int) -> None:
         f"{counted(len(mended.entries), 'saved prompt')}, {counted(mended.blocks, 'block')}, "
         f"{counted(mended.prompts, 'recent prompt')}"
     )
-    for name in mended.entries[:_SHOWN]:
-        click.echo(f"  {short_id(name.hex())}")
-    if len(mended.entries) > _SHOWN:
-        click.echo(f"  … and {len(mended.entries) - _SHOWN:,} more; --json shows them all")
-
-
-def _joined(counts: Counter[str]) -> str:
-    return ", ".join(f"{number:,} {what}" for what, number in counts.most_common())
+    show_first([short_id(name.hex()) for name in mended.entries])

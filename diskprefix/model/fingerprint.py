@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -255,7 +254,7 @@ def weights_digest(files: Sequence[Path]) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:32]
 
 
-_digests = Memo("digests", version=2, is_kept=os.path.exists)
+_digests = Memo("digests", version=2)
 _SETTLED_S = 2.0
 """A file this young is not remembered: it could change again without a visible change of its modification time."""
 

@@ -129,9 +129,9 @@ def test_a_folder_without_a_model_is_an_error(run: Run, tmp_path: Path) -> None:
     assert str(tmp_path / "empty") in ended.stderr
 
 
-@pytest.mark.parametrize(("name", "hint"), [("lama", "did you mean"), ("no/such-model", "`diskprefix models` lists")])
-def test_an_unknown_name_is_an_error_that_helps(run: Run, name: str, hint: str) -> None:
+@pytest.mark.parametrize("name", ["lama", "no/such-model"])
+def test_an_unknown_name_is_an_error_that_helps(run: Run, name: str) -> None:
     ended = run("models", "llama", name)
     assert (ended.exit_code, ended.stdout) == (2, "")
     assert name in ended.stderr
-    assert hint in ended.stderr
+    assert "`diskprefix models` lists" in ended.stderr

@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from diskprefix.store.schema import EntryRecord, RootRecord
@@ -133,40 +132,19 @@ def test_json_of_nothing_says_so(run: Run, folder: Path, pubs: list[Publication]
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "there"),
-    [
-        ("--model", "tiyn", "'tiyn'; the models are: other, tiny"),
-        ("--salt", "swordfish", f"by its name); the tenants are: {str(ALICE)[:8]}"),
-        ("--salt", f"{str(ALICE)[:8]}/{str(ALICE)[:8]}", f"the tenants are: {str(ALICE)[:8]}"),
-    ],
+    ("flag", "value"),
+    [("--model", "tiyn"), ("--salt", "swordfish"), ("--salt", f"{str(ALICE)[:8]}/{str(ALICE)[:8]}")],
 )
 @pytest.mark.parametrize("how", ["--yes", "--dry-run", "--json"])
-def test_an_unknown_model_or_tenant_is_no_success_and_shows_those_that_there_are(
-    run: Run, folder: Path, pubs: list[Publication], flag: str, value: str, there: str, how: str
+def test_an_unknown_model_or_tenant_is_no_success(
+    run: Run, folder: Path, pubs: list[Publication], flag: str, value: str, how: str
 ) -> None:
     ended = run("purge", flag, value, how, "--kv-cache-dir", folder)
     assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
     assert f"error: {flag}: nothing is stored of " in ended.stderr
-    assert ended.stderr.endswith(f"{there}\n")
+    assert "`diskprefix inspect` shows the " in ended.stderr
     assert "swordfish" not in ended.stderr
     assert len(entries_left(run, folder)) == len(pubs)
-
-
-def test_a_store_without_tenants_says_so(run: Run, tmp_path: Path) -> None:
-    open_store(tmp_path).close()
-    ended = run("purge", "--salt", "alice", "--yes", "--kv-cache-dir", tmp_path)
-    assert (ended.exit_code, ended.stderr.endswith("the tenants are: none\n")) == (2, True)
-
-
-def test_a_long_list_of_tenants_is_cut(run: Run, tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    for number in range(25):
-        pub = publication(store, prompt(number, BLOCK), root=root_hash(str(number)))
-        tenant = str(SHARED.with_salt(str(number)))
-        store.publish(replace(pub, root_record=msgspec.structs.replace(pub.root_record, tenant=tenant)))
-    store.close()
-    ended = run("purge", "--salt", "alice", "--yes", "--kv-cache-dir", tmp_path)
-    assert (ended.exit_code, ended.stderr.count(", "), ended.stderr.endswith(", …\n")) == (2, 20, True)
 
 
 def test_the_plan_shows_whose_each_prompt_is(run: Run, folder: Path, pubs: list[Publication]) -> None:

@@ -16,7 +16,6 @@ from matplotlib.axes import Axes
 import diskprefix.cli.simulate_plot
 from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
-from diskprefix.cli import simulate_table
 from diskprefix.policy.scope import Scope
 from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache.recording import Recorder
@@ -203,24 +202,6 @@ def test_the_table_shows_each_row_with_its_figures(run: Run) -> None:
     assert row[1:4] == [f"{figures[name]:.1%}" for name in ("hit_rate", "restored_share", "written_share")]
 
 
-@pytest.mark.parametrize("room", [80, 20])
-def test_names_are_shortened_to_the_terminal_and_figures_never(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
-    policy = tmp_path / "long.toml"
-    policy.write_text("")
-    flags = "--budget", "unlimited", "--policy", policy
-    wide = run("simulate", "synthetic:interleaved:20", *flags).stdout.splitlines()
-    monkeypatch.setattr(simulate_table, "terminal_width", lambda _otherwise: room)
-    narrow = run("simulate", "synthetic:interleaved:20", *flags).stdout.splitlines()
-    assert len(narrow) == len(wide)
-    assert any("long.toml (auto:30)" in line for line in wide)
-    assert not any(str(policy) in line for line in narrow)
-    for line, full in zip(narrow[3:], wide[3:], strict=True):
-        assert line.split()[-6:] == full.split()[-6:] or "%" not in full
-        assert room == 20 or len(line) <= room
-
-
 def test_what_requests_asked_for_themselves_is_said_below_the_table(run: Run, tmp_path: Path, tokenizer: Path) -> None:
     body = {"prompt": WORDS * 40}
     own = body | {"prefix_cache": {"scope": "full", "save": False}}
@@ -294,8 +275,8 @@ def test_a_policy_file_leaves_open_what_the_recording_says(run: Run, tmp_path: P
 def test_what_was_assumed_is_said(run: Run, tmp_path: Path) -> None:
     recording = record(tmp_path / "cut.jsonl", block_size=32)
     assert run("simulate", recording, "--scope", "full").stdout.splitlines()[1] == (
-        "assumed: blocks of 32 tokens, 64 at least (recorded); sliceable state of 1.0 KiB a token (recorded); "
-        "checkpoints state of 24.0 KiB a token and 75.0 MiB a checkpoint; prefill of 2,000 tokens/s (recorded)"
+        "assumed: blocks of 32 tokens, 64 at least; sliceable state of 1.0 KiB a token; "
+        "checkpoints state of 24.0 KiB a token and 75.0 MiB a checkpoint; prefill of 2,000 tokens/s"
     )
 
 
