@@ -34,7 +34,7 @@ import msgspec
 from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport, MissReason, Source
 from diskprefix.errors import SettingsError
-from diskprefix.policy.scope import Scope
+from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.prefix_cache.radix_tree import RadixTree
 from diskprefix.prompt import Prompt
 from diskprefix.tenant import SHARED
@@ -94,7 +94,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     parted_from: str = ""
     is_shared: bool = True
     own_scope: bool = False
-    group: str = ""
+    group: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")] = ""
     save: bool = True
     ttl_s: _Amount | None = None
     reuse_generated: bool = False
@@ -112,28 +112,22 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prefill_ms: _Amount = 0.0
     restore_ms: _Amount = 0.0
 
-    @classmethod
-    def parse(cls, line: bytes | str) -> RecordedRequest:
-        """One line of a recording. Raises `ValueError` that says what is wrong with it."""
-        record = msgspec.json.decode(line, type=cls)
-        if record.version != VERSION:
-            raise ValueError(f"version {record.version} of the recording is not known here ({VERSION} is)")
-        positions = [0, *record.cuts]
-        if len(record.hashes) != len(record.cuts) or positions[-1] != record.prompt_tokens:
+    def check(self) -> None:
+        """Raises `ValueError` or `InvalidScope` that says what no type says of a line."""
+        if self.version != VERSION:
+            raise ValueError(f"version {self.version} of the recording is not known here ({VERSION} is)")
+        parse_scope(self.scope, param="scope")
+        positions = [0, *self.cuts]
+        if not self.cuts or len(self.hashes) != len(self.cuts) or positions[-1] != self.prompt_tokens:
             raise ValueError("cuts: they must end with the prompt and have a hash each")
         if any(later <= earlier for earlier, later in pairwise(positions)):
             raise ValueError("cuts: they must ascend")
-        if record.parted_at and record.parted_at not in record.cuts:
+        if self.parted_at and self.parted_at not in self.cuts:
             raise ValueError("parted_at: is no cut")
-        places = {
-            "boundaries": record.boundaries,
-            "marks": [mark.position for mark in record.marks],
-            "system_end": [record.system_end],
-        }
-        for key, found in places.items():
-            if found != sorted(found) or not all(0 <= place <= record.prompt_tokens for place in found):
+        marks = [mark.position for mark in self.marks]
+        for key, found in (("boundaries", self.boundaries), ("marks", marks), ("system_end", [self.system_end])):
+            if found != sorted(found) or not all(0 <= place <= self.prompt_tokens for place in found):
                 raise ValueError(f"{key}: must ascend and lie within the prompt")
-        return record
 
 
 @dataclass(frozen=True)

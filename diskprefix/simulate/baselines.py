@@ -31,11 +31,10 @@ def whole_snapshots(
 ) -> Totals:
     """The plain best-match rule, as the systems before this one have it. `on_step` as of `simulate`.
 
-    The boundary of a prompt is the last safe one in what it shares with one of the `window` prompts before. The state
-    of all that stands before it is one snapshot under the hash of exactly these tokens. A request restores the snapshot
-    of its own boundary or none, and if there is none it computes and writes it, if it has `min_tokens`. What was used
-    least recently goes when the budget is full. Nothing is shared between snapshots, nothing expires, and of a
-    request's own scope only `off` is heeded. Of `policy` it takes the budget, `min_tokens` and the speed of prefill.
+    The boundary of a prompt is the last safe one in what it shares with one of the `window` prompts before. All that
+    stands before it is one snapshot under the hash of these tokens. A request restores the snapshot of its own boundary
+    or none; then it writes it, if it has `min_tokens`. When the budget is full, the one that was used least recently
+    goes. Of a request's own scope only `off` is heeded, of `policy` the budget, `min_tokens` and the speed of prefill.
     """
     rule = _WholeSnapshots(policy, geometry, window)
     for number, request in enumerate(trace, start=1):
@@ -107,10 +106,9 @@ class _WholeSnapshots:
 def upper_bound(trace: Trace, policy: Policy, geometry: Geometry, on_step: OnStep = lambda _number: None) -> Totals:
     """What no rule passes: of each prompt all tokens that it shares with any one before it.
 
-    Everything is kept for ever, nothing twice, and is cut at every token. What is shared counts from one block, or from
-    `min_tokens` if they are fewer: no rule with the settings of `policy` restores less. Of what a request asks for
-    itself only the scope `off` and `save: false` are heeded. `on_step` as of `simulate`. Holds each distinct token in
-    memory.
+    What is shared counts from one block, or from `min_tokens` if they are fewer: no rule with the settings of `policy`
+    restores less. Of what a request asks for itself only the scope `off` and `save: false` are heeded. `on_step` as of
+    `simulate`. Holds each distinct token in memory.
     """
     totals, kept = Totals(), RadixTree(max_tokens=_WITHOUT_END)
     least = min(policy.block_size, max(policy.min_tokens, 1))

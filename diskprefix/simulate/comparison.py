@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from diskprefix.simulate.baselines import OnStep, upper_bound, whole_snapshots
 from diskprefix.simulate.geometry import Geometry
@@ -20,10 +20,8 @@ WHOLE_SNAPSHOTS, UPPER_BOUND = "whole-snapshots", "upper-bound"
 """Rows of these two have such a name in the place of a scope."""
 
 
-class Simulate(Protocol):
-    """What runs a workload: the daemon's rules, or one of the baselines."""
-
-    def __call__(self, trace: Trace, policy: Policy, geometry: Geometry, on_step: OnStep, /) -> Totals: ...
+Simulate: TypeAlias = Callable[[Trace, Policy, Geometry, OnStep], Totals]
+"""What runs a workload: the daemon's rules, or one of the baselines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +40,9 @@ class Case:
 class Row:
     """What one policy did to one workload.
 
-    `budget_bytes` None is without end; `policy` names the policy file whose settings these are. `hit_rate`: of the
-    requests, those of which something was restored. `restored_share` and `written_share` are of the prompt tokens,
-    `written_tokens` those of blocks and tails, `written_bytes` what they and the checkpoints took in the file.
-    `write_amplification`: how often the average byte that was written was written. `evictions`: nodes given up for
-    room, or whole snapshots. `dropped`: publications that did not fit. `seconds_saved`: prefill that was not needed.
-    `selected_tokens`: those that the policy wanted kept, stored already or not. `block_size` and `min_tokens` are the
-    policy's, in tokens, `bytes_per_token` and `state_bytes` what the model's state was taken to weigh, `tokens_per_s`
-    the speed of prefill.
+    `budget_bytes` None is without end; `policy` names the policy file whose settings these are. The figures are those
+    of `Totals`. `block_size` and `min_tokens` are the policy's, in tokens, `bytes_per_token` and `state_bytes` those of
+    the `Geometry`, `tokens_per_s` is the speed of prefill.
     """
 
     trace: str
@@ -83,6 +76,9 @@ class Row:
         return f"{self.policy} ({self.scope})" if self.policy else self.scope
 
 
+_OF_TOTALS = [field.name for field in fields(Row) if hasattr(Totals, field.name)]
+
+
 def cases(
     policies: Sequence[Policy],
     geometries: Mapping[Regime, Geometry],
@@ -92,9 +88,8 @@ def cases(
 ) -> list[Case]:
     """What is to be run over a workload, regime by regime.
 
-    In each regime come the budgets, the largest first, and under each the `policies` in their order and then whole
-    snapshots. The `presets`, which have budgets of their own, and the upper bound follow. `reference` is what the
-    baselines go by, but for the budget.
+    In each regime come the budgets, the largest first, and under each the `policies` and then whole snapshots. The
+    `presets`, which have budgets of their own, and the upper bound follow. `reference` is what the baselines go by.
     """
     finest = replace(
         reference,
@@ -141,29 +136,17 @@ def _fits(totals: Totals, budget_bytes: int | None) -> bool:
 
 
 def _row(trace: str, case: Case, totals: Totals) -> Row:
+    policy, geometry = case.policy, case.geometry
     return Row(
         trace=trace,
         scope=case.scope,
         regime=case.regime,
-        budget_bytes=case.policy.budget_bytes,
+        budget_bytes=policy.budget_bytes,
         policy=case.preset,
-        requests=totals.requests,
-        hit_rate=totals.hit_rate,
-        restored_share=totals.restored_share,
-        written_share=totals.written_share,
-        prompt_tokens=totals.prompt_tokens,
-        restored_tokens=totals.restored_tokens,
-        written_tokens=totals.written_tokens,
-        selected_tokens=totals.selected_tokens,
-        written_bytes=totals.written_bytes,
-        peak_bytes=totals.peak_bytes,
-        write_amplification=totals.write_amplification,
-        evictions=totals.evictions,
-        dropped=totals.dropped,
-        seconds_saved=totals.seconds_saved,
-        block_size=case.policy.block_size,
-        min_tokens=case.policy.min_tokens,
-        bytes_per_token=case.geometry.bytes_per_token,
-        state_bytes=case.geometry.state_bytes,
-        tokens_per_s=1 / case.policy.seconds_per_token,
+        **{name: getattr(totals, name) for name in _OF_TOTALS},
+        block_size=policy.block_size,
+        min_tokens=policy.min_tokens,
+        bytes_per_token=geometry.bytes_per_token,
+        state_bytes=geometry.state_bytes,
+        tokens_per_s=1 / policy.seconds_per_token,
     )

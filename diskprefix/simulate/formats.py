@@ -4,10 +4,8 @@
     {"version": …, "cuts": […], "hashes": […], …}                                what `serve --record` writes
     {"messages": […]} or {"prompt": …} or […]                                    request bodies, or messages alone
 
-Blocks of a Mooncake trace have 512 tokens, unless the lines have another `block_size`. Of request bodies, `timestamp`
-(milliseconds, as Mooncake has it) and `output_length` are read too, where they are; without times they come a second
-apart. The lines of a batch file, whose `body` is the request body, are taken as well. A last line that a crash left
-unfinished is left out.
+Request bodies may have `timestamp` (in ms) and `output_length` beside them, and may be the `body` of a batch file's
+lines. Without times they come a second apart. A last line that a crash left unfinished is left out.
 """
 
 from __future__ import annotations
@@ -16,19 +14,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
-from diskprefix.errors import DiskPrefixError, InvalidRequest, SettingsError
+from diskprefix.errors import InvalidRequest, InvalidScope, SettingsError
 from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.prefix_cache.recording import RecordedRequest, joined
 from diskprefix.prompt import Mark, Prompt
 from diskprefix.simulate.blocks import BlockRequest, block_trace
-from diskprefix.simulate.trace import RecordedDaemon, Trace, TraceRequest, spooled
-from diskprefix.simulate.wording import plain_words
+from diskprefix.simulate.trace import RecordedDaemon, Trace, TraceRequest
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
@@ -41,6 +39,7 @@ ReadBody: TypeAlias = Callable[[JsonObject], TraceRequest]
 MOONCAKE_BLOCK_TOKENS = 512
 _MOST_TOKENS = 1 << 24
 """No prompt is longer."""
+_NESTED = "it is nested too deeply"
 _PAUSE_S = 1.0
 _LEAST_MEASURED_S = 1e-3
 _KNOWN = "a Mooncake trace (hash_ids), a recording of the daemon (hashes) or request bodies (messages or prompt)"
@@ -84,7 +83,7 @@ def read_trace(path: Path, read_body: ReadBody | None = None, *, name: str = "",
         raise _refused(path, number, f"its keys are not those of {_KNOWN}")
     if read_body is None:
         raise _refused(path, None, "request bodies need a model's tokenizer; say which")
-    return spooled(name, _bodies(path, lines, read_body))
+    return Trace.of(name, sorted(_bodies(path, lines, read_body), key=attrgetter("when")))
 
 
 _Lines: TypeAlias = Iterator[tuple[int, bytes]]
@@ -123,8 +122,10 @@ _Decoded = TypeVar("_Decoded")
 def _decode(path: Path, number: int, line: bytes, kind: type[_Decoded]) -> _Decoded:
     try:
         return msgspec.json.decode(line, type=kind)
-    except (ValueError, RecursionError) as error:
-        raise _refused(path, number, plain_words(error)) from error
+    except RecursionError as error:
+        raise _refused(path, number, _NESTED) from error
+    except ValueError as error:
+        raise _refused(path, number, str(error)) from error
 
 
 def _decoded(path: Path, number: int, line: bytes) -> _Json:
@@ -153,14 +154,9 @@ def _mooncake(path: Path, lines: _Lines, name: str) -> Trace:
             raise _refused(path, number, f"hash_ids: {blocks} are not the {row.input_length} of input_length")
         if max(row.hash_ids) >= 1 << 64:
             raise _refused(path, number, f"hash_ids: {max(row.hash_ids)} has more than 64 bits")
-        request = BlockRequest(
-            when=row.timestamp / 1000,
-            # Only whether two are alike matters.
-            block_ids=np.array(row.hash_ids, np.uint64).view(np.int64),
-            num_tokens=row.input_length,
-            output_tokens=row.output_length,
-        )
-        requests.append(request)
+        # Only whether two are alike matters.
+        block_ids = np.array(row.hash_ids, np.uint64).view(np.int64)
+        requests.append(BlockRequest(row.timestamp / 1000, block_ids, row.input_length, row.output_length))
     return block_trace(name, requests, block_tokens)
 
 
@@ -176,12 +172,12 @@ def _recording(path: Path, lines: _Lines, name: str) -> Trace:
     position_of = {"": 0}
     boundaries: set[str] = set()
     for number, line in lines:
+        record = _decode(path, number, line, RecordedRequest)
         try:
-            record = _checked(RecordedRequest.parse(line), position_of)
-        except DiskPrefixError as error:
-            raise _refused(path, number, error.message) from error
-        except (ValueError, RecursionError) as error:
-            raise _refused(path, number, plain_words(error)) from error
+            record.check()
+            _note_cuts(record, position_of)
+        except (InvalidScope, ValueError) as error:
+            raise _refused(path, number, str(error)) from error
         records.append(record)
         hash_at = dict(zip(record.cuts, record.hashes, strict=True))
         boundaries.update(hash_at[position] for position in record.boundaries if position in hash_at)
@@ -226,46 +222,35 @@ def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
     last = records[-1]
     computed = [record for record in records if record.prefill_ms and record.prompt_tokens > record.restored]
     seconds = sum(record.prefill_ms for record in computed) / 1e3
-    is_measured = seconds > _LEAST_MEASURED_S
+    num_tokens = sum(record.prompt_tokens - record.restored for record in computed)
     return RecordedDaemon(
         block_size=last.block_size,
         min_tokens=last.min_tokens,
         bytes_per_token=last.bytes_per_token,
         state_bytes=last.state_bytes,
         logits_bytes=last.logits_bytes,
-        tokens_per_s=sum(record.prompt_tokens - record.restored for record in computed) / seconds
-        if is_measured
-        else 0.0,
+        tokens_per_s=num_tokens / seconds if seconds > _LEAST_MEASURED_S else 0.0,
     )
 
 
-def _checked(record: RecordedRequest, position_of: dict[str, int]) -> RecordedRequest:
-    """Notes where the prompt is cut. Raises `ValueError` or `InvalidScope`."""
-    parse_scope(record.scope, param="scope")
-    if not record.cuts:
-        raise ValueError("cuts: a prompt has at least one")
-    try:
-        bytes.fromhex(record.group)
-    except ValueError as error:
-        raise ValueError("group: is no hex text") from error
+def _note_cuts(record: RecordedRequest, position_of: dict[str, int]) -> None:
+    """Raises `ValueError` if a hash stands at two positions."""
     for digest, cut in zip(record.hashes, record.cuts, strict=True):
         if position_of.setdefault(digest, cut) != cut:
             raise ValueError(f"hashes: {digest!r} stands at {cut} here and at {position_of[digest]} elsewhere")
-    return record
 
 
 def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> TraceRequest:
-    prompt = Prompt(
-        token_ids=token_ids,
-        boundaries=tuple(record.boundaries),
-        system_end=record.system_end,
-        marks=tuple(Mark(mark.position, mark.ttl_s) for mark in record.marks),
-    )
+    marks = tuple(Mark(mark.position, mark.ttl_s) for mark in record.marks)
+    prompt = Prompt(token_ids, tuple(record.boundaries), record.system_end, marks=marks)
+    scope = parse_scope(record.scope, param="scope") if record.own_scope else None
+    if record.miss_reason == "media":
+        scope = Scope("off")  # whatever is simulated, prompts with images are not cached
     return TraceRequest(
         when=when,
         prompt=prompt,
         output_tokens=record.output_tokens,
-        scope=_own_scope(record),
+        scope=scope,
         group=bytes.fromhex(record.group),
         tenant=record.root,
         is_shared=record.is_shared,
@@ -273,12 +258,6 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
         ttl_s=record.ttl_s,
         remembered=record.remembered,
     )
-
-
-def _own_scope(record: RecordedRequest) -> Scope | None:
-    if record.miss_reason == "media":
-        return Scope("off")  # whatever is simulated, prompts with images are not cached
-    return parse_scope(record.scope, param="scope") if record.own_scope else None
 
 
 def _bodies(path: Path, lines: _Lines, read_body: ReadBody) -> Iterator[TraceRequest]:
@@ -290,7 +269,7 @@ def _bodies(path: Path, lines: _Lines, read_body: ReadBody) -> Iterator[TraceReq
         except InvalidRequest as error:
             raise _refused(path, number, error.message) from error
         except RecursionError as error:
-            raise _refused(path, number, plain_words(error)) from error
+            raise _refused(path, number, _NESTED) from error
         when = index * _PAUSE_S if beside.timestamp is None else beside.timestamp / 1000
         yield replace(request, when=when, output_tokens=beside.output_length)
 

@@ -1,10 +1,6 @@
 """Runs one workload through one policy. Each request takes the steps of `prefix_cache.request`, without any state.
 
-The daemon's own code decides what is matched, selected, planned and evicted. A model's state is replaced by its size,
-LMDB by a store that knows names only, and the clock is the trace's.
-
-Not simulated: the write buffer, the cost model, requests that overlap, replies that are kept, compression, and the
-bound on remembered prompts that the budget sets.
+README.md says what is not simulated.
 """
 
 from __future__ import annotations
@@ -53,8 +49,13 @@ class Policy:
 
 @dataclass
 class Totals:
-    """What a policy did to a workload. `written_tokens` are those of blocks and tails, `written_bytes` what they and
-    the checkpoints took in the file, `distinct_bytes` the same with what was written twice counted once."""
+    """What a policy did to a workload.
+
+    `hits`: requests of which something was restored. `written_tokens` are those of blocks and tails, `written_bytes`
+    what they and the checkpoints took in the file, `distinct_bytes` the same with what was written twice counted once.
+    `selected_tokens`: those that the policy wanted kept, stored already or not. `evictions`: nodes, or whole snapshots,
+    that were evicted. `dropped`: publications that did not fit. `seconds_saved`: prefill that was not needed.
+    """
 
     requests: int = 0
     hits: int = 0
@@ -108,7 +109,6 @@ class Simulator:
         self.totals = Totals()
         self._policy = policy
         self._geometry = geometry
-        self._state = geometry.state_kind
         self.store = SimulatedStore(
             policy.budget_bytes, has_states=bool(geometry.state_bytes), ttl_s=policy.ttl_s, rank=policy.rank
         )
@@ -136,7 +136,7 @@ class Simulator:
             min_tokens=policy.min_tokens,
             cold_max=policy.cold_max,
             interval=policy.interval,
-            state=self._state,
+            state=self._geometry.state_kind,
             restored=progress.restored,
             sighting=admission.look(prompt.token_ids, names, policy.block_size) if is_auto else Sighting(),
         )
@@ -160,7 +160,7 @@ class Simulator:
 
     def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Progress:
         found: Found[_Stored] = Found()
-        matcher = Matcher(nodes, self._find, self._state)
+        matcher = Matcher(nodes, self._find, self._geometry.state_kind)
         matcher.match(found)
         matches = matcher.restorable(found)
         blocks = [match.node for match in found.blocks]
@@ -176,7 +176,7 @@ class Simulator:
         return _Stored(node) if node.name in self.store else None
 
     def _publish(self, request: TraceRequest, nodes: PromptNodes, progress: Progress, selection: Selection) -> int:
-        planner = Planner(nodes, progress, self._state, len(nodes.token_ids))
+        planner = Planner(nodes, progress, self._geometry.state_kind, len(nodes.token_ids))
         # What was restored is not computed, so no checkpoint can be taken there.
         plan = planner.plan(selection, {at for at in selection.checkpoints if at > progress.restored})
         marks, per_token = request.prompt.marks, self._policy.seconds_per_token

@@ -1,18 +1,15 @@
 """Workloads made up from a seed, so that tests and settings can be tried without anybody's data.
 
 Prompts look like chats: system message, turns, and the beginning of a reply, each opened by `BEGIN` and closed by
-`END`. The text is random numbers, as what is in it makes no difference to the cache. `BEGIN` and `END` are the markers
-of the embedded model, and the numbers ordinary tokens of it, so that it can be given the same prompts.
-
-Each generator takes a seed, the number of requests and sizes in tokens, and always makes the same trace of them.
-`(low, high)` is drawn from evenly, both included.
+`END`, the markers of the embedded model. The text is random tokens of it. Each generator always makes the same trace of
+the same arguments. Sizes are in tokens; `(low, high)` is drawn from evenly, both included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,12 +23,14 @@ _TEXT_IDS = 10_000, 49_000
 _MEAN_PAUSE_S = 5.0
 
 Sizes: TypeAlias = tuple[int, int]
+_ANCHOR: Sizes = (2000, 2000)
+_ASKED: Sizes = (50, 800)
+_ANSWERED: Sizes = (50, 400)
+"""The sizes of a conversation's system message, its questions and its replies."""
 
 
-class Generator(Protocol):
-    """`CATALOG` holds these; most take sizes besides."""
-
-    def __call__(self, seed: int = 0, num_requests: int = 200) -> Trace: ...
+Generator: TypeAlias = Callable[..., Trace]
+"""Called with `seed` and `num_requests`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,21 +62,11 @@ class _Source:
     def text(self, sizes: Sizes) -> TokenIds:
         return self.random.integers(*_TEXT_IDS, self.size(sizes), dtype=np.int32)
 
-    def system(self, sizes: Sizes) -> TokenIds:
-        return _message(_SYSTEM, self.text(sizes))
-
-    def user(self, sizes: Sizes) -> TokenIds:
-        return _message(_USER, self.text(sizes))
-
-    def reply(self, sizes: Sizes) -> TokenIds:
-        return _message(_ASSISTANT, self.text(sizes))
+    def message(self, role: int, sizes: Sizes) -> TokenIds:
+        return np.concatenate([as_token_ids([BEGIN, role, _NEWLINE]), self.text(sizes), as_token_ids([END, _NEWLINE])])
 
     def one_of(self, count: int) -> int:
         return int(self.random.integers(count))
-
-
-def _message(role: int, text: TokenIds) -> TokenIds:
-    return np.concatenate([as_token_ids([BEGIN, role, _NEWLINE]), text, as_token_ids([END, _NEWLINE])])
 
 
 def _trace(name: str, num_requests: int, seed: int, chats: Callable[[_Source], Iterator[_Chat]]) -> Trace:
@@ -91,16 +80,13 @@ def _trace(name: str, num_requests: int, seed: int, chats: Callable[[_Source], I
     return Trace(name, num_requests, replay)
 
 
-def shared_anchor(
-    seed: int = 0, num_requests: int = 200, *, system: Sizes = (1500, 1500), tail: Sizes = (50, 800), anchors: int = 1
-) -> Trace:
-    """A few system messages that all requests share, and one message of each request's own."""
+def shared_anchor(seed: int = 0, num_requests: int = 200) -> Trace:
+    """A system message that all requests share, and one message of each request's own."""
 
     def chats(source: _Source) -> Iterator[_Chat]:
-        systems = [source.system(system) for _ in range(anchors)]
+        system = source.message(_SYSTEM, (1500, 1500))
         while True:
-            messages = systems[source.one_of(anchors)], source.user(tail)
-            yield _Chat(messages, source.size((50, 400)))
+            yield _Chat((system, source.message(_USER, (50, 800))), source.size((50, 400)))
 
     return _trace("shared-anchor", num_requests, seed, chats)
 
@@ -109,63 +95,41 @@ def interleaved(
     seed: int = 0,
     num_requests: int = 200,
     *,
-    system: Sizes = (2000, 2000),
-    user: Sizes = (50, 800),
-    reply: Sizes = (50, 400),
+    system: Sizes = _ANCHOR,
+    user: Sizes = _ASKED,
+    reply: Sizes = _ANSWERED,
     conversations: int = 4,
     turns: Sizes = (4, 16),
 ) -> Trace:
     """Conversations under one system message that grow by turns; one that has ended makes room for a new one."""
 
     def chats(source: _Source) -> Iterator[_Chat]:
-        anchor = source.system(system)
-        for conversation in _by_turns(source, anchor, conversations, turns):
+        for conversation in _by_turns(source, source.message(_SYSTEM, system), conversations, turns):
             yield conversation.next(user, reply)
 
     return _trace("interleaved", num_requests, seed, chats)
 
 
-def moving_reminder(
-    seed: int = 0,
-    num_requests: int = 200,
-    *,
-    system: Sizes = (2000, 2000),
-    user: Sizes = (50, 800),
-    reply: Sizes = (50, 400),
-    reminder: int = 120,
-    conversations: int = 2,
-    turns: Sizes = (8, 20),
-) -> Trace:
+def moving_reminder(seed: int = 0, num_requests: int = 200) -> Trace:
     """As `interleaved`, with a reminder that stands behind the newest message only: the next prompt lacks it there."""
 
     def chats(source: _Source) -> Iterator[_Chat]:
-        anchor, reminded = source.system(system), source.user((reminder, reminder))
-        for conversation in _by_turns(source, anchor, conversations, turns):
-            chat = conversation.next(user, reply)
-            yield _Chat((*chat.messages, reminded), chat.reply_tokens)
+        anchor, reminder = source.message(_SYSTEM, _ANCHOR), source.message(_USER, (120, 120))
+        for conversation in _by_turns(source, anchor, 2, (8, 20)):
+            chat = conversation.next(_ASKED, _ANSWERED)
+            yield _Chat((*chat.messages, reminder), chat.reply_tokens)
 
     return _trace("moving-reminder", num_requests, seed, chats)
 
 
-def edits(
-    seed: int = 0,
-    num_requests: int = 200,
-    *,
-    system: Sizes = (2000, 2000),
-    user: Sizes = (50, 800),
-    reply: Sizes = (50, 400),
-    conversations: int = 2,
-    turns: Sizes = (8, 20),
-    edited: float = 0.2,
-) -> Trace:
+def edits(seed: int = 0, num_requests: int = 200, *, edited: float = 0.2) -> Trace:
     """As `interleaved`, but a share of the requests has another text in the place of an earlier message."""
 
     def chats(source: _Source) -> Iterator[_Chat]:
-        anchor = source.system(system)
-        for conversation in _by_turns(source, anchor, conversations, turns):
+        for conversation in _by_turns(source, source.message(_SYSTEM, _ANCHOR), 2, (8, 20)):
             if source.random.random() < edited:
-                conversation.edit(user)
-            yield conversation.next(user, reply)
+                conversation.edit(_ASKED)
+            yield conversation.next(_ASKED, _ANSWERED)
 
     return _trace("edits", num_requests, seed, chats)
 
@@ -178,9 +142,9 @@ class _Conversation:
 
     def next(self, user: Sizes, reply: Sizes) -> _Chat:
         """The request of the next turn; its reply will be part of the one after."""
-        self._messages.append(self._source.user(user))
+        self._messages.append(self._source.message(_USER, user))
         chat_messages = tuple(self._messages)
-        answer = self._source.reply(reply)
+        answer = self._source.message(_ASSISTANT, reply)
         self._messages.append(answer)
         self.turns_left -= 1
         return _Chat(chat_messages, len(answer))
@@ -189,7 +153,7 @@ class _Conversation:
         """Rewrite one of the user's messages, if there is one."""
         asked = len(self._messages) // 2
         if asked:
-            self._messages[2 * self._source.one_of(asked) + 1] = self._source.user(sizes)
+            self._messages[2 * self._source.one_of(asked) + 1] = self._source.message(_USER, sizes)
 
 
 def _by_turns(source: _Source, system: TokenIds, conversations: int, turns: Sizes) -> Iterator[_Conversation]:
@@ -212,20 +176,17 @@ def retrieval(
     documents: int = 30,
     found: int = 4,
 ) -> Trace:
-    """Each request brings some documents in the order of their rank, and a question.
-
-    The documents are turns of their own, so that they can be cut between. Some are found far more often than others
-    (Zipf's law), which is what there is to share.
-    """
+    """Each request brings some documents, each a turn of its own, and a question. Some documents are found far more
+    often than others (Zipf's law)."""
 
     def chats(source: _Source) -> Iterator[_Chat]:
-        anchor = source.system(system)
-        library = [source.user(document) for _ in range(documents)]
+        anchor = source.message(_SYSTEM, system)
+        library = [source.message(_USER, document) for _ in range(documents)]
         weights = 1 / np.arange(1, documents + 1)
         weights /= weights.sum()
         while True:
             ranked = source.random.choice(documents, found, replace=False, p=weights).tolist()
-            messages = anchor, *(library[i] for i in ranked), source.user(question)
+            messages = anchor, *(library[i] for i in ranked), source.message(_USER, question)
             yield _Chat(messages, source.size((50, 300)))
 
     return _trace("retrieval", num_requests, seed, chats)
@@ -236,7 +197,7 @@ def one_off(seed: int = 0, num_requests: int = 200, *, system: Sizes = (100, 200
 
     def chats(source: _Source) -> Iterator[_Chat]:
         while True:
-            yield _Chat((source.system(system), source.user(user)), source.size((50, 400)))
+            yield _Chat((source.message(_SYSTEM, system), source.message(_USER, user)), source.size((50, 400)))
 
     return _trace("one-off", num_requests, seed, chats)
 

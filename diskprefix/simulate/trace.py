@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-
-import numpy as np
 
 from diskprefix.policy.scope import Scope
 from diskprefix.prompt import Prompt
-from diskprefix.tokens import TokenIds, as_token_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +49,8 @@ class RecordedDaemon:
 class Trace:
     """A named sequence of requests that can be iterated any number of times, each time the same.
 
-    `requests` begins anew at each call. It makes a prompt's tokens when it comes to it, so that a trace may be far
-    larger than memory: keep no request longer than needed. `daemon`: whose recording it is.
+    `requests` begins anew at each call. It may make the tokens of a prompt only then, so that a trace may be larger
+    than memory: keep no request longer than needed. `daemon`: whose recording it is.
     """
 
     def __init__(
@@ -85,40 +80,3 @@ class Trace:
         """The first `num_requests` of it, or all of them."""
         fewer = min(num_requests, self._num_requests)
         return Trace(self.name, fewer, lambda: islice(self._requests(), fewer), self.daemon)
-
-
-class _Spool:
-    """A temporary file of token ids that is closed with the last of its readers."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
-
-    def __del__(self) -> None:
-        self._file.close()
-
-    def append(self, token_ids: TokenIds) -> tuple[int, int]:
-        """Where it lies: its first byte, and how many there are."""
-        return self._file.tell(), self._file.write(token_ids.tobytes())
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def read(self, start: int, num_bytes: int) -> TokenIds:
-        return np.frombuffer(os.pread(self._file.fileno(), num_bytes, start), np.int32)
-
-
-def spooled(name: str, requests: Iterable[TraceRequest]) -> Trace:
-    """The same requests in order of time. Their tokens lie in a temporary file, which goes with the trace."""
-    spool = _Spool()
-    kept: list[tuple[tuple[int, int], TraceRequest]] = []
-    for request in requests:
-        without_tokens = replace(request.prompt, token_ids=as_token_ids([]))
-        kept.append((spool.append(request.prompt.token_ids), replace(request, prompt=without_tokens)))
-    spool.flush()
-    kept.sort(key=lambda item: item[1].when)
-
-    def replay() -> Iterator[TraceRequest]:
-        for place, request in kept:
-            yield replace(request, prompt=replace(request.prompt, token_ids=spool.read(*place)))
-
-    return Trace(name, len(kept), replay)

@@ -60,8 +60,14 @@ def note(
     recorder.note(prompt, options, report, root=root, when=when, output_tokens=3, prefill_ms=4.5, remembered=True)
 
 
+def parsed(line: bytes) -> RecordedRequest:
+    record = msgspec.json.decode(line, type=RecordedRequest)
+    record.check()
+    return record
+
+
 def read(path: Path) -> list[RecordedRequest]:
-    return [RecordedRequest.parse(line) for line in path.read_bytes().splitlines()]
+    return [parsed(line) for line in path.read_bytes().splitlines()]
 
 
 Record = Callable[..., list[RecordedRequest]]
@@ -192,7 +198,7 @@ def test_a_beginning_of_an_earlier_prompt_is_known_to_be_one(record: Record) -> 
 def test_a_line_whose_place_is_no_cut_is_refused(record: Record) -> None:
     (line,) = record(range(40))
     with pytest.raises(ValueError, match="parted_at"):
-        RecordedRequest.parse(msgspec.json.encode(msgspec.structs.replace(line, parted_at=7)))
+        parsed(msgspec.json.encode(msgspec.structs.replace(line, parted_at=7)))
 
 
 def test_a_prompt_whose_line_is_missing_parts_from_nothing(record: Record) -> None:
@@ -457,4 +463,4 @@ def test_a_line_that_is_no_record_is_refused(record: Record, change: dict[str, A
     (good,) = record(range(20))
     line = msgspec.to_builtins(good) | change
     with pytest.raises(ValueError, match=r"."):
-        RecordedRequest.parse(msgspec.json.encode(line))
+        parsed(msgspec.json.encode(line))
