@@ -1,21 +1,11 @@
-"""Finds the positions at which a prompt may be cut safely.
+"""Finds the positions at which a prompt may be cut safely: directly behind a marker that the chat template wrote.
 
-A position is safe directly behind a marker that the chat template wrote: no tokenizer merges text across a marker, and
-the same conversation has the marker at the same position after more turns. Markers are the tokenizer's special tokens.
-Some tokenizers do not declare their markers special; then other added tokens count too, if the template separates
-messages with them. Tokens that the template looks for inside messages, such as think tags, are not markers. See
-`template_markers`.
-
-A message may contain the text of a marker, which becomes the same token. It is not part of the conversation's
-structure, and the author of a message must not control the cache. Two renderings tell the two apart:
+`README.md` describes markers. A message may contain the text of one; two renderings tell the two apart:
 
     rendered = render(messages, tools)
     (messages, tools), changed = neutralise([messages, tools], marker_texts)
     neutral_rendered = render(messages, tools) if changed else None
     boundaries = template_boundaries(token_ids, offsets, marker_ids, rendered, neutral_rendered)
-
-A marker that stands at the same place in both renderings was written by the template. If the template refuses the
-neutral conversation, `neutral_rendered` is empty and no boundary is trusted.
 """
 
 from __future__ import annotations
@@ -23,16 +13,14 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from itertools import takewhile
+from typing import Any, Protocol, TypeAlias
 
 from diskprefix.prompt import raw_boundaries
 from diskprefix.tokens import TokenIds
 
-
-class Offsets(Protocol):
-    """Token index → (start, end) in characters of the rendered text; end is exclusive. Only markers are looked up."""
-
-    def __getitem__(self, index: int, /) -> tuple[int, int]: ...
+Offsets: TypeAlias = Sequence[tuple[int, int]]
+"""Token index → (start, end) in characters of the rendered text; end is exclusive. (0, 0) is a token without text."""
 
 
 def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
@@ -47,7 +35,9 @@ def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
     if not texts:
         return value, False
     marker = re.compile("|".join(map(re.escape, texts)))
-    filler = _filler(texts)
+    # A character that occurs in no marker, so that the replacement cannot complete another marker.
+    candidates = "x" + string.ascii_letters + string.digits
+    filler = next((char for char in candidates if not any(char in text for text in texts)), "x")
 
     def visit(node: Any) -> Any:
         if isinstance(node, str):
@@ -60,12 +50,6 @@ def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
 
     neutral = visit(value)
     return neutral, bool(neutral != value)
-
-
-def _filler(texts: list[str]) -> str:
-    """Returns a character that occurs in no marker, so that the replacement cannot complete another marker."""
-    candidates = "x" + string.ascii_letters + string.digits
-    return next((char for char in candidates if not any(char in text for text in texts)), "x")
 
 
 class Write(Protocol):
@@ -99,26 +83,16 @@ def template_markers(special_texts: Collection[str], other_texts: Collection[str
     count even so. Of a template that refuses plain conversations, all special tokens count.
     """
     special = frozenset(filter(None, special_texts))
-    common = [_common_prompt(shorter, longer, write) for shorter, longer in _GROWING]
+    prompts = [[write(messages, add_generation_prompt=True) for messages in pair] for pair in _GROWING]
+    common = [now[: common_chars(now, later)] for now, later in prompts]
     if not (common[0] and write((_USER, _REPLY), add_generation_prompt=False)):
         return special
-    unseparated = [text for text in common if _last_start(special, text) < text.rfind(_TEXT)]
+    unseparated = [text for text in common if max(map(text.rfind, special), default=-1) < text.rfind(_TEXT)]
     others = {
         token for token in other_texts if _looks_like_a_marker(token) and any(token in text for text in unseparated)
     }
     separating = {token for token in special if any(token in text for text in common)}
     return special.union(others) - (_interpreted(sorted(special.union(others)), write) - separating)
-
-
-def _common_prompt(shorter: Sequence[dict[str, Any]], longer: Sequence[dict[str, Any]], write: Write) -> str:
-    """Returns the prompt of the shorter conversation up to where the longer one's differs."""
-    now, later = (write(messages, add_generation_prompt=True) for messages in (shorter, longer))
-    return now[: common_chars(now, later)]
-
-
-def _last_start(tokens: Collection[str], text: str) -> int:
-    """Returns where the last occurrence of any of `tokens` in `text` begins; -1 if there is none."""
-    return max(map(text.rfind, tokens), default=-1)
 
 
 def _looks_like_a_marker(text: str) -> bool:
@@ -189,12 +163,7 @@ def system_end(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe
     the system message inside the first user turn has no boundary behind it: the result is then the start of that turn.
     """
     agreed_chars = common_chars(rendered, probe_rendered)
-    end = 0
-    for position in boundaries:
-        if offsets[position - 1][1] > agreed_chars:
-            break
-        end = position
-    return end
+    return max(takewhile(lambda end: offsets[end - 1][1] <= agreed_chars, boundaries), default=0)
 
 
 def common_chars(a: str, b: str) -> int:

@@ -68,10 +68,13 @@ def holds_media(messages: Sequence[Message]) -> bool:
 
 
 def parts_for_template(content: str | list[Any]) -> list[JsonObject]:
-    """Returns content as the templates of multimodal models expect it: a list of parts, in which media have no data."""
+    """Returns content as the templates of multimodal models expect it: a list of parts, in which media have no data.
+
+    What is such a list already stays as it is.
+    """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    return [_for_template(part) for part in content]
+    return [part if isinstance(part, dict) else _for_template(part) for part in content]
 
 
 def _for_template(part: TextPart | ImagePart | AudioPart) -> JsonObject:
@@ -85,11 +88,9 @@ def _require_taken(
 ) -> MediaProcessor:
     """Returns `processor`. Raises `InvalidRequest` if the model does not take this kind of content."""
     kinds = processor.kinds if processor is not None else frozenset()
-    if processor is not None:
-        if isinstance(part, ImagePart) and "image" in kinds:
-            return processor
-        if isinstance(part, AudioPart) and "audio" in kinds:
-            return processor
+    wanted = "image" if isinstance(part, ImagePart) else "audio" if isinstance(part, AudioPart) else ""
+    if processor is not None and wanted in kinds:
+        return processor
     taken = " and ".join(["text", *(word for kind, word in (("image", "images"), ("audio", "audio")) if kind in kinds)])
     reason = "this model takes text only" if taken == "text" else f"this model takes {taken}, no {_WORDS[part.type]}"
     if processor is not None and processor.problem is not None:

@@ -1,10 +1,8 @@
 """Finds the positions that a client marks: `cache_control` on tools, messages and content parts → positions in tokens.
 
-A rendered prompt does not say which text belongs to which message. So the conversation is rendered once more, cut off
-at the mark. The characters that this rendering and the prompt's own share are the marked part; it includes the
-end-of-turn marker if the template writes one. Some templates refuse a conversation that ends there, or write its end in
-another way. Then the conversation is rendered with another user message behind the mark: the position found that way
-may include what opens the next message, but never any of its text.
+The conversation is rendered once more, cut off at the mark; `README.md` says why. Some templates refuse a conversation
+that ends there, or write its end in another way. Then it is rendered with another user message behind the mark: the
+position found that way may include what opens the next message, but never any of its text.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from diskprefix.chat.boundaries import Offsets, common_chars
 from diskprefix.chat.messages import CacheControl, Conversation, Message, TextPart
@@ -35,37 +33,18 @@ Render: TypeAlias = Callable[[TemplateInput], str]
 
 
 @dataclass(frozen=True)
-class ToolEnd:
-    """The end of tool `index`."""
+class MarkTarget:
+    """What a mark stands behind: tool or message `index`, or the first `num_chars` characters of a message's text."""
 
-    index: int
-    ttl_s: float | None
-
-    @property
-    def param(self) -> str:
-        return f"tools.{self.index}"
-
-
-@dataclass(frozen=True)
-class MessageEnd:
-    """The end of message `index`, or of the first `num_chars` characters of its text."""
-
+    kind: Literal["tools", "messages"]
     index: int
     ttl_s: float | None
     num_chars: int | None = None
 
-    @property
-    def param(self) -> str:
-        return f"messages.{self.index}"
-
-
-MarkTarget: TypeAlias = ToolEnd | MessageEnd
-"""What a mark stands behind."""
-
 
 def mark_targets(conversation: Conversation) -> list[MarkTarget]:
     """Returns what the last `MAX_MARKS` marks of a conversation stand behind, tools before messages."""
-    targets: list[MarkTarget] = [ToolEnd(k, mark.ttl_s) for k, mark in conversation.tool_marks]
+    targets = [MarkTarget("tools", k, mark.ttl_s) for k, mark in conversation.tool_marks]
     for i, message in enumerate(conversation.messages):
         targets += _targets_in(message, i)
     if len(targets) > MAX_MARKS:
@@ -83,7 +62,7 @@ def _targets_in(message: Message, index: int) -> list[MarkTarget]:
                 # The turn ends with its last part, unless tool calls follow.
                 marks.append((end if j < last or message.tool_calls else None, part.cache_control))
     marks.append((None, message.cache_control))
-    return [MessageEnd(index, mark.ttl_s, num_chars) for num_chars, mark in marks if mark is not None]
+    return [MarkTarget("messages", index, mark.ttl_s, num_chars) for num_chars, mark in marks if mark is not None]
 
 
 def find_marks(
@@ -100,14 +79,15 @@ def find_marks(
     target whose position cannot be found, or is 0, is left out.
     """
     found: dict[int, float | None] = {}
-    if any(isinstance(target, ToolEnd) for target in targets) and not _writes_tools(template_input, render):
+    if any(target.kind == "tools" for target in targets) and not _writes_tools(template_input, render):
         log.debug("marks on tools are ignored: the chat template writes no tools")
-        targets = [target for target in targets if not isinstance(target, ToolEnd)]
+        targets = [target for target in targets if target.kind != "tools"]
     for target in targets:
         num_chars = _num_chars_before(target, template_input, rendered, render)
         position = _tokens_within(num_chars, offsets, num_tokens, len(rendered))
         if not position:
-            log.debug("the mark on %s is ignored: its position in the prompt cannot be found", target.param)
+            place = f"{target.kind}.{target.index}"
+            log.debug("the mark on %s is ignored: its position in the prompt cannot be found", place)
             continue
         times = [ttl_s for ttl_s in (found.get(position), target.ttl_s) if ttl_s is not None]
         found[position] = max(times, default=None)
@@ -133,7 +113,7 @@ def _contains_target(text: str, target: MarkTarget, ending: TemplateInput) -> bo
 
     Some templates write system messages and tools only together with the first user message.
     """
-    if isinstance(target, ToolEnd):
+    if target.kind == "tools":
         return any(tool["function"]["name"] in text for tool in (ending.tools or [])[-1:])
     # A message that is cut inside its text ends in a character that the prompt does not have there.
     return bool(text) and target.num_chars is None and ending.messages[-1]["content"].strip() in text
@@ -141,7 +121,7 @@ def _contains_target(text: str, target: MarkTarget, ending: TemplateInput) -> bo
 
 def _cut(target: MarkTarget, template_input: TemplateInput) -> tuple[TemplateInput, TemplateInput]:
     """Returns the input cut off at the mark, and the same with another user message behind the mark."""
-    if isinstance(target, ToolEnd):
+    if target.kind == "tools":
         head = template_input.leading_system
         rest = template_input.messages[len(head) :]
         template_input = template_input._replace(tools=(template_input.tools or [])[: target.index + 1])

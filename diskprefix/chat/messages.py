@@ -1,7 +1,6 @@
 """The messages, content parts, tools and marks of a conversation, strictly typed in the form of OpenAI's API.
 
-Members of a union carry tags that begin with `~`. A tag says which form of the value was meant, and is left out of the
-`param` of an error.
+Members of a union have tags that begin with `~`, which are left out of the `param` of an error.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -18,13 +16,15 @@ from pydantic import (
     Field,
     Tag,
     ValidatorFunctionWrapHandler,
-    WithJsonSchema,
     WrapValidator,
 )
 from pydantic_core import PydanticCustomError
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 JsonObject: TypeAlias = dict[str, Any]
+
+REFUSED = "refused"
+"""The type of errors whose message says all, and must not be completed with the value at fault."""
 
 
 class Body(BaseModel):
@@ -63,7 +63,7 @@ class Markable(Body):
 
 def _no_mark(value: object) -> object:
     if value is not None:
-        raise PydanticCustomError("misplaced_mark", "is not allowed here; mark a message, a content part or a tool")
+        raise PydanticCustomError(REFUSED, "is not allowed here; mark a message, a content part or a tool")
     return value
 
 
@@ -112,16 +112,10 @@ class AudioPart(Markable):
     input_audio: InputAudio
 
 
-def _known_type(kind: str) -> str:
-    if kind not in ("video_url", "file"):
-        raise PydanticCustomError("type", "Input should be text, image_url or input_audio")
-    return kind
-
-
 class OtherPart(Body):
     """A content part of a kind that no model here takes. It is read so that the error can name its type."""
 
-    type: Annotated[str, AfterValidator(_known_type), WithJsonSchema({"enum": ["video_url", "file"]})] = Field(
+    type: Literal["text", "image_url", "input_audio", "video_url", "file"] = Field(
         description="`video_url` or `file`: refused."
     )
 
@@ -145,10 +139,7 @@ def _kind_of_part(value: object) -> str | None:
     An object of an unknown type becomes an `OtherPart`, whose error names the type.
     """
     kinds = {"text": "~text", "image_url": "~image", "input_audio": "~audio"}
-    if isinstance(value, dict):
-        kind = value.get("type")
-        return kinds.get(kind, "~other") if isinstance(kind, str) else "~other"
-    return kinds.get(value.type, "~other") if isinstance(value, Body) and hasattr(value, "type") else None
+    return kinds.get(str(value.get("type")), "~other") if isinstance(value, dict) else None
 
 
 ContentPart: TypeAlias = Annotated[
@@ -232,12 +223,9 @@ def _as_sent(value: JsonObject, check: ValidatorFunctionWrapHandler) -> JsonObje
 
 def without_marks(tool: JsonObject) -> JsonObject:
     """Returns `tool` without marks. Marks are not part of the prompt, and must not change it."""
-    unmarked = _unmarked(tool)
-    return {name: _unmarked(value) if name == "function" else value for name, value in unmarked.items()}
-
-
-def _unmarked(value: JsonObject) -> JsonObject:
-    return {name: inner for name, inner in value.items() if name != "cache_control"}
+    unmarked = {name: value for name, value in tool.items() if name != "cache_control"}
+    function = {name: value for name, value in tool["function"].items() if name != "cache_control"}
+    return unmarked | {"function": function}
 
 
 ToolAsSent: TypeAlias = Annotated[Tool, WrapValidator(_as_sent)]

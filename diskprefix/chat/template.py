@@ -1,9 +1,6 @@
 """Renders a conversation or a text into a `Prompt`: chat template, token ids, safe boundaries and marks.
 
-This is CPU work that may take long for a long prompt; the server calls it in a thread. The template is rendered once
-for the prompt itself. It is rendered a second time if a message contains the text of a marker (see `boundaries`), once
-over the leading system messages to find where they end, and once or twice for each mark (see `marks`). The markers of a
-template are found once, by rendering made-up conversations.
+`README.md` describes the steps. This is CPU work that may take long for a long prompt; the server calls it in a thread.
 """
 
 from __future__ import annotations
@@ -12,11 +9,11 @@ import inspect
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
-from diskprefix.chat.boundaries import neutralise, system_end, template_boundaries, template_markers
+from diskprefix.chat.boundaries import Offsets, neutralise, system_end, template_boundaries, template_markers
 from diskprefix.chat.content import UNSUPPORTED, Media, parts_for_template, read_media
 from diskprefix.chat.marks import find_marks, mark_targets
 from diskprefix.chat.messages import Conversation, JsonObject
@@ -39,30 +36,12 @@ _TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, KeyError, AttributeErr
 _PROBED_CHARS_PER_POSITION = 32
 """Of a longer text, only so many characters are encoded first. Real text has about four characters per token."""
 
-_PREVIEW_HEAD_CHARS = 100
+_PREVIEW_CHARS = 100
 _PREVIEW_SCANNED_CHARS = 10_000
 _REASON_CHARS = 200
 _NOWHERE = (0, 0)
 _PROBE_TEXT = "diskprefix"
 _SYSTEM: JsonObject = {"role": "system", "content": _PROBE_TEXT}
-
-
-class _Markers(NamedTuple):
-    """The added tokens with which a template separates turns."""
-
-    texts: frozenset[str]
-    ids: frozenset[int]
-
-
-class _Offsets:
-    """Token index → character span, computed on demand because few tokens are looked up."""
-
-    def __init__(self, encoding: BatchEncoding) -> None:
-        self._encoding = encoding
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        span = self._encoding.token_to_chars(index)
-        return (span.start, span.end) if span is not None else _NOWHERE
 
 
 class PromptRenderer:
@@ -85,7 +64,7 @@ class PromptRenderer:
         special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self._special = special | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self._added = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()} | self._special
-        self._markers: dict[str, _Markers] = {}
+        self._markers: dict[str, dict[str, int]] = {}
         self.vocab_size = vocab_size
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         self._warned_of_tools = False
@@ -109,13 +88,13 @@ class PromptRenderer:
         template_input = self._template_input(conversation)
         rendered = self._render(template_input, conversation.add_generation_prompt)
         markers = self._markers_of(template_input.tools)
-        neutral_parts, changed = neutralise(list(template_input), markers.texts)
+        neutral_parts, changed = neutralise(list(template_input), markers)
         neutral_input = TemplateInput(*neutral_parts)
         neutral = self._try_render(neutral_input, conversation.add_generation_prompt) if changed else None
         encoding = self._encode(rendered, add_special_tokens=self._adds_bos(rendered), param="messages")
         token_ids = as_token_ids(encoding["input_ids"])
-        offsets = _Offsets(encoding)
-        boundaries = template_boundaries(token_ids, offsets, markers.ids, rendered, neutral)
+        offsets = encoding["offset_mapping"]
+        boundaries = template_boundaries(token_ids, offsets, markers.values(), rendered, neutral)
         probe = self._try_render(_probe(template_input), conversation.add_generation_prompt)
         marks: tuple[Mark, ...] = ()
         if targets := mark_targets(conversation):
@@ -182,7 +161,7 @@ class PromptRenderer:
         offsets = None
         if isinstance(prompt, str):
             encoding = self._encode(prompt, add_special_tokens=True, param="prompt")
-            token_ids, offsets = as_token_ids(encoding["input_ids"]), _Offsets(encoding)
+            token_ids, offsets = as_token_ids(encoding["input_ids"]), encoding["offset_mapping"]
             text = prompt
         else:
             self._check_positions(len(prompt), param="prompt")
@@ -190,16 +169,17 @@ class PromptRenderer:
             token_ids = as_token_ids(prompt)
             ends = prompt if len(prompt) <= 120 else [*prompt[:60], *prompt[-60:]]
             text = str(self._tokenizer.decode(ends))
-        return Prompt(token_ids=token_ids, boundaries=self._boundaries_of_text(token_ids, offsets), text=_preview(text))
+        preview = _preview(text, text[_PREVIEW_CHARS:][-_PREVIEW_CHARS:])
+        return Prompt(token_ids=token_ids, boundaries=self._boundaries_of_text(token_ids, offsets), text=preview)
 
-    def _boundaries_of_text(self, token_ids: TokenIds, offsets: _Offsets | None) -> tuple[int, ...]:
+    def _boundaries_of_text(self, token_ids: TokenIds, offsets: Offsets | None) -> tuple[int, ...]:
         """Returns the positions behind special tokens and markers that the client wrote.
 
         A token that the tokenizer adds (BOS) is not one of them. It would be the only boundary of a plain text, and
         then nothing but that token could be saved.
         """
-        marker_ids = self._markers_of(None).ids if self._tokenizer.chat_template else frozenset()
-        boundaries = raw_boundaries(token_ids, marker_ids.union(self._special.values()))
+        marker_ids = self._markers_of(None).values() if self._tokenizer.chat_template else ()
+        boundaries = raw_boundaries(token_ids, {*marker_ids, *self._special.values()})
         if offsets is not None:
             boundaries = tuple(end for end in boundaries if offsets[end - 1] != _NOWHERE)
         bos = self._tokenizer.bos_token_id
@@ -218,7 +198,9 @@ class PromptRenderer:
             # Twice as many, because the last tokens of a text that is cut differ from those of the whole text.
             if len(begins) >= 2 * self._max_positions:
                 raise self._too_long(f"more than {len(begins) // 2}", param)
-        encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        encoding = self._tokenizer(
+            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
+        )
         num_tokens = len(encoding["input_ids"])
         if not num_tokens:
             raise InvalidRequest(f"{param}: the prompt has no tokens", param=param)
@@ -247,8 +229,9 @@ class PromptRenderer:
     def _template_input(self, conversation: Conversation) -> TemplateInput:
         tools, variables = conversation.tools, conversation.template_variables
         template = self._template(tools)
-        if tools and "tools" not in template:
-            self._warn_of_tools()
+        if tools and "tools" not in template and not self._warned_of_tools:
+            self._warned_of_tools = True
+            log.warning("a request offers tools, but the model's chat template ignores them; this is logged once")
         for name in self._reserved & variables.keys():
             param = f"chat_template_kwargs.{name}"
             raise InvalidRequest(f"{param}: is set by the daemon and cannot be changed", param=param)
@@ -265,8 +248,8 @@ class PromptRenderer:
             )
         return str(self._tokenizer.get_chat_template(tools=tools))
 
-    def _markers_of(self, tools: list[JsonObject] | None) -> _Markers:
-        """Returns the markers of the template for conversations with tools, or of the one for those without (None)."""
+    def _markers_of(self, tools: list[JsonObject] | None) -> dict[str, int]:
+        """Returns the token ids of the template's markers, by their texts. Templates for tools may be other ones."""
         template = self._template(tools)
         if template not in self._markers:
 
@@ -280,18 +263,16 @@ class PromptRenderer:
                 return ""
 
             texts = template_markers(self._special.keys(), self._added.keys() - self._special.keys(), write)
-            self._markers[template] = _Markers(texts, frozenset(self._added[text] for text in texts))
+            self._markers[template] = {text: self._added[text] for text in texts}
         return self._markers[template]
-
-    def _warn_of_tools(self) -> None:
-        if not self._warned_of_tools:
-            self._warned_of_tools = True
-            log.warning("a request offers tools, but the model's chat template ignores them; this is logged once")
 
     def _render(self, template_input: TemplateInput, add_generation_prompt: bool) -> str:
         """Renders, with content in the form that the template takes. Raises `InvalidRequest` as `_apply` does."""
         if self._takes_parts_only:
-            template_input = template_input._replace(messages=self._in_parts(template_input.messages))
+            messages = [
+                {**message, "content": parts_for_template(message["content"])} for message in template_input.messages
+            ]
+            template_input = template_input._replace(messages=messages)
         return self._apply(template_input, add_generation_prompt)
 
     def _apply(self, template_input: TemplateInput, add_generation_prompt: bool) -> str:
@@ -311,15 +292,6 @@ class PromptRenderer:
             raise InvalidRequest(
                 f"messages: the chat template refuses the messages: {reason}", param="messages", code="template_error"
             ) from error
-
-    @staticmethod
-    def _in_parts(messages: list[JsonObject]) -> list[JsonObject]:
-        return [
-            {**message, "content": parts_for_template(message["content"])}
-            if isinstance(message["content"], str)
-            else message
-            for message in messages
-        ]
 
     def _try_render(self, template_input: TemplateInput, add_generation_prompt: bool) -> str:
         """Renders to find boundaries. Returns an empty text, which leads to no boundary, if the template refuses."""
@@ -348,16 +320,9 @@ def _probe(template_input: TemplateInput) -> TemplateInput:
 def _chat_preview(messages: list[JsonObject]) -> str:
     """Returns the beginnings of the first message and of the newest message of the user."""
     newest = next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])
-    return _join_preview(messages[0]["content"], newest["content"] if newest is not messages[0] else "")
+    return _preview(messages[0]["content"], newest["content"] if newest is not messages[0] else "")
 
 
-def _preview(text: str) -> str:
-    head = printable_only(text[:_PREVIEW_SCANNED_CHARS])
-    if len(text) <= _PREVIEW_SCANNED_CHARS and len(head) <= 2 * _PREVIEW_HEAD_CHARS:
-        return head
-    return f"{head[:_PREVIEW_HEAD_CHARS]} … {printable_only(text[-_PREVIEW_SCANNED_CHARS:])[-_PREVIEW_HEAD_CHARS:]}"
-
-
-def _join_preview(first: str, last: str) -> str:
-    parts = [printable_only(text[:_PREVIEW_SCANNED_CHARS])[:_PREVIEW_HEAD_CHARS] for text in (first, last)]
+def _preview(first: str, last: str) -> str:
+    parts = [printable_only(text[:_PREVIEW_SCANNED_CHARS])[:_PREVIEW_CHARS] for text in (first, last)]
     return " … ".join(part for part in parts if part)

@@ -26,7 +26,7 @@ class TemplateInput(NamedTuple):
     @property
     def leading_system(self) -> list[JsonObject]:
         """The system and developer messages before the first other message."""
-        return list(takewhile(_is_system, self.messages))
+        return list(takewhile(lambda message: message["role"] in ("system", "developer"), self.messages))
 
 
 def message_for_template(message: Message, developer_is_known: bool) -> JsonObject:
@@ -67,7 +67,3 @@ def with_other_user_message(messages: Sequence[JsonObject], rest: Sequence[JsonO
 def other_first_character(text: str) -> str:
     """Returns a character with which `text` does not begin, with or without the blanks around it."""
     return "y" if text.lstrip().startswith("x") else "x"
-
-
-def _is_system(message: JsonObject) -> bool:
-    return message["role"] in ("system", "developer")

@@ -31,7 +31,7 @@ def body_reader(renderer: PromptRenderer) -> Callable[[dict[str, Any]], TraceReq
             prompt = renderer.chat(parsed.conversation)
         else:
             parsed = parse_json(text, CompletionRequest)
-            prompt = renderer.completion(parsed.one_prompt)
+            prompt = renderer.completion(parsed.prompt)
         options = cache_options(parsed, scope=Scope("auto", DEFAULT_WINDOW), caller=SHARED, reuse_generated=False)
         asked = parsed.prefix_cache
         return TraceRequest(

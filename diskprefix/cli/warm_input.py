@@ -21,8 +21,8 @@ _LINES, _JSON = (".jsonl", ".ndjson"), ".json"
 _OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "logprobs", "top_logprobs"}
 _OF_SAMPLING |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 _OF_REPLIES = {"stream", "stream_options", "n", "best_of", "echo", "suffix", "stop", "max_tokens"}
-_OF_REPLIES |= {"max_completion_tokens", "response_format", "modalities", "parallel_tool_calls"}
-NOT_OF_PROMPTS = {"model", "user"} | _OF_SAMPLING | _OF_REPLIES
+_OF_REPLIES |= {"max_completion_tokens", "response_format", "modalities"}
+NOT_OF_PROMPTS = {"model"} | _OF_SAMPLING | _OF_REPLIES
 """Fields of a request that do not change its prompt. Without them a body for another model, or for another kind of
 reply, can be warmed too."""
 

@@ -7,8 +7,9 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from diskprefix.errors import DiskPrefixError
 from diskprefix.printable import shown
-from diskprefix.server.errors import error_response, internal_error
+from diskprefix.server.errors import error_response
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.metrics import ServerMetrics
 
@@ -55,7 +56,8 @@ class AccessLog:
             log.exception("%s %s failed unexpectedly", scope["method"], _path(scope))
             if response_started:
                 raise
-            await error_response(internal_error())(scope, receive, note_status)
+            hidden = DiskPrefixError("internal error; the daemon's log has the details", code="internal_error")
+            await error_response(hidden)(scope, receive, note_status)
 
     def _close(self, scope: Scope, record: LogContext, elapsed_s: float) -> None:
         route = getattr(scope.get("route"), "path", "other")

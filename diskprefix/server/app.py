@@ -17,7 +17,7 @@ from diskprefix.server.auth import OPEN_PATHS, Auth
 from diskprefix.server.body import BodyTooLarge, on_body_too_large
 from diskprefix.server.browser_guard import BrowserGuard
 from diskprefix.server.daemon import Daemon, EngineLoader
-from diskprefix.server.errors import install_error_handlers
+from diskprefix.server.errors import HANDLERS
 from diskprefix.server.keys import ApiKeys
 from diskprefix.server.replies import ChatCompletionChunk
 from diskprefix.server.schemas import ChatRequest, CompletionRequest
@@ -28,11 +28,6 @@ _DESCRIPTION = """An OpenAI-compatible server for one local model that keeps the
 prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart of the daemon.
 
 Every response says what the cache did (`prefix_cache`) and where the time went (`timings`)."""
-
-_TAGS = [
-    {"name": "completions", "description": "Generate text."},
-    {"name": "daemon", "description": "State and figures of the daemon."},
-]
 
 _OUTSIDE_FASTAPI: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, ChatCompletionChunk)
 """Models that FastAPI does not see: bodies are read by `read_json`, and chunks are events of a stream."""
@@ -61,17 +56,15 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
         title="diskprefix",
         version=__version__,
         description=_DESCRIPTION,
-        openapi_tags=_TAGS,
         lifespan=lifespan,
         redirect_slashes=False,
         swagger_ui_parameters={"validatorUrl": None},
+        exception_handlers=HANDLERS | {BodyTooLarge: on_body_too_large},
     )
     app.state.daemon = daemon
     app.add_middleware(Auth, keys=keys)
     app.add_middleware(BrowserGuard, host=settings.host)
     app.add_middleware(AccessLog, metrics=daemon.metrics)
-    app.add_exception_handler(BodyTooLarge, on_body_too_large)
-    install_error_handlers(app)
     app.include_router(completions.router)
     app.include_router(status.router)
     _complete_openapi(app, with_keys=keys is not None)

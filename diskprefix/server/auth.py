@@ -6,14 +6,12 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from diskprefix.server.errors import http_error_response
+from diskprefix.server.errors import refuse
 from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys, Caller
 from diskprefix.server.log_context import log_context
 
 OPEN_PATHS = frozenset({"/health"})
 """For load balancers and service managers, which have no key."""
-
-_CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
 class Auth:
@@ -27,19 +25,15 @@ class Auth:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = log_context(Request(scope))
         authorization = Headers(scope=scope).get("authorization")
         caller = self._caller(authorization, scope["path"])
         if caller is not None:
-            record.caller = caller
+            log_context(Request(scope)).caller = caller
             await self._app(scope, receive, send)
             return
-        record.error = (
-            "the API key is not one of this daemon's"
-            if authorization
-            else "an API key is needed: send the header Authorization: Bearer KEY"
-        )
-        await http_error_response(401, record.error, _CHALLENGE)(scope, receive, send)
+        missing = "an API key is needed: send the header Authorization: Bearer KEY"
+        reason = "the API key is not one of this daemon's" if authorization else missing
+        await refuse(scope, receive, send, 401, reason, {"WWW-Authenticate": "Bearer"})
 
     def _caller(self, authorization: str | None, path: str) -> Caller | None:
         if self._keys is None:

@@ -14,9 +14,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from diskprefix.chat.messages import REFUSED
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
-from diskprefix.server.errors import http_error_response
+from diskprefix.server.errors import http_error_body
 from diskprefix.settings import format_size
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -120,12 +121,12 @@ def _explain(error: Any) -> str:
             return "is not a known field"
         case "none_required":
             return "is not supported"
-        case "misplaced_mark":
-            return str(error["msg"])
-        case "too_short":
+        case "too_short" | "string_too_short" if not error["input"]:
             return "must not be empty"
         case "too_long":
             return f"must have at most {error['ctx']['max_length']} items (got {error['ctx']['actual_length']})"
+    if error["type"] == REFUSED:
+        return str(error["msg"])
     message = (
         str(error["msg"])
         .replace("Input should be", "must be")
@@ -169,5 +170,5 @@ async def _discard(request: Request) -> None:
 async def on_body_too_large(_request: Request, error: Exception) -> LingeringResponse:
     """Handles `BodyTooLarge`."""
     assert isinstance(error, BodyTooLarge)
-    answer = http_error_response(error.status_code, error.detail)
-    return LingeringResponse(json.loads(bytes(answer.body)), error.status_code, headers={"Connection": "close"})
+    content = http_error_body(error.status_code, error.detail)
+    return LingeringResponse(content, error.status_code, headers={"Connection": "close"})

@@ -12,12 +12,10 @@ import re
 import socket
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diskprefix.printable import shown
-from diskprefix.server.errors import http_error_response
-from diskprefix.server.log_context import log_context
+from diskprefix.server.errors import refuse
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITES = frozenset({"same-origin", "none"})
@@ -43,8 +41,7 @@ class BrowserGuard:
         if refusal is None:
             await self._app(scope, receive, send)
             return
-        log_context(Request(scope)).error = refusal
-        await http_error_response(403, refusal)(scope, receive, send)
+        await refuse(scope, receive, send, 403, refusal)
 
     def refusal(self, method: str, headers: Headers) -> str | None:
         """Returns why a request is refused; None if it is not. Only HTTP/1.0 may leave `Host` out; browsers send it."""

@@ -1,50 +1,33 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`: the same steps, two serializers."""
+"""`POST /v1/chat/completions` and `POST /v1/completions`: the same steps, two APIs."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diskprefix.chat.content import holds_media
-from diskprefix.chat.template import PromptRenderer
-from diskprefix.engine.request import DoneEvent, Event, GenerateRequest, SamplingParams
+from diskprefix.engine.request import DoneEvent, GenerateRequest
 from diskprefix.prompt import Prompt
 from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import log_context
-from diskprefix.server.params import cache_options, chat_params, check_context, completion_params
-from diskprefix.server.replies import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    cache_reply,
-    timings_reply,
-    usage_reply,
-)
+from diskprefix.server.params import cache_options, check_context, sampling_params
+from diskprefix.server.replies import ChatCompletion, ChatCompletionChunk, Completion, figures_reply, usage_reply
 from diskprefix.server.schemas import ChatRequest, CompletionRequest, SamplingBody
-from diskprefix.server.serializers import ChatSerializer, ChoiceSerializer, Collected, CompletionSerializer
+from diskprefix.server.serializers import CHAT, COMPLETIONS, Api, Json, WholeChoices
 from diskprefix.server.serving import Serving
-from diskprefix.server.streaming import ChunkWriter, EventStream, Json
+from diskprefix.server.streaming import ChunkWriter, EventStream
 
-B = TypeVar("B", bound=SamplingBody)
+AnyRequest: TypeAlias = ChatRequest | CompletionRequest
 
 router = APIRouter(tags=["completions"])
-
-
-class _Output(NamedTuple):
-    """Who answers a request, and whether as a stream."""
-
-    serving: Serving
-    stream: bool
-    include_usage: bool
 
 
 def _route(model: type[SamplingBody], whole: type[Any], chunk: type[Any]) -> dict[str, Any]:
@@ -86,78 +69,24 @@ def _route(model: type[SamplingBody], whole: type[Any], chunk: type[Any]) -> dic
 @router.post("/v1/chat/completions", summary="Chat", **_route(ChatRequest, ChatCompletion, ChatCompletionChunk))
 async def chat_completions(request: Request) -> Response:
     """Reply to a conversation. The part of the prompt that is stored on disk is restored instead of computed."""
-    return await _complete(request, ChatRequest, ChatSerializer(), chat_params, _render_chat)
+    return await _complete(request, ChatRequest, CHAT)
 
 
 @router.post("/v1/completions", summary="Text completion", **_route(CompletionRequest, Completion, Completion))
 async def completions(request: Request) -> Response:
     """Continue a text or a list of token ids. No chat template is applied."""
-    return await _complete(request, CompletionRequest, CompletionSerializer(), completion_params, _render_completion)
+    return await _complete(request, CompletionRequest, COMPLETIONS)
 
 
-def _render_chat(renderer: PromptRenderer, body: ChatRequest) -> Prompt:
-    return renderer.chat(body.conversation)
-
-
-def _render_completion(renderer: PromptRenderer, body: CompletionRequest) -> Prompt:
-    return renderer.completion(body.one_prompt)
-
-
-async def _complete(
-    request: Request,
-    model: type[B],
-    serializer: ChoiceSerializer,
-    params_of: Callable[[B, int], SamplingParams],
-    render: Callable[[PromptRenderer, B], Prompt],
-) -> Response:
-    generate, output = await _read(request, model, serializer, params_of, render)
-    return await _answer(request, generate, serializer, output)
-
-
-async def _read(
-    request: Request,
-    model: type[B],
-    serializer: ChoiceSerializer,
-    params_of: Callable[[B, int], SamplingParams],
-    render: Callable[[PromptRenderer, B], Prompt],
-) -> tuple[GenerateRequest, _Output]:
-    """Returns the request for the engine, and how the response is to be written.
-
-    The body is released here: with images in it, it is too large to be kept while the reply is generated.
-    """
+async def _complete(request: Request, model: type[AnyRequest], api: Api) -> Response:
     daemon: Daemon = request.app.state.daemon
-    caller = log_context(request).caller.tenant
-    with daemon.arriving(caller) as serving:
+    with daemon.arriving(log_context(request).caller.tenant) as serving:
         body = await read_json(request, model, daemon.settings.max_body_bytes)
-        serving.require_model(body.model)
-        sampling = params_of(body, serving.renderer.vocab_size)
-        cache = cache_options(body, scope=serving.scope, caller=caller, reuse_generated=daemon.settings.reuse_generated)
-        has_media = isinstance(body, ChatRequest) and holds_media(body.messages)
-
-        def make_prompt() -> Prompt:
-            prompt = render(serving.renderer, body)
-            if not prompt.media:
-                # Not on the engine's thread: it takes long for a tenant who was not here lately.
-                serving.engine.cache.load(cache.tenant)
-            return prompt
-
-        prompt = await daemon.prepare(make_prompt, has_media=has_media)
-    check_context(prompt, body, serving.engine.max_positions)
-    generate = GenerateRequest(
-        id=f"{serializer.id_prefix}{uuid.uuid4().hex}",
-        prompt=prompt,
-        sampling=sampling,
-        cache=cache,
-    )
+        generate = await _read(request, serving, body, api)
+    stream = bool(body.stream)
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
-    return generate, _Output(serving, bool(body.stream), include_usage)
-
-
-async def _answer(
-    request: Request, generate: GenerateRequest, serializer: ChoiceSerializer, output: _Output
-) -> Response:
-    daemon: Daemon = request.app.state.daemon
-    serving = output.serving
+    # With images in it, the body is too large to be kept while the reply is generated.
+    del body
 
     def on_done(done: DoneEvent) -> None:
         log_context(request).done = done
@@ -165,47 +94,55 @@ async def _answer(
 
     envelope = {
         "id": generate.id,
-        "object": serializer.chunk_object if output.stream else serializer.whole_object,
+        "object": api.chunk_object if stream else api.whole_object,
         "created": int(time.time()),
         "model": serving.model_name,
         "system_fingerprint": serving.fingerprint,
     }
-    generation = Generation(serving.scheduler, generate, request.receive)
+    generation = Generation(serving.scheduler, generate, request.receive, on_done)
     try:
-        # Waits for the first event before the headers are sent, because an error can still become an HTTP status then.
-        first = await generation.next()
-        if output.stream:
-            return EventStream(
-                generation, first, ChunkWriter(envelope, serializer.chunk_choice, output.include_usage), on_done
-            )
-        return await _whole(generation, first, envelope, serializer, generate.sampling.logprobs is not None, on_done)
+        await generation.start()
+        if stream:
+            return EventStream(generation, ChunkWriter(envelope, api, include_usage))
+        choices = WholeChoices(api, generate.sampling.logprobs is not None)
+        return JSONResponse(envelope | await _whole(generation, choices))
     except BaseException:
         generation.close()
         raise
 
 
-async def _whole(
-    generation: Generation,
-    first: Event,
-    envelope: Json,
-    serializer: ChoiceSerializer,
-    with_logprobs: bool,
-    on_done: Callable[[DoneEvent], None],
-) -> JSONResponse:
-    collected = Collected(with_logprobs)
-    collected.add(first)
-    async for event in generation:
-        collected.add(event)
-        if isinstance(event, DoneEvent):
-            on_done(event)
-            done = event
-    generation.close()
-    return JSONResponse(
-        {
-            **envelope,
-            "choices": collected.choices(serializer),
-            "usage": usage_reply(done),
-            "prefix_cache": cache_reply(done),
-            "timings": timings_reply(done),
-        }
+async def _read(request: Request, serving: Serving, body: AnyRequest, api: Api) -> GenerateRequest:
+    daemon: Daemon = request.app.state.daemon
+    serving.require_model(body.model)
+    sampling = sampling_params(body, serving.renderer.vocab_size)
+    cache = cache_options(
+        body,
+        scope=serving.scope,
+        caller=log_context(request).caller.tenant,
+        reuse_generated=daemon.settings.reuse_generated,
     )
+
+    def make_prompt() -> Prompt:
+        if isinstance(body, ChatRequest):
+            prompt = serving.renderer.chat(body.conversation)
+        else:
+            prompt = serving.renderer.completion(body.prompt)
+        if not prompt.media:
+            # Not on the engine's thread: it takes long for a tenant who was not here lately.
+            serving.engine.cache.load(cache.tenant)
+        return prompt
+
+    has_media = isinstance(body, ChatRequest) and holds_media(body.messages)
+    prompt = await daemon.prepare(make_prompt, has_media=has_media)
+    check_context(prompt, body, serving.engine.max_positions)
+    return GenerateRequest(id=f"{api.id_prefix}{uuid.uuid4().hex}", prompt=prompt, sampling=sampling, cache=cache)
+
+
+async def _whole(generation: Generation, choices: WholeChoices) -> Json:
+    async for event in generation:
+        if isinstance(event, DoneEvent):
+            done = event
+        else:
+            choices.add(event)
+    generation.close()
+    return {"choices": choices.choices(), "usage": usage_reply(done), **figures_reply(done)}

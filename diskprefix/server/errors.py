@@ -6,12 +6,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.exceptions import HTTPException
 from pydantic import BaseModel, Field
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from diskprefix.errors import DiskPrefixError, NotReady, QueueFull
 from diskprefix.printable import shown
@@ -65,22 +64,24 @@ def one_line(message: str) -> str:
 
 def error_response(error: DiskPrefixError) -> JSONResponse:
     headers = {}
-    if isinstance(error, QueueFull):
-        headers["Retry-After"] = str(error.retry_after_s)
-    elif isinstance(error, NotReady):
-        headers["Retry-After"] = str(NOT_READY_RETRY_AFTER_S)
+    if isinstance(error, QueueFull | NotReady):
+        wait_s = error.retry_after_s if isinstance(error, QueueFull) else NOT_READY_RETRY_AFTER_S
+        headers["Retry-After"] = str(wait_s)
     return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
 
 
-def internal_error() -> DiskPrefixError:
-    """Returns the error for an unexpected exception, without any of its details."""
-    return DiskPrefixError("internal error; the daemon's log has the details", code="internal_error")
-
-
-def http_error_response(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def http_error_body(status: int, detail: str) -> dict[str, Any]:
     """Returns an error of HTTP itself (route, method, size, content type), for which there is no exception class."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse(_body(detail, kind, None, _CODES.get(status)), status_code=status, headers=headers)
+    return _body(detail, kind, None, _CODES.get(status))
+
+
+async def refuse(
+    scope: Scope, receive: Receive, send: Send, status: int, reason: str, headers: dict[str, str] | None = None
+) -> None:
+    """Answers a request from a middleware, and notes the reason for the log."""
+    log_context(Request(scope)).error = reason
+    await JSONResponse(http_error_body(status, reason), status, headers)(scope, receive, send)
 
 
 async def _on_diskprefix_error(request: Request, error: Exception) -> Response:
@@ -92,27 +93,23 @@ async def _on_diskprefix_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, StarletteHTTPException)
+    assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     detail, method, path = error.detail, shown(request.method), shown(request.url.path)
     if error.status_code == 404 and detail == "Not Found":
         detail = f"no such route: {method} {path}; /docs lists all routes"
     elif error.status_code == 405:
         detail = f"{path} does not allow {method}; it allows {headers.get('Allow', 'another method')}"
-    return http_error_response(error.status_code, detail, headers)
+    return JSONResponse(http_error_body(error.status_code, detail), error.status_code, headers)
 
 
 async def _on_client_disconnect(_request: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Registers the handlers that write every error with OpenAI's body."""
-    handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
-        DiskPrefixError: _on_diskprefix_error,
-        StarletteHTTPException: _on_http_exception,
-        HTTPException: _on_http_exception,
-        ClientDisconnect: _on_client_disconnect,
-    }
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
+HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+    DiskPrefixError: _on_diskprefix_error,
+    HTTPException: _on_http_exception,
+    ClientDisconnect: _on_client_disconnect,
+}
+"""By class of the exception; they write every error with OpenAI's body."""

@@ -10,12 +10,13 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
-from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, TextEvent
+from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-Receive = Callable[[], Awaitable[Any]]
+ReplyEvent: TypeAlias = TextEvent | FinishEvent | DoneEvent
 
 MAX_WAITING_BYTES = 4 * 1024**2
 """What may wait for a client that reads more slowly than the engine generates; about 100 000 tokens of plain text.
@@ -63,7 +64,8 @@ class EventBuffer:
                 event = ErrorEvent(DiskPrefixError("the client reads too slowly", code="client_too_slow"))
             last = self._waiting[-1] if self._waiting else None
             if isinstance(event, TextEvent) and isinstance(last, TextEvent) and event.choice == last.choice:
-                self._waiting[-1] = _join(last, event)
+                text, token_ids = last.text + event.text, last.token_ids + event.token_ids
+                self._waiting[-1] = TextEvent(last.choice, text, token_ids, last.logprobs + event.logprobs)
                 return True
             self._waiting.append(event)
         self._loop.call_soon_threadsafe(self._filled.set)
@@ -89,30 +91,50 @@ def _size(event: Event | None) -> int:
     return len(event.text) + _BYTES_PER_TOKEN * len(event.token_ids) + _BYTES_PER_LOGPROB * num_logprobs
 
 
-def _join(first: TextEvent, second: TextEvent) -> TextEvent:
-    return TextEvent(
-        first.choice,
-        first.text + second.text,
-        first.token_ids + second.token_ids,
-        first.logprobs + second.logprobs,
-    )
-
-
 class Generation:
-    """An async iterator over a request's events, which ends after the `DoneEvent`.
+    """An async iterator over a request's events, which ends after the `DoneEvent`. `start()` must be awaited before.
 
-    Raises `ClientDisconnect` if the client left, and the engine's error if the request failed. `close()` must be called
-    in the end; it cancels what still runs, and may be called twice.
+    Both raise `ClientDisconnect` if the client left, and the engine's error if the request failed. `close()` must be
+    called in the end; it cancels what still runs, and may be called twice.
     """
 
-    def __init__(self, scheduler: Scheduler, request: GenerateRequest, receive: Receive) -> None:
+    def __init__(
+        self, scheduler: Scheduler, request: GenerateRequest, receive: Receive, on_done: Callable[[DoneEvent], None]
+    ) -> None:
         """Submits the request. Raises `QueueFull` or `NotReady`."""
         self._loop = asyncio.get_running_loop()
         self._events = EventBuffer(self._loop)
         self._id = request.id
+        self._on_done = on_done
         self._closed = False
         self._ticket = scheduler.submit(request, self._emit)
         self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
+
+    async def start(self) -> None:
+        """Waits for the first event: until the headers are sent, an error can still become an HTTP status."""
+        self._first = await self._next()
+
+    async def __aiter__(self) -> AsyncIterator[ReplyEvent]:
+        event = self._first
+        while not isinstance(event, DoneEvent):
+            yield event
+            event = await self._next()
+        self._on_done(event)
+        yield event
+
+    def close(self) -> None:
+        """Cancels what still runs and stops listening."""
+        self._closed = True
+        self._ticket.cancel()
+        self._watch.cancel()
+
+    async def _next(self) -> ReplyEvent:
+        event = await self._events.get()
+        if event is None:
+            raise ClientDisconnect
+        if isinstance(event, ErrorEvent):
+            raise event.error
+        return event
 
     def _emit(self, event: Event) -> None:
         """Called in the engine's thread."""
@@ -129,25 +151,3 @@ class Generation:
             pass
         self._ticket.cancel()
         self._events.put(None)
-
-    def close(self) -> None:
-        """Cancels what still runs and stops listening."""
-        self._closed = True
-        self._ticket.cancel()
-        self._watch.cancel()
-
-    async def next(self) -> Event:
-        """Returns the next event. Raises as the class says."""
-        event = await self._events.get()
-        if event is None:
-            raise ClientDisconnect
-        if isinstance(event, ErrorEvent):
-            raise event.error
-        return event
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        while True:
-            event = await self.next()
-            yield event
-            if isinstance(event, DoneEvent):
-                return

@@ -50,10 +50,7 @@ class ServerMetrics:
         self._requests = Counter(
             "diskprefix_requests", "HTTP requests answered.", ["route", "status"], registry=self.registry
         )
-        self._tokens = Counter(
-            "diskprefix_tokens", "Tokens of finished requests: prompt, completion, restored.", ["kind"],
-            registry=self.registry,
-        )  # fmt: skip
+        self._tokens = Counter("diskprefix_tokens", "Tokens of finished requests.", ["kind"], registry=self.registry)
         self._seconds = {
             phase: Histogram(f"diskprefix_{phase}_seconds", text, buckets=_SECONDS, registry=self.registry)
             for phase, text in (
@@ -82,9 +79,7 @@ class ServerMetrics:
     async def render(self, serving: Serving | None) -> bytes:
         """Returns the text that a scrape gets. `serving` is None while the model loads."""
         stats = await serving.cache_stats() if serving else {}
-        engine = CollectorRegistry()
-        engine.register(_EngineCollector(serving, stats))
-        return generate_latest(self.registry) + generate_latest(engine)
+        return generate_latest(self.registry) + generate_latest(_EngineCollector(serving, stats))
 
 
 class _EngineCollector(Collector):
@@ -93,10 +88,6 @@ class _EngineCollector(Collector):
     def __init__(self, serving: Serving | None, stats: dict[str, Any]) -> None:
         self._serving = serving
         self._stats = stats
-
-    def describe(self) -> list[Metric]:
-        # Otherwise the registry would call collect() to learn the names.
-        return []
 
     def collect(self) -> Iterator[Metric]:
         serving = self._serving
@@ -120,11 +111,8 @@ def _cache_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
     for reason, count in stats["misses"].items():
         misses.add_metric([reason], count)
     yield misses
-    yield from _gate_metrics(stats["gate"])
-
-
-def _gate_metrics(gate: dict[str, Any]) -> Iterator[Metric]:
-    """Yields the figures of the gate. A speed that was not measured yet has no value."""
+    # A speed that was not measured yet has no value.
+    gate = stats["gate"]
     for figure, (name, text) in _GATE_GAUGES.items():
         yield GaugeMetricFamily(f"diskprefix_gate_{name}", text, value=gate[figure])
     skipped = CounterMetricFamily(

@@ -16,31 +16,19 @@ _GREEDY_BELOW = 1e-5
 _RETENTION_S = {"in_memory": 3600.0, "in-memory": 3600.0, "24h": 86400.0}
 """The longest time for which OpenAI keeps a prompt under each of these names."""
 
-_ON_STREAMS_ONLY = "stream_options: needs stream: true"
 
-
-def chat_params(body: ChatRequest, vocab_size: int) -> SamplingParams:
+def sampling_params(body: ChatRequest | CompletionRequest, vocab_size: int) -> SamplingParams:
     """Raises `InvalidRequest` for fields that contradict each other, and for unknown token ids."""
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
-    return _sampling(
-        body,
-        vocab_size,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
-
-
-def completion_params(body: CompletionRequest, vocab_size: int) -> SamplingParams:
-    """Raises `InvalidRequest` for fields that contradict each other, and for unknown token ids."""
-    if body.best_of not in (None, body.n or 1):
-        raise InvalidRequest("best_of: must be equal to n", param="best_of")
-    return _sampling(body, vocab_size, max_tokens=body.max_tokens, logprobs=body.logprobs)
-
-
-def _sampling(body: SamplingBody, vocab_size: int, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequest(_ON_STREAMS_ONLY, param="stream_options")
+        raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
+    max_tokens, logprobs = body.max_tokens, body.logprobs
+    if isinstance(body, ChatRequest):
+        if body.top_logprobs is not None and not body.logprobs:
+            raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
+        max_tokens = body.max_completion_tokens or max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    elif body.best_of not in (None, body.n or 1):
+        raise InvalidRequest("best_of: must be equal to n", param="best_of")
     temperature = 1.0 if body.temperature is None else body.temperature
     stop = body.stop or ()
     return SamplingParams(
@@ -84,7 +72,7 @@ def cache_options(body: SamplingBody, *, scope: Scope, caller: Tenant, reuse_gen
         group=b"" if body.prompt_cache_key is None else group_of(body.prompt_cache_key),
         save=asked.save,
         ttl_s=_RETENTION_S.get(body.prompt_cache_retention or "") if asked.ttl is None else asked.ttl,
-        reuse_generated=asked.reuses_generated(reuse_generated),
+        reuse_generated=reuse_generated if asked.reuse_generated is None else asked.reuse_generated,
     )
 
 

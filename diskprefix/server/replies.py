@@ -1,4 +1,4 @@
-"""The bodies of responses: OpenAI's objects, with `prefix_cache` and `timings` added."""
+"""The bodies of responses: OpenAI's objects, with `prefix_cache` and `timings` added. /docs shows the models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from diskprefix.cache_report import MissReason, Saved, Source
-from diskprefix.engine.request import DoneEvent, FinishReason, TokenLogprob
+from diskprefix.engine.request import DoneEvent, FinishReason, Timings, TokenLogprob
 from diskprefix.policy.select import Reason
 
 
@@ -29,58 +29,23 @@ class UsageReply(BaseModel):
 
 
 class CacheReply(BaseModel):
-    """What the disk cache did for this request. The debug log has more."""
+    """What the disk cache did for this request. `diskprefix/server/README.md` explains the words."""
 
     scope: str = Field(description="The scope that was used, in its canonical form.", examples=["auto:30"])
     restored: int = Field(description="Prompt tokens whose state was restored, not computed; 0 for a miss.")
-    source: Source = Field(
-        default="none", description="Present for a hit: `disk`, or `memory` for what was still waiting to be written."
-    )
-    miss_reason: MissReason | None = Field(
-        default=None,
-        description="Present for a miss: why nothing was restored. `not_stored`: no block of the prompt is stored. "
-        "`diverged`: it differs from every recent prompt within its first block. `too_short`: it has fewer tokens than "
-        "the minimum. `no_checkpoint`: its blocks are stored, but no checkpoint to continue from. `whole_prompt_only`: "
-        "this model's state can be restored for an exact repeat only. `faster_to_compute`: computing is faster here. "
-        "`off`: the scope is off. `media`: the prompt holds images or sounds. `unsupported`: the model cannot be "
-        "cached. `error`: the cache failed; the daemon's log says how.",
-    )
+    source: Source = Field(default="none", description="Present for a hit: `disk`, or `memory` before it was written.")
+    miss_reason: MissReason | None = Field(default=None, description="Present for a miss.")
     diverged_at: int | None = Field(
-        default=None,
-        description="Present with `diverged`: the index of the first token that differs from every recent prompt.",
+        default=None, description="Present with `diverged`: the first token that differs from every recent prompt."
     )
     boundary: int = Field(description="Prompt tokens, from the first one on, that this request keeps in the cache.")
-    boundary_reason: Reason = Field(
-        description="Why so many. Something is kept with `full` and `tokens` (the scope says so), `marks` (the client "
-        "marked it), `continues` (the prompt continues an earlier one), `likely_repeat` (most prompts like it came "
-        "again), `learning` (too few like it were seen to know), `shared_prefix` (an earlier prompt shares it), "
-        "`best_checkpoints` (these checkpoints are expected to save most) and `new_system_prompt`. Nothing is kept "
-        "with `off`, `already_saved`, `no_history` (no recent prompts), `no_match` (not even the first token was seen "
-        "before), `no_safe_boundary` (the shared prefix has no position to cut at), `below_min_tokens`, "
-        "`whole_prompt_only`, `media`, `unsupported`, `read_only` (the request asks to save nothing) and "
-        "`faster_to_compute`.",
-        examples=["continues"],
-    )
+    boundary_reason: Reason = Field(description="Why so many.", examples=["continues"])
     saved: Saved = Field(
         description="`queued` for the writer, `stored` already, `dropped` (no room for it) or `none` (nothing to save)."
     )
     exact: bool = Field(
-        default=True,
-        description="Present if false: the restored state is that of a reply as it was decoded, which need not be, "
-        "bit for bit, what a prefill computes.",
+        default=True, description="Present if false: the state of a reply was restored, which a prefill may not equal."
     )
-
-
-class TimingsReply(BaseModel):
-    """Where the time went. `ttft_ms` runs from arrival in the engine's queue to the first token."""
-
-    queue_ms: float
-    lookup_ms: float
-    restore_ms: float
-    prefill_ms: float
-    ttft_ms: float
-    decode_ms: float
-    decode_tokens_per_s: float
 
 
 class TopLogprob(BaseModel):
@@ -114,89 +79,68 @@ class CompletionLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """The reply."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    """One of the `n` replies."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-
-
-class ChatCompletion(BaseModel):
-    """The answer of `POST /v1/chat/completions` without `stream`."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int = Field(description="Seconds since 1970.")
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageReply
-    system_fingerprint: str | None = Field(
-        description="Identifies what determines the model's output: with equal fingerprints, greedy replies are equal."
-    )
-    prefix_cache: CacheReply
-    timings: TimingsReply
-
-
-class Delta(BaseModel):
-    """What a chunk adds to a choice."""
+    """The reply, or what a chunk adds to it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    refusal: None = None
 
 
-class ChatChunkChoice(BaseModel):
-    """A choice in a chunk."""
+class Choice(BaseModel):
+    """One of the `n` replies, or what a chunk adds to it."""
 
     index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | None
 
 
-class ChatCompletionChunk(BaseModel):
-    """One event of a streamed chat reply. The last one before `[DONE]` carries `prefix_cache` and `timings`."""
+class ChatChoice(Choice):
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunkChoice(Choice):
+    delta: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Reply(BaseModel):
+    """What the responses of both APIs have. Of a stream, only the last chunk has `prefix_cache` and `timings`."""
 
     id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
+    created: int = Field(description="Seconds since 1970.")
     model: str
-    choices: list[ChatChunkChoice]
+    system_fingerprint: str = Field(
+        description="Identifies what determines the model's output: with equal fingerprints, greedy replies are equal."
+    )
     usage: UsageReply | None = None
-    system_fingerprint: str | None = None
     prefix_cache: CacheReply | None = None
-    timings: TimingsReply | None = None
+    timings: Timings | None = None
 
 
-class CompletionChoice(BaseModel):
-    """One of the `n` continuations, or what a chunk adds to it."""
+class ChatCompletion(Reply):
+    """The answer of `POST /v1/chat/completions` without `stream`."""
 
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
 
 
-class Completion(BaseModel):
+class ChatCompletionChunk(Reply):
+    """One event of a streamed chat reply."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+
+
+class Completion(Reply):
     """The answer of `POST /v1/completions`, and the form of its streamed chunks."""
 
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
+    object: Literal["text_completion"]
     choices: list[CompletionChoice]
-    usage: UsageReply | None = None
-    system_fingerprint: str | None = None
-    prefix_cache: CacheReply | None = None
-    timings: TimingsReply | None = None
 
 
 class ModelCard(BaseModel):
@@ -206,7 +150,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "diskprefix"
-    max_model_len: int | None = Field(default=None, description="Positions: prompt and reply together, in tokens.")
+    max_model_len: int = Field(description="Positions: prompt and reply together, in tokens.")
 
 
 class ModelList(BaseModel):
@@ -226,8 +170,14 @@ def usage_reply(done: DoneEvent) -> dict[str, Any]:
     }
 
 
-def cache_reply(done: DoneEvent) -> dict[str, Any]:
-    """The response's `prefix_cache` object: short enough for one line of a screen."""
+def figures_reply(done: DoneEvent) -> dict[str, Any]:
+    """Returns the objects that are ours: what the cache did, and where the time went, in milliseconds."""
+    timings = {name: round(value, 2) for name, value in asdict(done.timings).items()}
+    return {"prefix_cache": _cache_reply(done), "timings": timings}
+
+
+def _cache_reply(done: DoneEvent) -> dict[str, Any]:
+    """Returns the response's `prefix_cache` object: short enough for one line of a screen."""
     report, selection = done.cache, done.cache.selection
     reply: dict[str, Any] = {"scope": str(selection.scope), "restored": report.restored}
     if report.miss_reason is None:
@@ -238,10 +188,6 @@ def cache_reply(done: DoneEvent) -> dict[str, Any]:
         reply["diverged_at"] = report.diverged_at
     reply |= {"boundary": selection.kept, "boundary_reason": selection.reason, "saved": report.saved}
     return reply if report.exact else reply | {"exact": False}
-
-
-def timings_reply(done: DoneEvent) -> dict[str, float]:
-    return {name: round(value, 2) for name, value in asdict(done.timings).items()}
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:

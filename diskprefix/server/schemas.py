@@ -8,20 +8,13 @@ which form was meant and are left out of the `param` of an error.
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    WithJsonSchema,
-    field_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Tag, WithJsonSchema, field_validator
+from pydantic_core import PydanticCustomError
 
 from diskprefix.chat.messages import (
+    REFUSED,
     Body,
     CacheControl,
     Conversation,
@@ -48,60 +41,32 @@ MAX_SALT_CHARS = 256
 MAX_CACHE_KEY_CHARS = 512
 
 
-def _checked_salt(value: object, param: str) -> str | None:
-    """Returns the salt, or None for none. Raises `InvalidRequest`.
-
-    The message does not repeat the salt: it may be a secret, and messages are logged.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, str) or not 1 <= len(value) <= MAX_SALT_CHARS:
-        raise InvalidRequest(f"{param}: must be a text of 1 to {MAX_SALT_CHARS} characters", param=param)
-    return value
-
-
-_SALT_SCHEMA = WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS})
-
 MIN_TTL_S, MAX_TTL_S = 1, 2**31 - 1
 """The longest time to live that the store can record."""
 
 
-def _checked_ttl(value: object, param: str) -> float:
-    """Returns seconds. Raises `InvalidRequest` unless `value` is a time between a second and 68 years."""
-    seconds: float | None = None
-    if isinstance(value, str):
-        with suppress(SettingsError):
-            seconds = parse_duration(value, param=param)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = value
-    # Compared before the conversion, because JSON may hold integers that exceed every float.
-    if seconds is None or not MIN_TTL_S <= seconds <= MAX_TTL_S:
-        raise InvalidRequest(
-            f"{param}: must be a number of seconds or a time such as 90s, 15m, 12h or 7d, from 1 second to 68 years",
-            param=param,
-        )
-    return float(seconds)
+def _checked_salt(value: object) -> object:
+    """The error does not repeat the salt: it may be a secret, and messages are logged."""
+    if value is None or (isinstance(value, str) and 1 <= len(value) <= MAX_SALT_CHARS):
+        return value
+    raise PydanticCustomError(REFUSED, f"must be a text of 1 to {MAX_SALT_CHARS} characters")
 
 
-def _checked_boolean(value: object, param: str) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"{param}: must be true or false", param=param)
-    return value
-
-
-def _checked_scope(value: object, param: str) -> object:
-    parse_scope(value, param=param)
-    return value
+Salt: TypeAlias = Annotated[
+    Any,
+    AfterValidator(_checked_salt),
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS}),
+]
 
 
 class PrefixCacheOptions(Body):
-    """Options of the disk cache for this request. A field that is not listed here is refused."""
+    """Options of the disk cache for this request. A field that is not listed here is refused, and so is null."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     scope: Annotated[
         Any,
-        AfterValidator(partial(_checked_scope, param="prefix_cache.scope")),
+        AfterValidator(lambda value: parse_scope(value, param="prefix_cache.scope")),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1, "maximum": MAX_VALUE}]}),
     ] = Field(
         default=None,
@@ -111,32 +76,23 @@ class PrefixCacheOptions(Body):
     )
     window: Annotated[
         Any,
-        AfterValidator(partial(parse_window, param=WINDOW_PARAM)),
+        AfterValidator(lambda value: parse_window(value, param=WINDOW_PARAM)),
         WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MAX_VALUE}),
     ] = Field(default=None, description="Replaces the N of `auto:N`; for the scope `auto` only.", examples=[8])
-    salt: Annotated[Any, AfterValidator(partial(_checked_salt, param="prefix_cache.salt")), _SALT_SCHEMA] = Field(
+    salt: Salt = Field(
         default=None,
         description="Keeps the state of this request apart: only requests with the same salt find it, and they find "
         "nothing else. With API keys it separates the users of one key.",
         examples=["user-7f3a"],
     )
-    reuse_generated: Annotated[
-        Any,
-        AfterValidator(partial(_checked_boolean, param="prefix_cache.reuse_generated")),
-        WithJsonSchema({"type": "boolean"}),
-    ] = Field(
+    reuse_generated: bool = Field(  # type: ignore[assignment]  # absent is None, but null is refused
         default=None,
         description="Keep the state of the reply, and restore that of earlier replies, which is not the cold run's bit "
         "for bit. Absent: the daemon's setting.",
     )
-    save: Annotated[
-        Any,
-        AfterValidator(partial(_checked_boolean, param="prefix_cache.save")),
-        WithJsonSchema({"type": "boolean", "default": True}),
-    ] = Field(default=True, description="`false`: restore what is stored, but keep nothing of this request.")
+    save: bool = Field(default=True, description="`false`: restore what is stored, but keep nothing of this request.")
     ttl: Annotated[
         Any,
-        AfterValidator(partial(_checked_ttl, param="prefix_cache.ttl")),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number", "minimum": MIN_TTL_S, "maximum": MAX_TTL_S}]}),
     ] = Field(
         default=None,
@@ -146,13 +102,24 @@ class PrefixCacheOptions(Body):
         examples=["1h", 300],
     )
 
-    def reuses_generated(self, default: bool) -> bool:
-        """Whether this request keeps and restores replies. `default` is the daemon's setting."""
-        return default if self.reuse_generated is None else bool(self.reuse_generated)
+    @field_validator("ttl", mode="after")
+    @classmethod
+    def _in_seconds(cls, value: object) -> float:
+        seconds: float | None = None
+        if isinstance(value, str):
+            with suppress(SettingsError):
+                seconds = parse_duration(value, param="prefix_cache.ttl")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            seconds = value
+        # Compared before the conversion, because JSON may hold integers that exceed every float.
+        if seconds is None or not MIN_TTL_S <= seconds <= MAX_TTL_S:
+            text = "must be a number of seconds or a time such as 90s, 15m, 12h or 7d, from 1 second to 68 years"
+            raise PydanticCustomError(REFUSED, text)
+        return float(seconds)
 
     def applied_to(self, default: Scope) -> Scope:
         """Returns the scope of this request. Raises `InvalidScope` for a window with a scope that has none."""
-        scope = default if self.scope is None else parse_scope(self.scope, param="prefix_cache.scope")
+        scope = self.scope or default
         return scope if self.window is None else scope.with_window(self.window)
 
 
@@ -215,7 +182,6 @@ class SamplingBody(Unmarkable):
     )
     stop: Stop | None = Field(default=None, description="Text that ends the reply; it is not part of it.")
     n: int | None = Field(default=None, ge=1, le=16, description="How many choices to generate.")
-    user: str | None = Field(default=None, description="Accepted and ignored.")
     prefix_cache: PrefixCacheOptions | None = Field(default=None, description="The disk cache, for this request only.")
     prompt_cache_key: str | None = Field(
         default=None,
@@ -230,24 +196,14 @@ class SamplingBody(Unmarkable):
         description="How long what this request keeps is kept after its last use: `in_memory` an hour (it is on disk "
         "all the same), `24h` a day. Absent: the daemon's setting.",
     )
-    cache_salt: Annotated[Any, AfterValidator(partial(_checked_salt, param="cache_salt")), _SALT_SCHEMA] = Field(
-        default=None, description="As `prefix_cache.salt`; the name that vLLM gives it."
-    )
+    cache_salt: Salt = Field(default=None, description="As `prefix_cache.salt`; the name that vLLM gives it.")
 
 
 class ChatRequest(SamplingBody):
     """`POST /v1/chat/completions`."""
 
     model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "messages": [{"role": "user", "content": "Name three rivers."}],
-                    "max_tokens": 64,
-                    "prefix_cache": {"scope": "auto:8"},
-                }
-            ]
-        }
+        json_schema_extra={"example": {"messages": [{"role": "user", "content": "Name three rivers."}]}}
     )
 
     messages: list[Message] = Field(min_length=1, description="The conversation, oldest message first.")
@@ -261,10 +217,9 @@ class ChatRequest(SamplingBody):
     tools: list[ToolAsSent] | None = Field(
         default=None, description="Functions offered to the model by its chat template."
     )
-    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["auto", "none", None]})] = Field(
+    tool_choice: Literal["auto", "none"] | None = Field(
         default=None, description="`auto`, or `none` to leave the tools out. Forcing a call is not supported."
     )
-    parallel_tool_calls: bool | None = Field(default=None, description="Accepted and ignored.")
     response_format: ResponseFormat | None = Field(default=None, description="Only `text`.")
     modalities: list[Literal["text"]] | None = Field(default=None, description="Only `text`.")
     chat_template_kwargs: JsonObject | None = Field(
@@ -282,13 +237,6 @@ class ChatRequest(SamplingBody):
                 param = f"messages.{index}.content"
                 raise InvalidRequest(f"{param}: is required in a message of role {message.role}", param=param)
         return messages
-
-    @field_validator("tool_choice", mode="after")
-    @classmethod
-    def _a_tool_call_cannot_be_forced(cls, choice: object) -> object:
-        if choice in (None, "auto", "none"):
-            return choice
-        raise InvalidRequest("tool_choice: only auto and none are supported", param="tool_choice")
 
     @property
     def conversation(self) -> Conversation:
@@ -309,38 +257,26 @@ class ChatRequest(SamplingBody):
         )
 
 
-def _prompt_form(value: object) -> str | None:
-    """Returns the tag of a prompt: text, token ids, or a list of either."""
-    if isinstance(value, str):
-        return "~text"
-    if not isinstance(value, list):
-        return None
-    first = value[0] if value else 0
-    if isinstance(first, str):
-        return "~texts"
-    return "~batch" if isinstance(first, list) else "~ids"
-
-
-AnyPrompt: TypeAlias = str | list[str] | list[int] | list[list[int]]
+def _only_prompt(value: object) -> object:
+    """Returns the prompt of a list that holds one prompt, and any other value as it is."""
+    if not (isinstance(value, list) and value and isinstance(value[0], str | list)):
+        return value
+    if len(value) > 1:
+        raise PydanticCustomError(
+            REFUSED, f"{len(value)} prompts in one request are not supported; send them one by one"
+        )
+    return value[0]
 
 
 class CompletionRequest(SamplingBody):
     """`POST /v1/completions`."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"prompt": "The three longest rivers are", "max_tokens": 64}]}
-    )
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The three longest rivers are"}})
 
     prompt: Annotated[
-        Annotated[str, Tag("~text")]
-        | Annotated[list[str], Tag("~texts")]
-        | Annotated[list[int], Tag("~ids")]
-        | Annotated[list[list[int]], Tag("~batch")],
-        Discriminator(
-            _prompt_form,
-            custom_error_type="type",
-            custom_error_message="Input should be a string or a list of token ids",
-        ),
+        Annotated[str, Field(min_length=1), Tag("~text")] | Annotated[list[int], Field(min_length=1), Tag("~list")],
+        by_json_type("a string or a list of token ids"),
+        BeforeValidator(_only_prompt),
     ] = Field(description="Text, or token ids; or a list that holds exactly one of these.")
     logprobs: int | None = Field(
         default=None, ge=0, le=20, description="Return log probabilities, with so many alternatives for every token."
@@ -348,22 +284,3 @@ class CompletionRequest(SamplingBody):
     echo: Literal[False] | None = Field(default=None, description="Not supported.")
     suffix: Literal[""] | None = Field(default=None, description="Not supported.")
     best_of: int | None = Field(default=None, ge=1, le=16, description="Not supported, unless equal to `n`.")
-
-    @property
-    def one_prompt(self) -> str | list[int]:
-        """The prompt, without the list around it if there is one."""
-        if isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list):
-            return self.prompt[0]
-        return self.prompt
-
-    @field_validator("prompt", mode="after")
-    @classmethod
-    def _exactly_one_prompt(cls, prompt: AnyPrompt) -> AnyPrompt:
-        is_batch = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
-        if is_batch and len(prompt) > 1:
-            raise InvalidRequest(
-                f"prompt: {len(prompt)} prompts in one request are not supported; send them one by one", param="prompt"
-            )
-        if not prompt or (is_batch and not prompt[0]):
-            raise InvalidRequest("prompt: must not be empty", param="prompt")
-        return prompt

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
 from fastapi import APIRouter, Depends
 from fastapi.exceptions import HTTPException
@@ -43,85 +42,28 @@ class Health(BaseModel):
     """Whether requests are served. With `--api-keys`, only the key named `admin` gets more than `status`."""
 
     status: Status = Field(description="`ok` and `degraded` (200) serve requests; the others (503) do not.")
-    message: str | None = Field(description="The current step while the model loads.")
-    model: str | None
-    cache: CacheHealth | None
-    queue_depth: int | None
-    running: bool | None
-
-
-class DiskPolicy(BaseModel):
-    """The settings of the cache."""
-
-    scope: str = Field(description="Canonical scope of requests that name none.", examples=["auto:30"])
-    kind: str = Field(description="`off`, `full`, `auto` or `tokens`.")
-    window: int | None = Field(description="Recent requests that `auto` looks at.")
-    tokens: int | None = Field(description="The N of scope N.")
-    reuse_generated: bool = Field(description="Whether requests that do not say keep and restore replies.")
-    dir: str
-    budget_bytes: int
-    min_free_bytes: int
-    ttl_s: float = Field(description="0: nothing expires.")
-    codec: str
-    on_corruption: str
-    min_tokens: int
-    interval_tokens: int
-    cold_max_tokens: int
-    block_size: int
-    write_buffer_bytes: int
-
-
-class GateProps(BaseModel):
-    """Whether restoring is faster than computing, from what was measured on this machine."""
-
-    mode: str = Field(description="`--kv-cache-gate`: `auto`, or `off`, which saves and restores everything.")
-    state: Literal["measuring", "open", "closed"] = Field(
-        description="`measuring`: not enough is known, everything is saved and restored; `open`: what is at least "
-        "`break_even_tokens` long is; `closed`: computing is always faster."
-    )
-    reason: str = Field(description="The state in words, with the numbers.")
-    prefill_s_per_token: float | None = Field(description="Seconds to compute one more token of a prompt.")
-    restore_s_per_byte: float | None = Field(
-        description="Seconds to restore one more byte; 0 while restores of different sizes do not tell it from the "
-        "fixed part, which then holds from the smallest of them on."
-    )
-    restore_fixed_s: float | None = Field(description="Seconds that a restore takes whatever its size.")
-    break_even_tokens: int | None = Field(
-        description="The fewest tokens that are restored faster than computed; null if there are none, or while "
-        "measuring."
-    )
-    prefill_samples: int = Field(description="Recent prefills that this rests on.")
-    restore_samples: int = Field(description="Recent restores that this rests on.")
-    skipped_restores: int = Field(description="Requests that computed what they could have restored.")
-    skipped_saves: int = Field(description="Requests that did not save what computing is faster for.")
+    message: str | None = Field(default=None, description="The current step while the model loads.")
+    model: str | None = None
+    cache: CacheHealth | None = None
+    queue_depth: int | None = None
+    running: bool | None = None
 
 
 class FullCache(BaseModel):
-    """The disk cache: its policy, and what it has counted since the daemon started."""
+    """The disk cache: whether restoring is faster than computing, and what was counted since the daemon started."""
 
-    disk_policy: DiskPolicy
-    gate: GateProps
-    state: dict[str, Any] = Field(description="Counts and sizes, as in `/metrics`.")
-
-
-class ModelProps(BaseModel):
-    """The served model and what identifies its numbers."""
-
-    name: str
-    max_positions: int
-    vocab_size: int
-    device: str
-    dtype: str
-    has_chat_template: bool
-    identity: dict[str, Any] = Field(description="What goes into the root of the cache's keys.")
-    system_fingerprint: str
+    gate: dict[str, Any] = Field(
+        description="`state` is `measuring` (everything is saved and restored), `open` (what has `break_even_tokens` "
+        "tokens or more is) or `closed` (computing is always faster); `reason` says it in words. Speeds are in seconds."
+    )
+    state: dict[str, Any] = Field(description="The scope, the folder, counts and sizes, as in `/metrics`.")
 
 
 class Props(BaseModel):
     """The state of a running daemon in full."""
 
     version: str
-    model: ModelProps
+    model: dict[str, Any] = Field(description="The served model; `identity` goes into the root of the cache's keys.")
     full_cache: FullCache
     queue_depth: int
     running: bool
@@ -151,25 +93,17 @@ def _daemon(request: Request) -> Daemon:
 async def health(request: Request) -> JSONResponse:
     """200 when requests are served, 503 when not."""
     daemon = _daemon(request)
-    status, serving = daemon.status, daemon.serving
-    status_code = 200 if status in ("ok", "degraded") else 503
-    if not log_context(request).caller.sees_all:
-        public = Health(status=status, message=None, model=None, cache=None, queue_depth=None, running=None)
-        return JSONResponse(public.model_dump(), status_code)
-    content = Health(
-        status=status,
-        message=daemon.doing if status == "loading" else None,
-        model=serving.model_name if serving else None,
-        cache=_cache_health(serving) if serving else None,
-        queue_depth=serving.scheduler.queue_depth if serving else 0,
-        running=serving.scheduler.running if serving else False,
-    )
+    serving = daemon.serving
+    content = Health(status=daemon.status)
+    status_code = 200 if content.status in ("ok", "degraded") else 503
+    if log_context(request).caller.sees_all:
+        content.message = daemon.doing if content.status == "loading" else None
+        content.queue_depth, content.running = 0, False
+        if serving is not None:
+            state, error = serving.engine.cache.health
+            content.model, content.cache = serving.model_name, CacheHealth(state=state, error=error)
+            content.queue_depth, content.running = serving.scheduler.queue_depth, serving.scheduler.running
     return JSONResponse(content.model_dump(), status_code)
-
-
-def _cache_health(serving: Serving) -> CacheHealth:
-    state, error = serving.engine.cache.health
-    return CacheHealth(state=state, error=error)
 
 
 @router.get("/props", summary="Properties", responses=_NOT_READY | _ADMIN_ONLY, dependencies=[Depends(_require_admin)])
@@ -177,61 +111,30 @@ async def props(request: Request) -> Props:
     """The model, the cache with its settings and counts, all settings and the start-up times."""
     daemon = _daemon(request)
     serving = daemon.require_serving()
+    stats = await serving.cache_stats()
     return Props(
         version=__version__,
         model=_model_props(serving),
-        full_cache=_full_cache(daemon, serving, await serving.cache_stats()),
+        full_cache=FullCache(gate=stats["gate"], state={name: stats[name] for name in stats if name != "gate"}),
         queue_depth=serving.scheduler.queue_depth,
         running=serving.scheduler.running,
-        settings={f.name: _plain(getattr(daemon.settings, f.name)) for f in fields(daemon.settings)},
+        settings=asdict(daemon.settings),
         startup_s=serving.startup_s,
     )
 
 
-def _model_props(serving: Serving) -> ModelProps:
+def _model_props(serving: Serving) -> dict[str, Any]:
     model = serving.engine.model
-    return ModelProps(
-        name=serving.model_name,
-        max_positions=serving.engine.max_positions,
-        vocab_size=serving.renderer.vocab_size,
-        device=str(model.device),
-        dtype=str(model.dtype).removeprefix("torch."),
-        has_chat_template=bool(serving.engine.tokenizer.chat_template),
-        identity=serving.engine.identity,
-        system_fingerprint=serving.fingerprint,
-    )
-
-
-def _full_cache(daemon: Daemon, serving: Serving, stats: dict[str, Any]) -> FullCache:
-    gate = GateProps(**stats["gate"])
-    counts = {name: value for name, value in stats.items() if name != "gate"}
-    return FullCache(disk_policy=_disk_policy(daemon, serving), gate=gate, state=counts)
-
-
-def _disk_policy(daemon: Daemon, serving: Serving) -> DiskPolicy:
-    settings, scope = daemon.settings, serving.scope
-    return DiskPolicy(
-        scope=str(scope),
-        kind=scope.kind,
-        window=scope.value if scope.kind == "auto" else None,
-        tokens=scope.value if scope.kind == "tokens" else None,
-        reuse_generated=settings.reuse_generated,
-        dir=str(settings.kv_cache_dir),
-        budget_bytes=settings.kv_cache_budget,
-        min_free_bytes=settings.kv_cache_min_free,
-        ttl_s=settings.kv_cache_ttl,
-        codec=settings.kv_cache_codec,
-        on_corruption=settings.kv_cache_on_corruption,
-        min_tokens=settings.kv_cache_min_tokens,
-        interval_tokens=settings.kv_cache_interval,
-        cold_max_tokens=settings.kv_cache_cold_max,
-        block_size=settings.block_size,
-        write_buffer_bytes=settings.kv_cache_write_buffer,
-    )
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
+    return {
+        "name": serving.model_name,
+        "max_positions": serving.engine.max_positions,
+        "vocab_size": serving.renderer.vocab_size,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "has_chat_template": bool(serving.engine.tokenizer.chat_template),
+        "identity": serving.engine.identity,
+        "system_fingerprint": serving.fingerprint,
+    }
 
 
 @router.get(

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from diskprefix.engine.request import DoneEvent, Event, FinishEvent
+from diskprefix.engine.request import DoneEvent, FinishEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.errors import error_body, one_line
-from diskprefix.server.generation import Generation
-from diskprefix.server.replies import cache_reply, timings_reply, usage_reply
+from diskprefix.server.generation import Generation, ReplyEvent
+from diskprefix.server.replies import figures_reply, usage_reply
+from diskprefix.server.serializers import Api, ChunkChoices, Json
 
 log = logging.getLogger("diskprefix")
-
-Json = dict[str, Any]
-
-DONE = b"data: [DONE]\n\n"
 
 
 def encode_event(payload: Json) -> bytes:
@@ -30,48 +26,38 @@ def encode_event(payload: Json) -> bytes:
 
 
 class ChunkWriter:
-    """Turns events into chunks. `choice_of` writes the choices as one of the two APIs wants them.
+    """Turns events into chunks.
 
     The finish chunk of the last choice waits for the `DoneEvent`, because the last chunk of a stream has `prefix_cache`
     and `timings`. With `include_usage`, one more chunk without choices follows and has them.
     """
 
-    def __init__(self, envelope: Json, choice_of: Callable[[Event], Json | None], include_usage: bool) -> None:
-        self._envelope = envelope
-        self._choice_of = choice_of
+    def __init__(self, envelope: Json, api: Api, include_usage: bool) -> None:
+        self._envelope = envelope | ({"usage": None} if include_usage else {})
+        self._choices = ChunkChoices(api)
         self._include_usage = include_usage
-        self._held: Json | None = None
+        self._held: list[Json] = []
 
-    def chunks(self, event: Event) -> list[Json]:
+    def chunks(self, event: ReplyEvent) -> list[Json]:
         """Returns the chunks that can be sent after `event`."""
         if isinstance(event, DoneEvent):
             return self._last(event)
-        choice = self._choice_of(event)
+        choice = self._choices.choice(event)
         if choice is None:
             return []
-        ready = self._release()
+        ready, self._held = [*self._held, self._chunk([choice])], []
         if isinstance(event, FinishEvent):
-            self._held = choice
-        else:
-            ready.append(self._chunk([choice]))
+            self._held = [ready.pop()]
         return ready
 
     def _last(self, done: DoneEvent) -> list[Json]:
-        figures = {"prefix_cache": cache_reply(done), "timings": timings_reply(done)}
+        figures = figures_reply(done)
         if self._include_usage:
-            return [*self._release(), {**self._chunk([]), "usage": usage_reply(done), **figures}]
-        choices = [self._held] if self._held else []
-        return [{**self._chunk(choices), **figures}]
-
-    def _release(self) -> list[Json]:
-        held, self._held = self._held, None
-        return [self._chunk([held])] if held else []
+            return [*self._held, {**self._chunk([]), "usage": usage_reply(done), **figures}]
+        return [{**chunk, **figures} for chunk in self._held or [self._chunk([])]]
 
     def _chunk(self, choices: list[Json]) -> Json:
-        chunk = {**self._envelope, "choices": choices}
-        if self._include_usage:
-            chunk["usage"] = None
-        return chunk
+        return {**self._envelope, "choices": choices}
 
 
 class EventStream(Response):
@@ -79,13 +65,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, first: Event, writer: ChunkWriter, on_done: Callable[[DoneEvent], None]):
+    def __init__(self, generation: Generation, writer: ChunkWriter) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
-        self._first = first
         self._writer = writer
-        self._on_done = on_done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         try:
@@ -100,17 +84,10 @@ class EventStream(Response):
 
     async def _data(self) -> AsyncIterator[bytes]:
         try:
-            async for event in self._events():
+            async for event in self._generation:
                 for chunk in self._writer.chunks(event):
                     yield encode_event(chunk)
-            yield DONE
+            yield b"data: [DONE]\n\n"
         except DiskPrefixError as error:
             log.error("a stream ended early: %s", one_line(error.message))
             yield encode_event(error_body(error))
-
-    async def _events(self) -> AsyncIterator[Event]:
-        yield self._first
-        async for event in self._generation:
-            if isinstance(event, DoneEvent):
-                self._on_done(event)
-            yield event

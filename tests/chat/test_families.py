@@ -65,7 +65,8 @@ tool_families = pytest.mark.parametrize("family", TOOL_FAMILIES, ids=lambda fami
 def markers_of(family: Family) -> dict[int, str]:
     tokenizer = tokenizer_of(family)
     known = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
-    return {index: known[index] for index in renderer_of(family)._markers_of([] if family.tool_template else None).ids}
+    markers = renderer_of(family)._markers_of([] if family.tool_template else None)
+    return {index: known[index] for index in markers.values()}
 
 
 def before_the_reply(family: Family, prompt: Prompt, word: str) -> int:

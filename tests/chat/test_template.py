@@ -243,7 +243,8 @@ def test_a_long_text_of_few_tokens_is_not_refused(tokenizer: Any) -> None:
             return getattr(tokenizer, name)
 
         def __call__(self, text: str, **_: Any) -> Any:
-            return {"input_ids": [5] * (len(text) // 100)}
+            num_tokens = len(text) // 100
+            return {"input_ids": [5] * num_tokens, "offset_mapping": [(0, 1)] * num_tokens}
 
     prompt = renderer_of(Coarse(), max_positions=64).completion("x" * 6300)
     assert len(prompt.token_ids) == 63

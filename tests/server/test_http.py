@@ -248,9 +248,9 @@ def test_props_tell_policy_counts_settings_and_start_up(client: httpx.Client) ->
     before = client.get("/props").json()
     assert client.post(CHAT, json=HELLO | {"messages": [{"role": "user", "content": "count me " * 9}]}).is_success
     after = client.get("/props").json()
-    assert before["full_cache"]["disk_policy"]["scope"] == "full"
-    assert before["full_cache"]["disk_policy"]["block_size"] == 16
-    assert before["full_cache"]["disk_policy"]["reuse_generated"] is False
+    assert before["full_cache"]["state"]["scope"] == "full"
+    assert before["settings"]["block_size"] == 16
+    assert before["settings"]["reuse_generated"] is False
     assert before["model"]["max_positions"] == POSITIONS
     assert before["model"]["identity"]["weights_digest"]
     assert before["settings"]["kv_cache_min_tokens"] == 16

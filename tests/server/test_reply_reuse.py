@@ -85,7 +85,7 @@ def test_without_it_the_second_turn_is_the_cold_run(server: AppServer, options: 
 @pytest.mark.parametrize("server", [True], indirect=True)
 def test_props_and_openapi_tell_of_it(server: AppServer) -> None:
     with server.client() as client:
-        assert client.get("/props").json()["full_cache"]["disk_policy"]["reuse_generated"] is True
+        assert client.get("/props").json()["settings"]["reuse_generated"] is True
         schemas = client.get("/openapi.json").json()["components"]["schemas"]
     assert schemas["PrefixCacheOptions"]["properties"]["reuse_generated"]["type"] == "boolean"
     assert schemas["CacheReply"]["properties"]["exact"]["type"] == "boolean"

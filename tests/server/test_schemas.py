@@ -325,8 +325,8 @@ def test_a_request_says_itself_whether_it_reuses_replies_or_leaves_it_to_the_dae
 ) -> None:
     options = {} if asked is None else {"reuse_generated": asked}
     for body in (chat(prefix_cache=options), completion(prompt="x", prefix_cache=options)):
-        assert body.prefix_cache is not None
-        assert body.prefix_cache.reuses_generated(default) is (default if asked is None else asked)
+        found = cache_options(body, scope=Scope("full"), caller=SHARED, reuse_generated=default)
+        assert found.reuse_generated is (default if asked is None else asked)
 
 
 def test_a_window_beside_a_scope_without_one_is_refused() -> None:
@@ -451,7 +451,7 @@ def test_a_salt_that_is_refused_is_not_repeated(salt: Any) -> None:
 
 @pytest.mark.parametrize("prompt", ["text", ["text"], [1, 2], [[1, 2]]])
 def test_one_prompt_may_come_in_a_list(prompt: Any) -> None:
-    assert completion(prompt=prompt).one_prompt in ("text", [1, 2])
+    assert completion(prompt=prompt).prompt in ("text", [1, 2])
 
 
 @pytest.mark.parametrize(
