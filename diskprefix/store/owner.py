@@ -4,7 +4,8 @@ A service often runs as a user of its own, and an administrator looks at its sto
 replace any file in it by a link at any moment, also between a check and a use. If root opened, created or changed the
 owner of such a file by its path, the owner could get at files of other users. So root takes the owner's rights on files
 (`setfsuid`) for as long as it works in the folder: it can do there what the owner can do, and nothing else. The files
-that it creates belong to the owner, so no file is ever given away.
+that it creates belong to the owner, so no file is ever given away. Only Linux has this call. Elsewhere
+root is refused.
 
 LMDB opens its files by their paths and follows links; it runs with these rights too. What this does not cover: the
 owner can write into `data.mdb` while LMDB reads it, as any user can who runs `diskprefix inspect` on a folder of his.
@@ -14,14 +15,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from diskprefix.errors import StoreUnavailable
 
-_libc = ctypes.CDLL(None)
-_libc.setfsuid.restype = _libc.setfsgid.restype = ctypes.c_uint
 _QUERY = 0xFFFFFFFF
 """An id that no user has: `setfsuid` and `setfsgid` change nothing and return the present one."""
 
@@ -40,7 +41,12 @@ def owner_rights(path: Path) -> Iterator[Path]:
     if os.geteuid() != 0:
         yield path
         return
-    before = _libc.setfsuid(_QUERY), _libc.setfsgid(_QUERY)
+    if not sys.platform.startswith("linux"):
+        if path.stat().st_uid != 0:
+            raise StoreUnavailable(f"--kv-cache-dir {path}: another user owns the folder; run this as that user")
+        yield path
+        return
+    before = _rights()
     _take(0, 0)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -61,11 +67,22 @@ def owner_rights(path: Path) -> Iterator[Path]:
         _take(*before)
 
 
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.setfsuid.restype = libc.setfsgid.restype = ctypes.c_uint
+    return libc
+
+
+def _rights() -> tuple[int, int]:
+    return _libc().setfsuid(_QUERY), _libc().setfsgid(_QUERY)
+
+
 def _take(uid: int, gid: int) -> None:
     # The group first: only root may change it.
-    _libc.setfsgid(gid)
-    _libc.setfsuid(uid)
-    if (_libc.setfsuid(_QUERY), _libc.setfsgid(_QUERY)) != (uid, gid):
+    _libc().setfsgid(gid)
+    _libc().setfsuid(uid)
+    if _rights() != (uid, gid):
         raise StoreUnavailable(f"root cannot take the rights of user {uid}, who owns the folder; run this as that user")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -245,3 +246,14 @@ def test_the_rights_are_the_owners_inside_the_block_and_roots_after_it(
         OWNER,
         STRANGER,
     ]
+
+
+def test_where_a_thread_cannot_take_the_owners_rights_root_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    found = os.stat(tmp_path)
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: os.stat_result((*found[:4], 1000, *found[5:])))
+    with pytest.raises(StoreUnavailable, match="run this as that user"), owner_rights(tmp_path):
+        pass
