@@ -1,14 +1,8 @@
 """Which prompts are worth keeping the first time they come: what is known of prompts older than the window.
 
 The window holds recent prompts token by token. An `AdmissionFilter` remembers far more prompts, by the names of their
-blocks only. It answers three questions about a new prompt:
-
-* How many of its first blocks were seen before? A document that is asked about again after a thousand other requests
-  is known, although the window does not hold it any more.
-* Does it continue an earlier prompt, as the next turn of a conversation does?
-* How often did prompts like it come again? Each prompt is a trial, which succeeds when most of what was new in it is
-  seen again. Prompts with about as many new blocks are alike. For the turns of an agent nearly every trial succeeds,
-  for one-off questions none does.
+blocks only. Each prompt is a trial, which succeeds when most of what was new in it is seen again. Prompts with about as
+many new blocks are alike: for the turns of an agent nearly every trial succeeds, for one-off questions none does.
 """
 
 from __future__ import annotations
@@ -63,12 +57,6 @@ class Sighting:
         return self.trials >= _ENOUGH_TRIALS and self.again > _LIKELY * self.trials
 
 
-@dataclass
-class _Trial:
-    kind: int
-    again: bool = False
-
-
 class AdmissionFilter:
     """Remembers the prompts of one root by the names of their blocks. A name stands for a whole prefix, as names are
     chained. Not thread-safe: one thread looks and adds.
@@ -81,8 +69,8 @@ class AdmissionFilter:
         self._is_trusting = is_trusting
         self._young: set[bytes] = set()
         self._old: set[bytes] = set()
-        self._trials: OrderedDict[bytes, _Trial] = OrderedDict()
-        """By the block that shows, when it is seen again, that most of the prompt's new blocks came again."""
+        self._trials: OrderedDict[bytes, tuple[int, bool]] = OrderedDict()
+        """The kind of each prompt and whether it came again, by the block that shows that most of it did."""
         self._counts: dict[int, list[int]] = {}
         """For each kind of prompt: the number of trials, and of those that came again."""
         self._ends: OrderedDict[bytes, TokenIds] = OrderedDict()
@@ -111,10 +99,10 @@ class AdmissionFilter:
             self._add_end(token_ids, names, block_size)
         num_seen = self._num_seen(names)
         for name in names[:num_seen]:
-            trial = self._trials.get(name)
-            if trial is not None and not trial.again:
-                trial.again = True
-                self._counts[trial.kind][1] += 1
+            kind, again = self._trials.get(name, (0, True))
+            if not again:
+                self._trials[name] = kind, True
+                self._counts[kind][1] += 1
         if num_new := len(names) - num_seen:
             self._begin_trial(names[num_seen + 3 * num_new // 4], _kind(num_new))
         self._young.update(names)
@@ -147,13 +135,12 @@ class AdmissionFilter:
     def _begin_trial(self, name: bytes, kind: int) -> None:
         if name in self._trials:
             return
-        self._trials[name] = _Trial(kind)
+        self._trials[name] = kind, False
         self._counts.setdefault(kind, [0, 0])[0] += 1
         if len(self._trials) > _TRIALS:
-            _, oldest = self._trials.popitem(last=False)
-            counts = self._counts[oldest.kind]
-            counts[0] -= 1
-            counts[1] -= oldest.again
+            _, (oldest, again) = self._trials.popitem(last=False)
+            self._counts[oldest][0] -= 1
+            self._counts[oldest][1] -= again
 
 
 def _kind(num_new: int) -> int:

@@ -1,21 +1,14 @@
 """Decides how much of a prompt is kept.
 
-The scopes `off`, `full` and `N` say it themselves, and so does a client that marks positions. `auto` infers it from
-what was seen before. It only cuts at safe boundaries: positions between messages, where other prompts can go on too.
+policies/README.md explains the rules. `auto` only cuts at safe boundaries: positions between messages, where other
+prompts can go on too.
 
-Where state can be cut anywhere (`sliceable`), keeping more costs only the blocks that are new. So what was seen twice
-is kept: the longest prefix that this prompt shares with an earlier one. More than that is kept in four cases:
+Where state can be cut anywhere (`sliceable`), the longest prefix that this prompt shares with an earlier one is kept,
+and more if the prompt is expected to come again (`_expected`) or has a new system message (`_system_guess`).
 
-* The prompt continues an earlier one, so the next turn will continue this one. All of it is kept. If each turn rewrites
-  the end of the turn before, as a reminder that moves along does, the part that will be rewritten is left out.
-* Most prompts like it came again (`Sighting.is_likely_repeat`).
-* Too few prompts like it were seen to know (`Sighting.is_learning`).
-* No recent prompt has its system message. The next one probably has it, unless recent prompts share nothing at all.
-
-Where state exists at checkpoints only, each checkpoint costs its own bytes. So the positions are chosen that are
-expected to save most. Each prompt of the window votes for the last safe boundary that it shares with this prompt. Older
-prompts together vote for the last boundary that was seen before. This prompt votes for its own end if it is expected to
-come again. The set of positions is chosen for which
+Where state exists at checkpoints only, each prompt of the window votes for the last safe boundary that it shares with
+this prompt. Older prompts together vote for the last boundary that was seen before. This prompt votes for its own end
+if it is expected to come again. The set of positions is chosen for which
 
     sum over its positions of (tokens since the position before) x (votes for it or for a later one)  -  price of each
 
@@ -59,25 +52,11 @@ Reason: TypeAlias = Literal[
     "read_only",
     "faster_to_compute",
 ]
-"""Why so much of a prompt is kept. Stable words: responses and log lines show them.
-
-Something is kept: `full`, `tokens` the scope says so; `marks` the client marked it; `continues` the prompt continues
-an earlier one; `likely_repeat` most prompts like it came again; `learning` too few prompts like it were seen to know;
-`shared_prefix` an earlier prompt shares it; `best_checkpoints` these checkpoints are expected to save most;
-`new_system_prompt` no recent prompt has this system message.
-
-Nothing is kept: `off` the scope is off; `already_saved` what would be kept is stored; `no_history` there are no recent
-prompts; `no_match` not even the first token was seen before; `no_safe_boundary` the shared prefix holds no position to
-cut at; `below_min_tokens` it would be less than the minimum; `whole_prompt_only` the state of this model can be
-restored at the end of a whole prompt only; `media` the prompt holds images or sounds; `unsupported` the model has
-layers that cannot be cached; `read_only` the request asks to save nothing; `faster_to_compute` computing it again is
-faster than restoring it.
-"""
+"""Why so much of a prompt is kept. Stable words: responses and log lines show them. server/README.md explains each."""
 StateKind: TypeAlias = Literal["sliceable", "checkpoints", "one_pass"]
 
 _SHORT_END = 8
 """A prompt of which at most one part in so many was rewritten is taken for the same conversation."""
-_UNKNOWN = Sighting()
 _SEEN_ENOUGH = 8
 """If so many recent prompts share nothing with each other, a new system message is not kept at once."""
 
@@ -150,10 +129,6 @@ class _Window(NamedTuple):
     seen: int
     sighting: Sighting
 
-    @classmethod
-    def of(cls, prompt: Prompt, recent: Sequence[TokenIds], seen: int, sighting: Sighting) -> _Window:
-        return cls(recent, [common_prefix_length(prompt.token_ids, earlier) for earlier in recent], seen, sighting)
-
     @property
     def common(self) -> int:
         """The most that is shared with a prompt of the window."""
@@ -183,22 +158,22 @@ def select(
     interval: int,
     state: StateKind = "sliceable",
     restored: int = 0,
-    sighting: Sighting = _UNKNOWN,
+    sighting: Sighting = Sighting(),  # noqa: B008 (immutable)
 ) -> Selection:
     """What of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same answer.
 
-    `auto` looks at its window of `recent` only; the other scopes look at all of it, to say where the prompt leaves what
-    was seen. Nothing is kept if it would be less than `min_tokens`. `state`: whether the state of every layer can be
-    cut anywhere, or is restorable where a checkpoint was taken, or where a prompt ended that was computed in one pass.
-    `cold_max` and `interval` place the checkpoints of `full` and `N`; for those of `auto`, `restored` is how many
-    tokens need not be computed. `sighting` is what is known of the prompt's blocks beyond the window.
+    `state`: whether the state of every layer can be cut anywhere, or is restorable where a checkpoint was taken, or
+    where a prompt ended that was computed in one pass. `cold_max` and `interval` place the checkpoints of `full` and
+    `N`; for those of `auto`, `restored` is how many tokens need not be computed. `sighting` is what is known of the
+    prompt's blocks beyond the window.
     """
     num_tokens = len(prompt.token_ids)
     if scope.kind == "off":
         return Selection(scope=scope, prompt_tokens=num_tokens, reason="off")
     auto = scope.kind == "auto"
     seen = min(sighting.num_blocks * block_size, num_tokens)
-    window = _Window.of(prompt, recent[: scope.value] if auto else recent, seen, sighting)
+    recent = recent[: scope.value] if auto else recent
+    window = _Window(recent, [common_prefix_length(prompt.token_ids, earlier) for earlier in recent], seen, sighting)
     least = max(min_tokens, 1)
 
     price = 0
@@ -221,8 +196,9 @@ def select(
         aligned, reason = 0, "whole_prompt_only"
     support: dict[int, int] = {}
     if state == "checkpoints" and (aligned or keep_tail):
-        support = choice.support if choice.support is not None else {}
-        if choice.support is None:
+        if choice.support is not None:
+            support = choice.support
+        else:
             positions = {aligned} | {floor_to_grid(mark.position, block_size) for mark in prompt.marks}
             if scope.kind == "full" or reason == "tokens":
                 positions |= _continued(aligned, block_size, interval)

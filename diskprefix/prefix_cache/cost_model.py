@@ -1,17 +1,14 @@
 """Decides whether restoring is worth it: the time to compute a prompt against the time to read it from disk.
 
-Two straight lines are measured for one model on one device with one store: seconds to compute by tokens, and seconds to
-restore by bytes, each with a fixed part. Restoring n tokens pays if
+Two straight lines are measured: seconds to compute by tokens, seconds to restore by bytes. Restoring n tokens pays if
 
     restore_fixed_s + restore_s_per_byte × bytes that n tokens load  <  prefill_s_per_token × n
 
-The fixed part of computing is left out, because the rest of the prompt pays it in any case. Later tokens take longer to
-compute than earlier ones, as they attend to more. That is left out too: the slope describes prompts like those seen.
+The fixed part of computing is left out, because the rest of the prompt pays it in any case.
 
-A wrong yes costs a part of one restore. A wrong no costs a prefill, and nothing is saved that would show the mistake.
-So the answer is yes while the lines are not known, and in every sixteenth case after that, which is measured. Restores
-of one size do not tell the fixed part from the slope. Then the least that any line through them allows is assumed:
-fewer bytes take proportionally less time, and more bytes take no more time.
+A wrong no costs a prefill, and nothing is saved that would show the mistake. So the answer is yes while the lines are
+not known, and in every sixteenth case after that. Restores of one size do not tell the fixed part from the slope. Then
+the least that any line through them allows is assumed: fewer bytes take less time in proportion, more take no more.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
-from typing import Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias
 
 from diskprefix.memo import Memo
 from diskprefix.settings import format_size
@@ -46,33 +43,13 @@ _FAR_APART = 2
 _LET_THROUGH = 16
 """One case in so many goes through a closed gate, by count: the same cases every time."""
 _REMEMBER_EVERY = 64
-"""Samples after which they are written down, in case that the daemon is killed; the first time once both lines are
-known."""
+"""Samples after which they are written down, in case that the daemon is killed."""
 _MOST_TOKENS = 2**31
 """No prompt is longer: what pays from there on never pays."""
 _MOST_UNITS, _LONGEST_S = 2**50, 1e6
 """No sample is larger, or took longer: a petabyte, eleven days."""
 
 _remembered = Memo("worth", version=1, max_records=64)
-
-
-class GateReport(TypedDict):
-    """What `/props` shows. Times in seconds; None is what is not known, for `break_even_tokens` also `never`.
-
-    While restores of one size do not tell its two parts apart, all is `restore_fixed_s`, which holds from that size on.
-    """
-
-    mode: str
-    state: Gate
-    reason: str
-    prefill_s_per_token: float | None
-    restore_s_per_byte: float | None
-    restore_fixed_s: float | None
-    break_even_tokens: int | None
-    prefill_samples: int
-    restore_samples: int
-    skipped_restores: int
-    skipped_saves: int
 
 
 @dataclass(frozen=True)
@@ -118,8 +95,8 @@ class CostModel:
 
     `mode` is `--kv-cache-gate`: `off` measures too, but allows everything. `loaded_bytes` answers how many bytes
     restoring a number of tokens loads: no fewer for more tokens, and for each further one no more than for the one
-    before it (so layers with a window). `key` names the model's numbers, the device and the store: what was measured
-    is remembered under it in the cache folder, so that a restart knows it; the empty key and `off` remember nothing.
+    before it (so layers with a window). What was measured is remembered under `key` in the cache folder; the empty key
+    and `off` remember nothing.
     """
 
     def __init__(self, mode: str, loaded_bytes: Callable[[int], int], *, key: str = "") -> None:
@@ -130,7 +107,8 @@ class CostModel:
         self._below: Counter[Use] = Counter()
         """Cases below the break-even, those that were let through too."""
         self._key = key if mode == "auto" else ""
-        record = self._remembered_now()
+        record = _remembered.get(self._key) if self._key else None
+        record = record if isinstance(record, dict) else {}
         self._prefills = deque(_sound(record.get("prefills")), _RECENT)
         self._restores = deque(_sound(record.get("restores")), _RECENT)
         self._num_noted = 0
@@ -170,17 +148,8 @@ class CostModel:
 
     def remember(self) -> None:
         """Keep what was measured for the next start. Without a folder to write to, it is forgotten."""
-        if not (self._key and self._num_noted):
-            return
-        there = self._remembered_now()
-        ours = {"prefills": list(self._prefills), "restores": list(self._restores)}
-        # Ours began with what was there. Where that is more now, another process on this store has measured meanwhile.
-        merged = {kind: max(samples, _sound(there.get(kind)), key=len) for kind, samples in ours.items()}
-        _remembered.put(self._key, merged)
-
-    def _remembered_now(self) -> dict[str, object]:
-        record = _remembered.get(self._key) if self._key else None
-        return record if isinstance(record, dict) else {}
+        if self._key and self._num_noted:
+            _remembered.put(self._key, {"prefills": list(self._prefills), "restores": list(self._restores)})
 
     @property
     def state(self) -> Gate:
@@ -191,22 +160,22 @@ class CostModel:
             return "measuring"
         return "closed" if self.break_even_tokens is None else "open"
 
-    def as_dict(self) -> GateReport:
-        """What `/props` shows."""
+    def as_dict(self) -> dict[str, Any]:
+        """What `/props` shows. Times in seconds; None is what is not known."""
         prefill, restore = self._prefill, self._restore
-        return GateReport(
-            mode=self.mode,
-            state=self.state,
-            reason=self._reason(),
-            prefill_s_per_token=prefill.s_per_unit if prefill else None,
-            restore_s_per_byte=restore.s_per_unit if restore else None,
-            restore_fixed_s=restore.fixed_s if restore else None,
-            break_even_tokens=self.break_even_tokens if self.is_known else None,
-            prefill_samples=len(self._prefills),
-            restore_samples=len(self._restores),
-            skipped_restores=self.skipped["restore"],
-            skipped_saves=self.skipped["save"],
-        )
+        return {
+            "mode": self.mode,
+            "state": self.state,
+            "reason": self._reason(),
+            "prefill_s_per_token": prefill.s_per_unit if prefill else None,
+            "restore_s_per_byte": restore.s_per_unit if restore else None,
+            "restore_fixed_s": restore.fixed_s if restore else None,
+            "break_even_tokens": self.break_even_tokens if self.is_known else None,
+            "prefill_samples": len(self._prefills),
+            "restore_samples": len(self._restores),
+            "skipped_restores": self.skipped["restore"],
+            "skipped_saves": self.skipped["save"],
+        }
 
     def _note(self, samples: deque[Sample], size: int, seconds: float) -> None:
         if not _is_sample(size, seconds):
@@ -225,18 +194,16 @@ class CostModel:
             self._prefill = Line.through(self._prefills, if_alike="per_unit")
         if len(self._restores) >= _ENOUGH:
             self._restore = Line.through(self._restores, if_alike="fixed")
-        if self.is_known:
+        prefill, restore = self._prefill, self._restore
+        if prefill is not None and restore is not None:
             # Each token takes as long to compute as the one before, and no longer to restore: once restoring pays, it
             # pays for all that is longer.
-            fewest = bisect_left(range(_MOST_TOKENS), True, key=self._pays)
+            fewest = bisect_left(
+                range(_MOST_TOKENS), True, key=lambda n: restore.at(self._loaded_bytes(n)) < prefill.s_per_unit * n
+            )
             self.break_even_tokens = fewest if fewest < _MOST_TOKENS else None
         if was_closed != (self.state == "closed"):
             log.info("[disk-cache] gate=%s: %s", self.state, self._reason())
-
-    def _pays(self, num_tokens: int) -> bool:
-        assert self._prefill is not None, "only what is known can be compared"
-        assert self._restore is not None, "only what is known can be compared"
-        return self._restore.at(self._loaded_bytes(num_tokens)) < self._prefill.s_per_unit * num_tokens
 
     def _reason(self) -> str:
         """One sentence, with the numbers."""
@@ -245,7 +212,12 @@ class CostModel:
             prefills, restores = (min(len(samples), _ENOUGH) for samples in (self._prefills, self._restores))
             measured = f"{prefills} of {_ENOUGH} prefills and {restores} of {_ENOUGH} restores are measured"
             return f"{measured}: until then everything is saved and restored"
-        speeds = f"computing takes {_time(prefill.s_per_unit)} a token, restoring {self._restoring_takes(restore)}"
+        first_s = restore.s_per_unit * (self._loaded_bytes(1) - self._loaded_bytes(0))
+        first = restore.fixed_s + restore.s_per_unit * self._loaded_bytes(0)
+        restoring = f"{_time(first)} and {_time(first_s)} a token"
+        if restore.holds_from:
+            restoring = f"{_time(first)} for {format_size(restore.holds_from)} and more"
+        speeds = f"computing takes {_time(prefill.s_per_unit)} a token, restoring {restoring}"
         fewest = self.break_even_tokens
         if fewest is None:
             verdict = "computing is faster for every prompt"
@@ -253,21 +225,8 @@ class CostModel:
             verdict = "restoring is faster for every prompt"
         else:
             verdict = f"restoring is faster from {fewest} tokens on"
-        if self.mode == "off":
-            return f"{speeds}: {verdict}, but --kv-cache-gate off saves and restores everything"
-        return f"{speeds}: {verdict}"
-
-    def _restoring_takes(self, restore: Line) -> str:
-        if restore.holds_from:
-            return (
-                f"{_time(restore.fixed_s)} for {format_size(restore.holds_from)} and more (in proportion below, as far "
-                f"as is known)"
-            )
-        loaded = self._loaded_bytes
-        first_s = restore.s_per_unit * (loaded(1) - loaded(0))
-        later_s = restore.s_per_unit * (loaded(_MOST_TOKENS) - loaded(_MOST_TOKENS - 1))
-        beyond = f" ({_time(later_s)} beyond the windows)" if later_s < first_s else ""
-        return f"{_time(restore.at(loaded(0)))} and {_time(first_s)} a token{beyond}"
+        in_vain = ", but --kv-cache-gate off saves and restores everything" if self.mode == "off" else ""
+        return f"{speeds}: {verdict}{in_vain}"
 
 
 def _sound(samples: object) -> list[Sample]:

@@ -3,12 +3,8 @@
 A recording holds neither text nor token ids. Of a prompt it holds the hash of its beginning at each position that
 matters to the cache: every grid point, every boundary and mark, the end of the system part, its own end, and where
 earlier prompts end that it continues. Where it leaves an earlier prompt, it is cut too, and says which one that was.
-The hash at a position depends on the root and on the tokens up to there and on nothing else, so two prompts of one root
-share their first p tokens exactly if both hash alike at p. It is keyed with the store's secret, as is what stands for
-the root and for the group: who does not know that cannot test a guess of what somebody wrote, or of who it was.
-
-Of earlier prompts, recent ones are known, and those of the cache's history. What a prompt shares with others, it shares
-up to the last boundary or grid point that both have, which is where the cache cuts too.
+Two prompts of one root share their first p tokens exactly if both hash alike at p. All hashes are keyed with the
+store's secret: who does not know that cannot test a guess of what somebody wrote, or of who it was.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -130,25 +126,6 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
                 raise ValueError(f"{key}: must ascend and lie within the prompt")
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Prompts that were there before this process."""
-
-    root: bytes
-    prompts: Sequence[TokenIds]
-
-
-@dataclass(frozen=True)
-class _Note:
-    """What a request hands to the thread that writes."""
-
-    prompt: Prompt
-    root: bytes
-    group: bytes
-    record: RecordedRequest
-    """Without what is hashed."""
-
-
 class Recorder:
     """Appends requests to a file, from a thread of its own: `note` only hands them over.
 
@@ -179,7 +156,8 @@ class Recorder:
         self._bytes_per_token = self._state_bytes = self._logits_bytes = 0
         self._fd = _open(path)
         self._looked_at = time.monotonic()
-        self._waiting: queue.Queue[_Note | _Known | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
+        """What the thread is to do; None ends it."""
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
@@ -190,7 +168,7 @@ class Recorder:
     def know(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
         """Have new prompts be cut where they leave these, which are from before this process, oldest first."""
         with suppress(queue.Full):
-            self._waiting.put_nowait(_Known(root, [token_ids.copy() for token_ids in prompts]))
+            self._waiting.put_nowait(partial(self._learn, root, [token_ids.copy() for token_ids in prompts]))
 
     def note(
         self,
@@ -236,7 +214,7 @@ class Recorder:
             restore_ms=round(report.restore_ms, 2),
         )
         try:
-            self._waiting.put_nowait(_Note(prompt, root, options.group, record))
+            self._waiting.put_nowait(partial(self._append, prompt, root, options.group, record))
         except queue.Full:
             self._failed("requests come faster than they are written")
 
@@ -251,13 +229,9 @@ class Recorder:
             os.close(self._fd)
 
     def _write_all(self) -> None:
-        while (note := self._waiting.get()) is not None:
+        while (work := self._waiting.get()) is not None:
             try:
-                if isinstance(note, _Known):
-                    self._learn(note)
-                    continue
-                self._append(msgspec.json.encode(self._hashed(note)) + b"\n")
-                self._is_failing = False
+                work()
             except OSError as error:
                 self._failed(error.strerror or str(error))
             except SettingsError as error:
@@ -272,13 +246,15 @@ class Recorder:
             self._is_failing = True
             log.warning("[record] %s: a request was not recorded: %s (said once)", self._path, reason)
 
-    def _hashed(self, note: _Note) -> RecordedRequest:
+    def _append(self, prompt: Prompt, root: bytes, group: bytes, record: RecordedRequest) -> None:
+        self._write(msgspec.json.encode(self._hashed(prompt, root, group, record)) + b"\n")
+        self._is_failing = False
+
+    def _hashed(self, prompt: Prompt, root: bytes, group: bytes, record: RecordedRequest) -> RecordedRequest:
         """The record, with where the prompt is cut and all that is hashed."""
-        prompt, key = note.prompt, self._key()
+        key = self._key()
         record = msgspec.structs.replace(
-            note.record,
-            root=_keyed(key, b"root", note.root),
-            group=_keyed(key, b"group", note.group) if note.group else "",
+            record, root=_keyed(key, b"root", root), group=_keyed(key, b"group", group) if group else ""
         )
         wanted = {
             *prompt.boundaries,
@@ -288,7 +264,7 @@ class Recorder:
             len(prompt.token_ids),
         }
         # With media, equal tokens are not equal prompts: what is hashed then is like nothing else.
-        root = note.root if not prompt.media else secrets.token_bytes(len(note.root))
+        root = root if not prompt.media else secrets.token_bytes(len(root))
         places, left = ([], None) if prompt.media else self._partings.add(root, prompt.token_ids)
         wanted.update(place.position for place in places)
         cuts = sorted(position for position in wanted if 0 < position <= len(prompt.token_ids))
@@ -301,13 +277,11 @@ class Recorder:
             record = msgspec.structs.replace(record, parted_at=parted_at, parted_from=parted_from)
         return msgspec.structs.replace(record, cuts=cuts, hashes=[digest.hex() for digest in hashes])
 
-    def _learn(self, known: _Known) -> None:
-        for token_ids in known.prompts:
-            places, _ = self._partings.add(known.root, token_ids)
-            positions = [place.position for place in places]
-            for place, digest in zip(
-                places, _prefix_hashes(self._key(), known.root, token_ids, positions), strict=True
-            ):
+    def _learn(self, root: bytes, prompts: Sequence[TokenIds]) -> None:
+        for token_ids in prompts:
+            places, _ = self._partings.add(root, token_ids)
+            hashes = _prefix_hashes(self._key(), root, token_ids, [place.position for place in places])
+            for place, digest in zip(places, hashes, strict=True):
                 place.digest = digest
 
     def _key(self) -> bytes:
@@ -315,7 +289,7 @@ class Recorder:
         # Without a store there is no secret: hashes that nobody can test, and that nobody can join to later ones.
         return secret.to_bytes(_KEY_BYTES, "little") if secret else self._own_key
 
-    def _append(self, line: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         """The whole line or nothing of it: half a line would be a broken record for ever."""
         if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
             if not _is_at(self._fd, self._path):

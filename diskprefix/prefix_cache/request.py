@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -265,7 +264,7 @@ class CachedRequest:
             selection = replace(selection, keep_tail=False)
         if not self._options.save:
             return selection.keeping_nothing("read_only")
-        if selection.kept and not self._cache.is_worth(selection.kept, use="save"):
+        if selection.kept and not self._cache.cost_model.allows(selection.kept, use="save"):
             return selection.keeping_nothing("faster_to_compute")
         return selection
 
@@ -277,7 +276,7 @@ class CachedRequest:
             cache.store,
             cache.writer,
             cache.readers,
-            allows=partial(cache.is_worth, use="restore"),
+            allows=cache.cost_model.allows,
             reuse_generated=self._options.reuse_generated,
             needs_logits=not self._goes_on,
         )

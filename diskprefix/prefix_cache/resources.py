@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from diskprefix.kv.layout import Layout
-from diskprefix.prefix_cache.cost_model import CostModel, Use
+from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.prefix_cache.restore import READER_THREADS
 from diskprefix.settings import Settings
 from diskprefix.store.maintenance.repair import repair_index
@@ -40,10 +40,6 @@ class CacheResources:
         self._capturing: list[Future[None]] = []
         self.counters: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
-
-    def is_worth(self, num_tokens: int, *, use: Use) -> bool:
-        """Whether so many tokens are faster restored than computed, by what was measured."""
-        return self.cost_model.allows(num_tokens, use)
 
     def start_capture(self, copy: Callable[[], None]) -> None:
         """Run `copy`, which reads the arena, beside the engine thread, after those that were started before it."""
