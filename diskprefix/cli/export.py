@@ -7,14 +7,7 @@ from pathlib import Path
 import click
 
 from diskprefix.cli.options import PathType
-from diskprefix.cli.tooling import (
-    find_entry,
-    opened_store,
-    print_json,
-    progress,
-    short_id,
-    store_options,
-)
+from diskprefix.cli.tooling import find_entry, opened_store, print_json, progress, short_id, store_options
 from diskprefix.errors import SettingsError
 from diskprefix.printable import printable_only
 from diskprefix.settings import format_size

@@ -11,15 +11,7 @@ from typing import Any
 import click
 
 from diskprefix.cli.options import PathType, build_settings, setting_option
-from diskprefix.cli.tooling import (
-    advised,
-    counted,
-    opened_store,
-    print_json,
-    progress,
-    short_id,
-    store_options,
-)
+from diskprefix.cli.tooling import advised, counted, opened_store, print_json, progress, short_id, store_options
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings, format_size
 from diskprefix.store.folder import DATA

@@ -61,7 +61,7 @@ def variable_of(flag: str) -> str:
 class GroupedOption(click.Option):
     """An option with the heading under which the help shows it."""
 
-    def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, group: str = "Options", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
 
@@ -96,22 +96,22 @@ class GroupedCommand(click.Command):
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
-                groups.setdefault(getattr(parameter, "group", "Other"), []).append(record)
+                groups.setdefault(getattr(parameter, "group", "Options"), []).append(record)
         for heading, records in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(records, col_max=32)
 
 
-def option(flag: str, *, group: str, help: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
-    """`click.option` with a heading in the help."""
-    said: dict[str, Any] = {"cls": GroupedOption, "show_default": True, "group": group, "help": help}
+def option(flag: str, *, help: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
+    """`click.option` with its default in the help, and with a heading if `group` names one."""
+    said: dict[str, Any] = {"cls": GroupedOption, "show_default": True, "help": help}
     return click.option(flag, **said | attributes)
 
 
 def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
     """The option of a field of `Settings`, and its environment variable. `attributes` replace what the field says."""
     setting, default, flag = SETTINGS[name], getattr(_DEFAULTS, name), flag_of(name)
-    said: dict[str, Any] = {"group": setting.group, "help": setting.help, "envvar": variable_of(flag)}
+    said: dict[str, Any] = {"help": setting.help, "envvar": variable_of(flag)}
     said["metavar"] = setting.metavar or _METAVARS.get(setting.kind)
     if setting.choices:
         said["type"] = click.Choice(setting.choices, case_sensitive=False)

@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from diskprefix.cli.options import (
-    GroupedCommand,
     PathType,
     build_settings,
     nonempty,
@@ -34,7 +33,6 @@ from diskprefix.simulate.simulator import Policy
 from diskprefix.simulate.synthetic import CATALOG
 from diskprefix.simulate.trace import RecordedDaemon, Trace
 
-_SETTINGS, _STATE, _WORKLOAD, _OUTPUT = "What to compare", "The model's state", "Workload", "Output"
 _DEFAULTS = Settings()
 _SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")
 _BUDGETS = ("unlimited", "4GiB")
@@ -67,11 +65,10 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
 """
 
 
-@click.command(cls=GroupedCommand, short_help="Replay a workload, and show what each setting would do.", epilog=_EPILOG)
+@click.command(short_help="Replay a workload, and show what each setting would do.", epilog=_EPILOG)
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...", callback=nonempty)
 @option(
     "--scope",
-    group=_SETTINGS,
     metavar="SCOPE",
     multiple=True,
     default=_SCOPES,
@@ -79,7 +76,6 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
 )
 @option(
     "--regime",
-    group=_SETTINGS,
     type=click.Choice(REGIMES, case_sensitive=False),
     multiple=True,
     default=REGIMES,
@@ -88,7 +84,6 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
 )
 @option(
     "--budget",
-    group=_SETTINGS,
     metavar="SIZE",
     multiple=True,
     default=_BUDGETS,
@@ -96,18 +91,16 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
 )
 @option(
     "--policy",
-    group=_SETTINGS,
     metavar="NAME|FILE",
     multiple=True,
     help="A preset, such as agent, or a .toml file. It becomes a row of its own; settings that it does not have are "
     "those of the other rows. Can be given several times.",
 )
-@setting_option("block_size", group=_SETTINGS, envvar=None, **_recorded(_DEFAULTS.block_size))
-@setting_option("kv_cache_min_tokens", group=_SETTINGS, envvar=None, **_recorded(_DEFAULTS.kv_cache_min_tokens))
-@setting_option("kv_cache_ttl", group=_SETTINGS, envvar=None)
+@setting_option("block_size", envvar=None, **_recorded(_DEFAULTS.block_size))
+@setting_option("kv_cache_min_tokens", envvar=None, **_recorded(_DEFAULTS.kv_cache_min_tokens))
+@setting_option("kv_cache_ttl", envvar=None)
 @option(
     "--bytes-per-token",
-    group=_STATE,
     metavar="SIZE",
     show_default="the recording's, else "
     f"{SLICEABLE.bytes_per_token} sliceable, {CHECKPOINTS.bytes_per_token} checkpoints",
@@ -115,29 +108,25 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
 )
 @option(
     "--state-bytes",
-    group=_STATE,
     metavar="SIZE",
     show_default=f"the recording's, else {format_size(CHECKPOINTS.state_bytes)}",
     help="The bytes of one checkpoint, for models with checkpoints.",
 )
 @option(
     "--tokens-per-s",
-    group=_STATE,
     type=float,
     show_default=f"as recorded, else {_TOKENS_PER_S:.0f}",
     help="The speed of prefill. Only the time saved depends on it.",
 )
 @setting_option(
     "model",
-    group=_WORKLOAD,
     envvar=None,
     help="The model whose tokenizer and chat template render request bodies. Its weights are not loaded.",
 )
-@setting_option("chat_template", group=_WORKLOAD, envvar=None, type=PathType(exists=True, dir_okay=False))
-@option("--json", group=_OUTPUT, is_flag=True, help="Print JSON for scripts, and nothing else.")
+@setting_option("chat_template", envvar=None, type=PathType(exists=True, dir_okay=False))
+@option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
     "--plot",
-    group=_OUTPUT,
     metavar="FILE",
     type=PathType(dir_okay=False),
     show_default="nothing is drawn",

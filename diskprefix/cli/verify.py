@@ -9,15 +9,7 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.tooling import (
-    counted,
-    opened_store,
-    print_json,
-    progress,
-    short_id,
-    show_first,
-    store_options,
-)
+from diskprefix.cli.tooling import counted, opened_store, print_json, progress, short_id, show_first, store_options
 from diskprefix.settings import format_size
 from diskprefix.store.maintenance.repair import RepairReport, repair_problems
 from diskprefix.store.maintenance.verify import IndexReport, Problem, verify_index

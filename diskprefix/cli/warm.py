@@ -29,7 +29,7 @@ from diskprefix.policy.scope import parse_scope
 from diskprefix.printable import printable_only, shown
 from diskprefix.settings import CACHE, SERVER, SETTINGS, Settings
 
-_ALONE, _WARM, _DAEMON = "With --alone: ", "Warm", "A running daemon"
+_ALONE = "With --alone: "
 _NOT_OF_WARM = {"disk_prefix_cache", "reuse_generated", "record"}
 """Settings without a meaning here, where --scope says what is kept of each prompt and nobody else sends requests."""
 _OF_SERVE = [name for name, setting in SETTINGS.items() if setting.group != SERVER and name not in _NOT_OF_WARM]
@@ -78,15 +78,13 @@ class Warmed:
 )
 @option(
     "--scope",
-    group=_WARM,
     metavar="SCOPE",
     default="full",
     help="How much of each prompt is kept: full, auto:N or N. What the body says does not count.",
 )
-@option("--json", group=_WARM, is_flag=True, help="Print JSON for scripts, and nothing else.")
+@option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
     "--url",
-    group=_DAEMON,
     metavar="URL",
     default=_DEFAULT_URL,
     envvar=variable_of("--url"),
@@ -94,7 +92,6 @@ class Warmed:
 )
 @option(
     "--api-key",
-    group=_DAEMON,
     metavar="KEY",
     envvar=variable_of("--api-key"),
     show_default="none is sent",
@@ -102,7 +99,7 @@ class Warmed:
     help="The key to send to a daemon with --api-keys. The prompts are saved for this key. Give it in the variable "
     "DISKPREFIX_API_KEY, where the list of processes does not show it.",
 )
-@option("--alone", group=_DAEMON, is_flag=True, help="Load the model here instead of asking a daemon.")
+@option("--alone", is_flag=True, help="Load the model here instead of asking a daemon.")
 @setting_options(_OF_SERVE, _ALONE)
 @policy_option(_ALONE + CACHE)
 @click.pass_context
