@@ -46,12 +46,7 @@ from diskprefix.tenant import short_tenant
 @setting_option("kv_cache_min_free")
 @setting_option("kv_cache_codec")
 def import_(
-    files: tuple[Path, ...],
-    dry_run: bool,
-    force: bool,
-    kv_cache_dir: Path,
-    as_json: bool,
-    **flags: Any,
+    files: tuple[Path, ...], dry_run: bool, force: bool, kv_cache_dir: Path, as_json: bool, **flags: Any
 ) -> None:
     """Add prompts that `diskprefix export` wrote to the store.
 
@@ -107,9 +102,7 @@ def _planned(folder: Path, readers: Sequence[EntryReader]) -> list[Imported]:
 def _imported(settings: Settings, readers: Sequence[EntryReader]) -> list[Imported]:
     with advised():
         store = open_target(
-            settings.kv_cache_dir,
-            budget_bytes=settings.kv_cache_budget,
-            min_free_bytes=settings.kv_cache_min_free,
+            settings.kv_cache_dir, budget_bytes=settings.kv_cache_budget, min_free_bytes=settings.kv_cache_min_free
         )
     try:
         use_codec(store, settings.kv_cache_codec)

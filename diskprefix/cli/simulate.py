@@ -11,14 +11,7 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.options import (
-    PathType,
-    build_settings,
-    nonempty,
-    option,
-    policy_values,
-    setting_option,
-)
+from diskprefix.cli.options import PathType, build_settings, nonempty, option, policy_values, setting_option
 from diskprefix.cli.simulate_plot import PLOT_FORMATS, draw, require_matplotlib
 from diskprefix.cli.simulate_table import show
 from diskprefix.cli.tooling import print_json, progress, status
