@@ -6,7 +6,6 @@ A memo only saves time. If its file cannot be read, it starts empty; if it canno
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -36,9 +35,14 @@ class Memo:
         records = {known: kept for known, kept in self._read().items() if known != key}
         records = dict(list(records.items())[-(self._max_records - 1) :]) | {key: value}
         target = cache_home() / f"{self._name}.json"
+        # A new name that nobody can guess: another user may have put a link at a known one.
         with suppress(OSError):
             target.parent.mkdir(parents=True, exist_ok=True)
-            _replace(target, json.dumps({"format": self._version, "records": records}))
+            with tempfile.TemporaryDirectory(prefix=f".{self._name}.", dir=target.parent) as folder:
+                new = Path(folder, target.name)
+                new.touch(0o600)
+                new.write_text(json.dumps({"format": self._version, "records": records}), encoding="utf-8")
+                new.replace(target)
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -49,17 +53,3 @@ class Memo:
             return {}
         records = found.get("records")
         return records if isinstance(records, dict) else {}
-
-
-def _replace(target: Path, text: str) -> None:
-    """Replace a file by one that holds `text`. Raises `OSError`."""
-    # A new name that nobody can guess: another user may have put a link at a known one.
-    fd, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, target)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(name)
-        raise

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from diskprefix.errors import DiskPrefixError, SettingsError
 
@@ -256,19 +256,15 @@ class Settings:
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             value = getattr(self, name)
+            flag, (least, most) = flag_of(name), setting.bounds
             if setting.choices and value not in setting.choices:
-                _refuse(name, f"{value!r} is not one of {', '.join(setting.choices)}")
-            least, most = setting.bounds
+                raise SettingsError(f"{flag}: {value!r} is not one of {', '.join(setting.choices)}", param=flag)
             if setting.kind in ("integer", "size", "duration") and not least <= value <= most:
-                _refuse(name, f"{value} is out of range ({least} to {most})")
+                raise SettingsError(f"{flag}: {value} is out of range ({least} to {most})", param=flag)
 
 
 SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings)}
 """The `Setting` of each field by its name, in the order of the help."""
-
-
-def _refuse(name: str, reason: str) -> NoReturn:
-    raise SettingsError(f"{flag_of(name)}: {reason}", param=flag_of(name))
 
 
 def flag_of(name: str) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -32,24 +31,6 @@ class LazyGroup(click.Group):
         name = "import_" if cmd_name == "import" else cmd_name
         command: click.Command = getattr(importlib.import_module(f"diskprefix.cli.{name}"), name)
         return command
-
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        # This prints --help.
-        with _ended_by_a_broken_pipe():
-            return super().make_context(*args, **kwargs)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        with _ended_by_a_broken_pipe():
-            return super().invoke(ctx)
-
-
-@contextmanager
-def _ended_by_a_broken_pipe() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        # click would turn it into exit code 1, which has another meaning here.
-        raise click.exceptions.Exit(_BROKEN_PIPE_EXIT_CODE) from None
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -78,6 +59,11 @@ def main(args: Sequence[str] | None = None) -> None:
 def _run(args: list[str] | None) -> int:
     try:
         result: Any = cli.main(args, prog_name="diskprefix", standalone_mode=False)
+    except SystemExit as end:
+        # Only click exits with 1: nobody reads the output. Here that code has another meaning.
+        if end.code == 1:
+            return _BROKEN_PIPE_EXIT_CODE
+        raise
     except DiskPrefixError as error:
         return _fail(error.message, error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:

@@ -64,16 +64,8 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
         with progress("exporting", info.raw_bytes) as advance:
             file_bytes = export_entry(store, bytes.fromhex(info.id), path, force=force, advance=advance)
     if as_json:
-        print_json(
-            {
-                "file": str(path),
-                "file_bytes": file_bytes,
-                "id": info.id,
-                "model": info.model,
-                "tenant": info.tenant,
-                "num_tokens": info.num_tokens,
-            }
-        )
+        known = {name: getattr(info, name) for name in ("id", "model", "tenant", "num_tokens")}
+        print_json({"file": str(path), "file_bytes": file_bytes} | known)
     else:
         tenant = f", tenant {short_tenant(info.tenant)}" if info.tenant else ""
         click.echo(

@@ -120,9 +120,11 @@ def _raw_bytes(readers: Sequence[EntryReader]) -> int:
 
 def _sentence(result: Imported, *, dry_run: bool) -> str:
     tenant = f", tenant {short_tenant(result.tenant)}," if result.tenant else ""
-    tokens = f"{result.num_tokens:,} tokens of {printable_only(result.model)}{tenant}"
-    size = f"{tokens} in {counted(result.num_nodes, 'block')}"
-    new = f"{result.new_nodes:,} new ({format_size(result.new_bytes)})" if result.new_nodes else "none new"
-    room = f", evicted {counted(result.evicted, 'block')} for them" if result.evicted else ""
-    name = f", entry {short_id(result.id)}" if result.id else ""
-    return f"{'would import' if dry_run else 'imported'} {size}, {new}{room}{name}"
+    blocks = counted(result.num_nodes, "block")
+    parts = [
+        f"{result.num_tokens:,} tokens of {printable_only(result.model)}{tenant} in {blocks}",
+        f"{result.new_nodes:,} new ({format_size(result.new_bytes)})" if result.new_nodes else "none new",
+        f"evicted {counted(result.evicted, 'block')} for them" if result.evicted else "",
+        f"entry {short_id(result.id)}" if result.id else "",
+    ]
+    return f"{'would import' if dry_run else 'imported'} {', '.join(filter(None, parts))}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import click
 
+from diskprefix.cli.options import nonempty
 from diskprefix.cli.tooling import counted, json_option, plain, print_json, print_table, status, terminal_width
 from diskprefix.errors import ModelError, SettingsError
 
@@ -47,7 +48,7 @@ class ModelRow:
 
 
 @click.command(short_help="List the architectures, and how each is restored.")
-@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.argument("names", nargs=-1, metavar="[NAME]...", callback=nonempty)
 @json_option
 def models(names: tuple[str, ...], as_json: bool) -> None:
     """List the decoder architectures of the installed transformers: what their layers keep, how a prefix is restored,
@@ -81,7 +82,10 @@ def models(names: tuple[str, ...], as_json: bool) -> None:
 
         # The default configurations of some architectures make transformers complain.
         quiet_transformers()
-        rows = [_row_of(name, table) for name in names] if names else _all_rows(table)
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        known = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *table["architectures"]})
+        rows = [_row_of(name, table) for name in names] or [_row_of_type(name, table) for name in known]
     verified_with = {name: table[name] for name in installed_versions()}
     if as_json:
         print_json(
@@ -104,19 +108,10 @@ def _read_table() -> dict[str, Any]:
     return table
 
 
-def _all_rows(table: dict[str, Any]) -> list[ModelRow]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    names = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *table["architectures"]})
-    return [_row_of_type(name, table) for name in names]
-
-
 def _row_of(name: str, table: dict[str, Any]) -> ModelRow:
     """Raises `SettingsError` for a name that is no architecture and no folder, `ModelError` for an unfit folder."""
     from transformers import CONFIG_MAPPING
 
-    if not name:
-        raise SettingsError("NAME: it is empty; give an architecture or a folder", param="NAME")
     path = Path(name).expanduser()
     if path.is_dir() and (name not in CONFIG_MAPPING or os.sep in name):
         return _row_of_folder(path, table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from diskprefix.cli.options import PathType, build_settings, nonempty, option, policy_values, setting_option
-from diskprefix.cli.simulate_plot import PLOT_FORMATS, draw, require_matplotlib
+from diskprefix.cli.simulate_plot import check_plot, draw
 from diskprefix.cli.simulate_table import show
 from diskprefix.cli.tooling import print_json, progress, status
 from diskprefix.errors import SettingsError
@@ -175,7 +175,7 @@ def simulate(
     if tokens_per_s is not None and not (math.isfinite(tokens_per_s) and tokens_per_s > 0):
         raise SettingsError("--tokens-per-s: it must be a number above 0", param="--tokens-per-s")
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     cases_of = partial(
         _cases,
         scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope)),
@@ -192,7 +192,7 @@ def simulate(
     )
     # An error in an option is reported before the traces are read, and one in a trace before the first is replayed.
     cases_of(None)
-    planned = [(trace, _cases_of_trace(cases_of, trace)) for trace in _read(traces, _lazy_reader(model, chat_template))]
+    planned = [(trace, cases_of(trace.daemon)) for trace in _read(traces, _lazy_reader(model, chat_template))]
     with progress("simulating", sum(len(trace) * len(runs) for trace, runs in planned), in_bytes=False) as advance:
         rows = [row for trace, runs in planned for row in compare(trace, runs, advance)]
     if plot is not None:
@@ -233,13 +233,6 @@ def _cases(
     )
 
 
-def _cases_of_trace(cases_of: Callable[[RecordedDaemon | None], list[Case]], trace: Trace) -> list[Case]:
-    try:
-        return cases_of(trace.daemon)
-    except SettingsError as error:
-        raise SettingsError(f"{trace.name}: as recorded, {error.message}", param="TRACE") from error
-
-
 def _geometry(
     regime: Regime, daemon: RecordedDaemon | None, bytes_per_token: int | None, state_bytes: int | None
 ) -> Geometry:
@@ -254,15 +247,6 @@ def _geometry(
         bytes_per_token=found.bytes_per_token if bytes_per_token is None else bytes_per_token,
         state_bytes=found.state_bytes if state_bytes is None else state_bytes,
     )
-
-
-def _check_plot(path: Path) -> None:
-    """Check before a long simulation. Raises `SettingsError` for a file that cannot be drawn or written."""
-    if path.suffix.lower() not in PLOT_FORMATS:
-        raise SettingsError(f"--plot: {path} must end in {' or '.join(PLOT_FORMATS)}", param="--plot")
-    if not path.absolute().parent.is_dir():
-        raise SettingsError(f"--plot: there is no folder {path.parent}", param="--plot")
-    require_matplotlib()
 
 
 def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:

@@ -16,15 +16,17 @@ from diskprefix.simulate.comparison import UPPER_BOUND, WHOLE_SNAPSHOTS, Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PLOT_FORMATS = (".png", ".svg")
-
 _STYLES = {UPPER_BOUND: "--", WHOLE_SNAPSHOTS: ":"}
 _SHAPES = "osD^v<>phX"
 _PRESET_SHAPE = "*"
 
 
-def require_matplotlib() -> None:
-    """Raises a `SettingsError` that says how to install it."""
+def check_plot(path: Path) -> None:
+    """Check before a long simulation. Raises `SettingsError` for a file that cannot be drawn or written."""
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise SettingsError(f"--plot: {path} must end in .png or .svg", param="--plot")
+    if not path.absolute().parent.is_dir():
+        raise SettingsError(f"--plot: there is no folder {path.parent}", param="--plot")
     if find_spec("matplotlib") is None:
         raise SettingsError("--plot needs matplotlib; install it with: pip install matplotlib", param="--plot")
 

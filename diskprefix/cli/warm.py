@@ -163,14 +163,12 @@ def warm(
 def _refuse_what_is_not_used(context: click.Context, alone: bool) -> None:
     """Raises `UsageError` for an option of a daemon with --alone, and the other way round."""
     for parameter in context.command.params:
-        group = getattr(parameter, "group", "")
-        is_given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
-        if is_given and not alone and group.startswith(_ALONE):
-            raise click.UsageError(
-                f"{parameter.opts[0]} goes with --alone; a running daemon has its own settings", context
-            )
-        if is_given and alone and parameter.name in ("url", "api_key"):
-            raise click.UsageError(f"{parameter.opts[0]} is for a running daemon; it does not go with --alone", context)
+        if context.get_parameter_source(str(parameter.name)) is not ParameterSource.COMMANDLINE:
+            continue
+        if not alone and getattr(parameter, "group", "").startswith(_ALONE):
+            raise click.UsageError(f"{parameter.opts[0]} goes with --alone; a daemon has its own settings", context)
+        if alone and parameter.name in ("url", "api_key"):
+            raise click.UsageError(f"{parameter.opts[0]} is for a running daemon, not for --alone", context)
 
 
 def _warmed(call: Call, files: Sequence[str], scope: str) -> Iterator[Warmed]:
@@ -278,13 +276,10 @@ def _warnings(total: Json, after: Json | None) -> Iterator[str]:
 
 def _summary(total: Json) -> str:
     tokens, restored = total["prompt_tokens"], total["restored_tokens"]
-    parts = [
-        f"{counted(total['prompts'] - total['failed'], 'prompt')} of {counted(tokens, 'token')}",
-        f"{restored:,} restored and {tokens - restored:,} computed in {total['seconds']:.1f} s",
-        *([f"{total['not_saved']} not saved"] if total["not_saved"] else []),
-        *([f"{total['failed']} failed"] if total["failed"] else []),
-    ]
-    return ", ".join(parts)
+    done = f"{counted(total['prompts'] - total['failed'], 'prompt')} of {counted(tokens, 'token')}"
+    how = f"{restored:,} restored and {tokens - restored:,} computed in {total['seconds']:.1f} s"
+    problems = [f"{total[name]} {name.replace('_', ' ')}" for name in ("not_saved", "failed") if total[name]]
+    return ", ".join([done, how, *problems])
 
 
 def _described(warmed: Warmed) -> str:

@@ -81,21 +81,16 @@ def read_items(name: str) -> Iterator[WarmItem]:
 def _suffix_of(text: str) -> str:
     """The suffix that a file with this content would have."""
     text = text.lstrip()
-    if text[0] not in "{[":
-        return ""
-    if _is_json(text):
-        return _JSON
-    return _LINES[0] if _is_json(text.split("\n", 1)[0]) else ""
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except RecursionError:
-        return True
-    except ValueError:
-        return False
-    return True
+    for suffix, part in ((_JSON, text), (_LINES[0], text.split("\n", 1)[0])):
+        try:
+            json.loads(part)
+        except RecursionError:
+            # It is JSON, and `request` refuses it.
+            return suffix
+        except ValueError:
+            continue
+        return suffix if text[0] in "{[" else ""
+    return ""
 
 
 def _body(value: Any) -> Json:

@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from diskprefix.cli.simulate_plot import PLOT_FORMATS, require_matplotlib
+from diskprefix.cli.simulate_plot import check_plot
 from diskprefix.policy.scope import parse_scope
 from diskprefix.simulate.comparison import REGIMES, Regime
 from diskprefix.simulate.trace import Trace
@@ -154,9 +154,7 @@ def windows_command(data: Path, names: Sequence[str], requests: int, as_json: bo
     """What N of auto:N does: hits, selected tokens, restored and written share."""
     del data
     if plot is not None:
-        if plot.suffix not in PLOT_FORMATS:
-            raise click.BadParameter(f"must end in {' or '.join(PLOT_FORMATS)}", param_hint="--plot")
-        require_matplotlib()
+        check_plot(plot)
     report = Report("hits % of requests, selected tokens of the average prompt, restored and written %", as_json)
     for name in names:
         report.add(windows(name, requests))
