@@ -1,12 +1,8 @@
 """Compaction: writing a new file that holds the stored records and nothing else.
 
-LMDB never gives a page back to the disk. Deleted records leave free pages in the file, and their bytes stay there until
-the pages are used again, some even longer: behind the ends of values, and in the keys of branch pages. So compaction
-copies record by record, where LMDB's own copy takes whole pages. It puts the payloads of a prompt one after the other,
-in the order in which they are read.
-
-The copy is written beside the file, checked, made durable and renamed over it. A kill at any moment leaves the old file
-or the new one.
+LMDB never gives a page back to the disk, and the bytes of deleted records stay in its pages. So compaction copies
+record by record, where LMDB's own copy takes whole pages. The copy is written beside the file, checked, made durable
+and renamed over it. A kill at any moment leaves the old file or the new one.
 """
 
 from __future__ import annotations

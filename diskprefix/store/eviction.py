@@ -1,29 +1,7 @@
 """Which nodes to evict: pure functions of the usage records, the tree and a time that the caller gives.
 
-A node that others continue is never evicted, because everything that shares it would be lost. When its last child is
-chosen, it becomes a leaf and is compared by its own score. So what many prompts share stays longer than each of them,
-and the score only has to order leaves.
-
-The score is the logarithm of the prefill seconds that keeping a byte is expected to save in a given time:
-
-    log2(1 if it was used again, else p^2)  -  log2(1 + age_s)  +  log2(prefill_s / stored_bytes, over the median)
-
-A node that saves nothing by itself goes before all nodes with a score: a block of a layout with states that neither a
-checkpoint nor a tail continues. So when the last checkpoint of a prompt goes, its blocks go next, back to the block
-where another checkpoint or prompt branches off. The checkpoints of one prompt are compared with each other, each by the
-prefill between it and the checkpoint before.
-
-* A node that was not used for twice as long is worth half. The longer nobody used it, the longer it will take until
-  somebody does. This needs no constant, so it holds for a busy daemon and for an idle one. With equal use and cost the
-  order is least recently used.
-* p is the share of all nodes that were used again since they were stored. If it is near 1, as with the turns of agents,
-  a new turn counts nearly as much as a used node, so conversations that go on stay longer than those that ended. If it
-  is small, as with prompts that come once, a new node counts little, so a batch of them does not evict what is in use.
-  It is squared because it is too high: most unused nodes have been evicted already. More uses than one add nothing: a
-  lost node costs one miss, because the next request stores it again.
-* A node that took long to compute for its size is worth more: one deep in a long prompt, or of a slower model. A node
-  whose time was not measured counts as the median. The factor is bounded, so 64 times the age outweighs one wrong
-  measurement (of a process that was suspended meanwhile).
+A node that others continue is never evicted. When its last child is chosen, it becomes a leaf and is compared by its
+own score, so the score only has to order leaves. `README.md` gives the score and its reasons.
 
 Clocks jump. A use after `now` counts as a use now, and the time of the last use never becomes earlier.
 """

@@ -1,41 +1,13 @@
-"""Checks the structure of `data.mdb` without LMDB, before LMDB opens the file.
+"""Checks the structure of `data.mdb` without LMDB, before LMDB opens the file. `README.md` gives the format.
 
 LMDB trusts its file. A damaged page number, node, length or free list ends in a signal, in an endless loop, or in a
-write over pages that are in use. So this module follows everything that LMDB follows or counts: both meta pages, every
-branch page and leaf page of every tree, the header of every overflow run, and the lists of free pages. Each page must
-be referred to once by a tree, or be free once. The content of a record is not checked here: records have checksums.
+write over pages that are in use. So this module follows everything that LMDB follows or counts. Each page must be
+referred to once by a tree, or be free once. Records have checksums and are not checked here.
 
 The check ends for every content of the file: no page is visited twice, and the file's size bounds the memory that is
-allocated. It reads with `pread`, because a memory map turns a bad sector into SIGBUS. It reads the branch pages, the
-leaf pages and 16 bytes of each overflow run, but not the payloads.
-
-Another process may write during the check. LMDB does not reuse the pages of a snapshot before two more transactions, so
-damage counts only if the meta pages are the same afterwards. Otherwise the check starts again.
-
-A file of LMDB 0.9 (data version 1) is an array of pages. Integers are little-endian.
-
-    page          0 its own page number      u64        meta    0 page header
-                 10 kind: 1 branch, 2 leaf,  u16               16 magic 0xBEEFC0DE, data version   u32, u32
-                    4 overflow, 8 meta                         24 address                          u64
-                 12 lower, upper             u16, u16          32 map size                         u64
-                    (overflow: pages in run  u32)              40 tree of the free lists           48 bytes
-                                                               88 tree of the named databases      48 bytes
-    tree          0 pad (free lists: page size)  u32          136 last page, transaction           u64, u64
-                  4 flags, depth                 u16, u16
-                  8 branch, leaf and overflow pages    u64 each
-                 32 entries, root page           u64, u64
-
-Pages 0 and 1 are meta pages. Transaction N writes page N & 1, and the higher N is the current one. The offsets of a
-page's nodes, u16 each and in key order, lie between byte 16 and `lower`. The nodes fill the page from `upper` to its
-end without gaps, each padded to an even size.
-
-    node          0 leaf: bytes of data; branch: page number, bits 0 to 31   u32
-                  4 branch: page number, bits 32 to 47                       u16
-                    leaf: 0, 1 (the data is the number of an overflow run), or 2 (the data is the tree of a database)
-                  6 bytes of key                                             u16, then the key, then the data
-
-LMDB ignores the first key of a branch page. The tree of the free lists maps each transaction (u64) to the pages that it
-freed: their count, then their numbers in descending order (u64 each).
+allocated. It reads with `pread`, because a memory map turns a bad sector into SIGBUS. Another process may write during
+the check. LMDB does not reuse the pages of a snapshot before two more transactions, so damage counts only if the meta
+pages are the same afterwards. Otherwise the check starts again.
 """
 
 from __future__ import annotations

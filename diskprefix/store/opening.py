@@ -1,7 +1,7 @@
-"""From a folder to an open environment: the lock, the check of the file, and what happens to a file that is unusable.
+"""From a folder to an open environment: the lock, the check of the file, and what happens to an unusable file.
 
-A process that is alone with the folder may replace its file. It moves aside a file that is damaged or has another
-format, and it compacts a file that outgrew a lowered budget. A process that comes second finds this done.
+A process that is alone with the folder may move aside a file that is damaged or has another format. A process that
+comes second finds this done.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """The rights of a folder's owner, for a root process that works in the folder of another user.
 
-A service often runs as a user of its own, and an administrator looks at its store as root. The owner of a folder can
-replace any file in it by a link at any moment, also between a check and a use. If root opened, created or changed the
-owner of such a file by its path, the owner could get at files of other users. So root takes the owner's rights on files
-(`setfsuid`) for as long as it works in the folder: it can do there what the owner can do, and nothing else. The files
-that it creates belong to the owner, so no file is ever given away. Only Linux has this call. Elsewhere
-root is refused.
-
-LMDB opens its files by their paths and follows links; it runs with these rights too. What this does not cover: the
-owner can write into `data.mdb` while LMDB reads it, as any user can who runs `diskprefix inspect` on a folder of his.
+The owner of a folder can replace any file in it by a link at any moment, also between a check and a use. So root takes
+the owner's rights on files (`setfsuid`) for as long as it works there. Only Linux has this call;
+elsewhere root is refused. See "Who may use the folder" in `README.md`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,4 @@
-"""How a raw payload is cut into pieces, read off the layout that the root records.
-
-To the store a group of the layout is `rows` rows of `row_bytes` bytes: for each token if the group's tensors have one
-part per token, else once. A payload is the rows of its groups, one group after the other:
-
-    block        the groups of per-token tensors
-    checkpoint   the groups of states that exist at one position only
-    tail         both, then the next-token logits
-
-A piece holds whole rows of one group, as many as fit `PIECE_BYTES` but at least one; the logits are a piece of their
-own.
-"""
+"""How a raw payload is cut into pieces, read off the layout that the root records. See "Payloads" in `README.md`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,8 @@
-"""The records in `data.mdb`: their layout, and encoding and decoding them. Format version 2.
+"""The records in `data.mdb`: their layout, and encoding and decoding them. `README.md` gives the format byte by byte.
 
-`README.md` in this folder gives the format byte by byte. Integers are little-endian, except in keys that are sorted by
-a number. Names and roots have 16 bytes; times are seconds since the epoch.
-
-A *node* of the prefix tree is a block of `block_size` tokens, the *tail* of one prompt (the 0 to `block_size - 1`
-tokens after its last block), or a *checkpoint*: a node without tokens that holds the states which exist at one position
-only, at the end of the block that it continues. A node is *generated* if its state may differ from what a prefill from
-position 0 computes: its tokens were decoded one by one, or it continues such a node.
-
-A checksum covers the key of its record too, so that a record under another key does not verify.
+A node is *generated* if its state may differ from what a prefill from position 0 computes: its tokens were decoded one
+by one, or it continues such a node. A checksum covers the key of its record too, so that a record under another key
+does not verify.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The store: nodes of the prefix tree, their payloads, entries and history in one LMDB environment.
 
-A reader takes a `Snapshot`, which is one LMDB read transaction. What it sees belongs to one moment, and the pages under
-it do not change before it is closed. There is one writer at a time, in this process or another. A publication is one
-write transaction, so no reader sees a part of one. All state is in the file, so a restart loses nothing and several
-processes see each other's entries.
-
-The budget is the size of the memory map, so LMDB itself refuses to let the file outgrow it.
+A reader takes a `Snapshot`, which is one LMDB read transaction. There is one writer at a time, in this process or
+another, and a publication is one write transaction. The budget is the size of the memory map, so LMDB itself refuses to
+let the file outgrow it.
 """
 
 from __future__ import annotations

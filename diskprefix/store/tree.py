@@ -1,8 +1,4 @@
-"""The prefix tree of one snapshot: which node continues which.
-
-Everything that walks the stored nodes does so here: the list of entries, verification, repair, purge, export, the
-removal of damaged subtrees, and compaction.
-"""
+"""The prefix tree of one snapshot: which node continues which."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The folder of a store while a process uses it: opening, closing, and opening again after a problem.
 
-The file may become unusable while a daemon runs: somebody removes it, it is damaged, or its disk becomes read-only. The
-store is *detached* then. Every call raises `StoreUnavailable`, which a request counts as a miss, until `maintain` can
-open the folder again.
+A store whose file became unusable is *detached*: every call raises `StoreUnavailable`, which a request counts as a
+miss, until `maintain` can open the folder again.
 """
 
 from __future__ import annotations

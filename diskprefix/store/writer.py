@@ -1,8 +1,7 @@
 """The background writer: a thread that writes publications to the store, in order, after the request has ended.
 
-The buffer is bounded in bytes. When it is full, a publication is refused, and no request waits. Queued nodes are
-visible to readers at once through `pending`. A failure of the store is logged once and counted, and the daemon goes on
-serving.
+The buffer is bounded in bytes. When it is full, a publication is refused, and no request waits. A failure of the store
+is logged once and counted, and the daemon goes on serving.
 """
 
 from __future__ import annotations

@@ -1,17 +1,7 @@
 """What `--kv-cache-codec auto` decides: whether payloads are stored raw or in planes, by what a restore will take.
 
-A restore reads payloads from the page cache where they are there, and from the disk where they are not. Of each byte of
-KV it then costs, in seconds:
-
-    share in the page cache × 1 / speed of decoding + (1 − share) × max(1 / speed of the disk, 1 / speed of decoding)
-
-Reading ahead and decoding overlap, so on the disk's part the slower one counts; and for planes the disk is faster by
-their ratio, since that much less has to be read. The share is what the page cache can hold of a full budget, if it gets
-half of the memory that is available. The codec with the smaller sum is taken: raw where the store fits into memory or
-the disk is as fast as the decoder, planes elsewhere.
-
 `measure` takes the figures on this machine: the disk by reading a temporary file in the store's folder past the page
-cache, the decoders on values as models produce them, on as many threads as a restore uses.
+cache, the decoders on values as models produce them. `README.md` of the store gives the formula that `choose` uses.
 """
 
 from __future__ import annotations

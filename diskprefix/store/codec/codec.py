@@ -1,21 +1,4 @@
-"""Payload codecs, and the reading of payload pages.
-
-A payload is cut into *pieces* (see `store.pieces`): some rows of elements of one type. A stored piece is a header of 48
-bytes and its data; integers are little-endian.
-
-     0 checksum   u64       xxh3-64 of all that follows, seeded with the node's name and the index of the piece
-     8 raw_bytes  u32       before encoding
-    12 split      u32       planes: how much of the data is the first plane; otherwise 0
-    16 codec      u8        0 raw · 1 zstd · 2 planes
-    17 element    u8        0 bytes · 1 bf16 · 2 fp16 · 3 fp32 · 4 fp8 e4m3 · 5 fp8 e5m2
-    18 zero       30 bytes
-    48 data       raw       the rows, one after the other
-                  zstd      one zstd frame of them
-                  planes    bf16, fp16 and fp32 only: the plane of the rest, then that of the exponents (see
-                            `store.planes`), each one zstd frame if it is shorter than its plane, else as it is
-
-A frame tells the length of its content and needs a window of at most 512 KiB. An element of fp8 is one byte, which is
-not taken apart: under `planes` it is entropy-coded whole, which makes a piece of codec zstd.
+"""Payload codecs, and the reading of payload pages. `README.md` of the store gives the format of a stored piece.
 
 A piece is checked before it is used: its checksum, then its sizes against what the caller expects. Sizes that come from
 disk are never used to allocate.

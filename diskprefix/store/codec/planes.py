@@ -1,17 +1,7 @@
 """Floating-point values as two planes of bytes: the exponents, of which there are few different ones, and the rest.
 
-What a model computes spreads over few exponents, while signs and fractions look like noise: the first plane shrinks
-to about a third, the second hardly ever. Planes hold the values in their order, little-endian:
-
-    format  exponents (1 byte a value)             rest
-    bf16    the 8 exponent bits                    sign << 7 | 7 fraction bits (1 byte)
-    fp16    the upper byte: sign, 5 exponent bits  the lower byte: 8 fraction bits
-            and 2 fraction bits
-    fp32    the 8 exponent bits                    sign << 7 | 7 upper fraction bits (1 byte), of all values;
-                                                   then the 16 lower fraction bits (2 bytes), of all values
-
-Taking the sign and two fraction bits along costs fp16 nothing: what they add to the first plane, eight whole bits less
-take from the second, and the values are put together with fewer operations.
+What a model computes spreads over few exponents, while signs and fractions look like noise. `README.md` of the store
+gives the bits of each plane.
 """
 
 from __future__ import annotations

@@ -1,39 +1,7 @@
 """One saved prompt as a `.safetensors` file: `export` writes it and `import` reads it.
 
-Every program that reads safetensors can read the tensors. The file has 8 bytes with the length of the header
-(little-endian), the header in JSON, and the data.
-
-    tensor            dtype         shape
-    layers.0.keys …   the model's   [1, heads, num_tokens, head_dim]   one for each tensor in the root's layout
-    layers.0.conv0 …  the model's   [num_states, *shape]   one for each of the layout's states that exist at one
-                                    position only; row i is the state after states[i] tokens
-    logits            the model's   [vocab_size]    of the next token; only if the entry ends with its prompt
-    token_ids         I32           [num_tokens]
-    nodes.checksum    U64           [num_nodes]     xxh3-64 of each node's raw payload (`store.schema`)
-    nodes.prefill_s   F64           [num_nodes]     seconds that computing the node's tokens took; 0 if unknown
-
-The nodes are the full blocks of `block_size` tokens, each followed by the checkpoint at its end if there is one, and
-the tail of 0 to `block_size - 1` tokens if there are logits. The payload of a node holds its tokens' part of the
-per-token tensors in the layout's order, then for a checkpoint or a tail its row of each state, then for a tail the
-logits. A layer with a sliding window is stored like every other layer, for all tokens.
-
-    metadata          text
-    format            diskprefix-entry
-    version           1
-    root              32 hex digits: the hash of the identity
-    identity          the model and everything else that changes the numbers (`model.fingerprint`)
-    layout            the tensors of a payload, in their order (`kv.layout`)
-    block_size        in tokens
-    num_tokens
-    states            only if the layout has states: their positions in tokens, decimal and separated by commas: those
-                      of the checkpoints, ascending multiples of block_size, and num_tokens for the tail
-    model, tenant, scope, preview    as in the store's records
-    created_at        seconds since the epoch
-    checksum          16 hex digits: xxh3-64 of all other metadata, as JSON with sorted keys, then the bytes of
-                      token_ids, nodes.checksum and nodes.prefill_s
-
-No size in a file is trusted: each is compared with what the layout needs and with the length of the file before
-memory is allocated. The checksums find damage. They do not prevent forgery.
+`README.md` of the store gives the format. No size in a file is trusted: each is compared with what the layout needs and
+with the length of the file before memory is allocated. The checksums find damage. They do not prevent forgery.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Exports one saved prompt from a store into a file, and imports it into another store.
 
-An export holds the blocks of an entry's path, its tail, and the checkpoints on the path, so the other store can restore
-the same prefixes. Generated state is not exported: it is not what a prefill computes. The time to live of an entry is
-not exported either: the daemon of the other store decides it.
-
-Both work node by node, so memory does not grow with the entry. An export takes a new snapshot for each node, because an
-open snapshot keeps a daemon from reusing pages. An import may write several publications. Each adds whole blocks, and
-the last one adds the entry, so a kill leaves a shorter prefix of the same prompt.
+Generated state is not exported, because it is not what a prefill computes, nor is the time to live. Both work node by
+node, so memory does not grow with the entry. An export takes a new snapshot for each node, because an open snapshot
+keeps a daemon from reusing pages. An import may write several publications, the entry with the last one, so a kill
+leaves a shorter prefix of the same prompt.
 """
 
 from __future__ import annotations

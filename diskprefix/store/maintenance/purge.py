@@ -1,9 +1,8 @@
 """Removes what a user wants to be forgotten: by saved prompt, model, tenant, age, or everything.
 
-A plan is made from one snapshot. It says what is removed and what must stay: a block is removed only together with
-everything that continues it, and the checkpoints of a saved prompt are removed with their blocks. The plan is carried
-out in small write transactions, beside other processes that have the store open. Each transaction checks again, so what
-others have continued or saved in the meantime stays, and a kill between two transactions leaves the store in order.
+A plan is made from one snapshot. A block is removed only together with everything that continues it, and the
+checkpoints of a saved prompt with their blocks. The plan is carried out in small write transactions. Each checks again,
+so what others have continued or saved meanwhile stays, and a kill leaves the store in order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Repairs what `verify` and `verify_payloads` find.
 
-A damaged node is removed with everything that continues it. Wrong counts are counted again. This is safe beside running
-daemons: each record is checked again inside the write transaction that removes it. A kill between two transactions
-leaves fewer problems than before.
+A damaged node is removed with everything that continues it. Wrong counts are counted again. Each record is checked
+again inside the write transaction that removes it, so this is safe beside running daemons and may be killed.
 """
 
 from __future__ import annotations

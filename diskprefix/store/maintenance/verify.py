@@ -1,8 +1,6 @@
-"""Checks the records of the store against each other. Nothing is changed.
+"""Checks the records of the store against each other, within one snapshot. Nothing is changed.
 
-`store.filecheck` has checked the structure of the file before. This module checks what the records say: their
-checksums, names, places in the tree, counts and sizes. `verify_payloads` checks the contents of the payloads. All
-records are read within one snapshot, so that they belong to one moment.
+`store.filecheck` has checked the structure of the file before. `verify_payloads` checks the contents of the payloads.
 """
 
 from __future__ import annotations
