@@ -23,7 +23,6 @@ from diskprefix.store.maintenance.exchange import (
     plan_import,
     require_known_model,
     require_room,
-    use_codec,
     verify_payloads,
 )
 from diskprefix.tenant import short_tenant
@@ -105,7 +104,7 @@ def _imported(settings: Settings, readers: Sequence[EntryReader]) -> list[Import
             settings.kv_cache_dir, budget_bytes=settings.kv_cache_budget, min_free_bytes=settings.kv_cache_min_free
         )
     try:
-        use_codec(store, settings.kv_cache_codec)
+        store.use_codec(settings.kv_cache_codec, None)
         for reader in readers:
             require_room(store, reader)
         with progress("importing", _raw_bytes(readers)) as advance:

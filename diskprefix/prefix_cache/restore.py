@@ -129,12 +129,12 @@ class Restoration:
             self._pin(found.deepest)
             matches = self._worth_restoring(matcher, found)
             matched = time.perf_counter()
-            loader = _Loader(self._nodes, self._layout, matches, snapshot, self._store.mapped, arena)
+            loader = _Loader(self._nodes, self._layout, matches, snapshot, self._store.watch.mapped, arena)
             while matches and (bad := loader.run(self._readers)) is not None:
                 self._quarantine(*bad)
                 found.drop(bad[0])
                 matches = self._worth_restoring(matcher, found)
-                loader = _Loader(self._nodes, self._layout, matches, snapshot, self._store.mapped, arena)
+                loader = _Loader(self._nodes, self._layout, matches, snapshot, self._store.watch.mapped, arena)
         loaded = time.perf_counter()
         num_tokens = matches[-1].node.end if matches else 0
         deepest = found.deepest

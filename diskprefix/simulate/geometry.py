@@ -7,8 +7,8 @@ from functools import cached_property
 
 from diskprefix.policy.select import StateKind
 from diskprefix.store.changes import node_bytes
-from diskprefix.store.codec.codec import Element
-from diskprefix.store.pieces import PayloadLayout, RowGroup
+from diskprefix.store.codec.codec import Element, Piece
+from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
 
 _ROW_BYTES = 128
@@ -31,10 +31,10 @@ class Geometry:
     @cached_property
     def layout(self) -> PayloadLayout:
         """The rows may be others than the model's, the bytes are its own."""
-        states = (RowGroup(-(-self.state_bytes // _STATE_ROW_BYTES), _STATE_ROW_BYTES, Element.BYTES),)
+        states = (Piece(-(-self.state_bytes // _STATE_ROW_BYTES), _STATE_ROW_BYTES, Element.BYTES),)
         return PayloadLayout(
-            groups=(RowGroup(-(-self.bytes_per_token // _ROW_BYTES), _ROW_BYTES, Element.BF16),),
-            logits=RowGroup(1, self.logits_bytes, Element.BF16),
+            groups=(Piece(-(-self.bytes_per_token // _ROW_BYTES), _ROW_BYTES, Element.BF16),),
+            logits=Piece(1, self.logits_bytes, Element.BF16),
             states=states if self.state_bytes else (),
         )
 

@@ -150,7 +150,7 @@ class SimulatedStore:
             bytes_wanted=wanted,
             pinned=keep,
             now=now,
-            saves_nothing=self._is_bare_block if self._has_states else lambda _name: False,
+            saves_nothing=self._is_bare_block if self._has_states else None,
             rank=self._rank,
         )
         freed = sum(int(self._records["stored_bytes"][self._rows[name]]) for name in victims)

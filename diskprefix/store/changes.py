@@ -4,9 +4,9 @@ parent counts its children."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 
@@ -42,6 +42,16 @@ _RECORDS_BYTES = 256
 """Header, usage record and keys of a node, with their share of half-empty B-tree pages."""
 _PIECE_BYTES = 64
 """The same for one piece."""
+NODES_AT_ONCE = 64
+"""Nodes deleted in one transaction. More of them copy more pages than a full file has free."""
+RECORDS_AT_ONCE = 512
+_Item = TypeVar("_Item")
+
+
+def batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    """Yields the items in order, at most `size` at a time."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,10 +204,10 @@ class Changes(Snapshot):
         if bare:
             self.delete_bare_roots(bare)
 
-    def delete_bare_roots(self, roots: set[bytes]) -> None:
-        """Remove the records of those of `roots` that have no nodes."""
-        for root in roots - {node_root(value) for _, value in self.nodes()}:
-            self._delete("roots", root)
+    def delete_bare_roots(self, roots: set[bytes]) -> int:
+        """Remove the records of those of `roots` that have no nodes. Returns the number of removed records."""
+        bare = roots - {node_root(value) for _, value in self.records("nodes")}
+        return sum(self._delete("roots", root) for root in bare)
 
     def put_usage(self, name: bytes, usage: UsageRecord) -> None:
         self._put("usage", name, encode_usage(usage))
@@ -209,7 +219,7 @@ class Changes(Snapshot):
     def _keep_for(self, name: bytes, ttl_s: int) -> None:
         usage = self.usage(name)
         if usage is not None and (longer := longer_ttl(usage.ttl_s, ttl_s)) != usage.ttl_s:
-            self.put_usage(name, replace(usage, ttl_s=longer))
+            self.put_usage(name, usage._replace(ttl_s=longer))
 
     def _put_payload(self, node: NewNode, codec: Codec) -> list[int]:
         sizes: list[int] = []
@@ -234,7 +244,7 @@ class Changes(Snapshot):
         if value is None:
             return False
         usage = decode_usage(value)
-        self._put("usage", name, encode_usage(replace(usage, children=max(0, usage.children + number))))
+        self._put("usage", name, encode_usage(usage._replace(children=max(0, usage.children + number))))
         return True
 
     def _put(self, database: str, key: bytes, value: Any) -> None:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +29,7 @@ _EXPIRY_INTERVAL_S = 60.0
 _OWN_EXPIRY_INTERVAL_S = 30.0
 _LOOK_INTERVAL_S = 3600.0
 _MAX_TTL_S = 2.0**31 - 1
-_SORTED_AT_FIRST = 1024
 _MOST_RESTORES = 2**32 - 1
-
-SavesNothing: TypeAlias = Callable[[bytes], bool] | NDArray[np.bool_]
-"""Whether a node is of no use if nothing continues it: a function of its name, or a mask of its rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +46,7 @@ class UsageTable:
 
     @classmethod
     def of(cls, usage: Mapping[bytes, UsageRecord]) -> UsageTable:
-        records = np.zeros(len(usage), USAGE_DTYPE)
-        for field in fields(UsageRecord):
-            records[field.name] = [getattr(record, field.name) for record in usage.values()]
-        return cls(list(usage), records)
+        return cls(list(usage), np.array(list(usage.values()), USAGE_DTYPE))
 
     @cached_property
     def row_of(self) -> Mapping[bytes, int]:
@@ -78,8 +70,7 @@ def decayed_hits(usage: UsageRecord, now: float) -> float:
 
 def after_use(usage: UsageRecord, when: float, hits: int, ttl_s: int = 0) -> UsageRecord:
     """Returns the record after `hits` uses at time `when` that asked for `ttl_s`, in the form of `recorded_ttl`."""
-    return replace(
-        usage,
+    return usage._replace(
         last_used=max(usage.last_used, when),
         hits=decayed_hits(usage, when) + hits,
         restores=min(usage.restores + hits, _MOST_RESTORES),
@@ -178,7 +169,7 @@ def choose_victims(
     bytes_wanted: int,
     pinned: Container[bytes],
     now: float,
-    saves_nothing: SavesNothing | None = None,
+    saves_nothing: Callable[[bytes], bool] | None = None,
     rank: Callable[[UsageTable, float], NDArray[np.float64]] = scores,
 ) -> list[bytes]:
     """Returns node names in the order in which they may be deleted: children before parents, the lowest rank first.
@@ -227,29 +218,22 @@ def _leaves_first(
     rank: NDArray[np.float64],
     free: NDArray[np.bool_],
     pinned: Container[bytes],
-    saves_nothing: SavesNothing | None,
+    saves_nothing: Callable[[bytes], bool] | None,
 ) -> Iterator[int]:
     """Yields the rows of leaves that are `free` and not pinned: first those that save nothing or have NaN as rank, then
-    the lowest rank first. Yields a row with children after all its children.
-
-    Callers usually need a few rows of many, so only some are sorted at a time.
-    """
+    the lowest rank first. Yields a row with children after all its children."""
     names, children = table.names, table.records["children"]
-    rows = np.flatnonzero(free & (children == 0))
-    rank = np.where(np.isnan(rank), -np.inf, rank)
-    if saves_nothing is not None:
-        rank[rows[_bare(table, rows, saves_nothing)]] = -np.inf
-    leaves = _ascending(rank, names, rows)
-    leaf = next(leaves, None)
-    opened: list[tuple[float, bytes, int]] = []
-    """A heap of those that became leaves meanwhile."""
+    ranks = np.where(np.isnan(rank), -np.inf, rank).tolist()
+
+    def place(row: int) -> tuple[float, bytes, int]:
+        is_bare = saves_nothing is not None and saves_nothing(names[row])
+        return -math.inf if is_bare else ranks[row], names[row], row
+
+    leaves = list(map(place, np.flatnonzero(free & (children == 0)).tolist()))
+    heapq.heapify(leaves)
     left: dict[int, int] = {}
-    while leaf is not None or opened:
-        if opened and (leaf is None or opened[0] < leaf):
-            _, name, row = heapq.heappop(opened)
-        else:
-            assert leaf is not None
-            (_, name, row), leaf = leaf, next(leaves, None)
+    while leaves:
+        _, name, row = heapq.heappop(leaves)
         if name in pinned:
             continue
         yield row
@@ -258,29 +242,4 @@ def _leaves_first(
             continue
         left[parent] = left.get(parent, int(children[parent])) - 1
         if left[parent] == 0 and free[parent]:
-            is_bare = saves_nothing is not None and bool(_bare(table, np.array([parent]), saves_nothing)[0])
-            heapq.heappush(opened, (-math.inf if is_bare else float(rank[parent]), names[parent], parent))
-
-
-def _bare(table: UsageTable, rows: NDArray[np.intp], saves_nothing: SavesNothing) -> NDArray[np.bool_]:
-    if isinstance(saves_nothing, np.ndarray):
-        mask: NDArray[np.bool_] = saves_nothing[rows]
-        return mask
-    return np.fromiter((saves_nothing(table.names[row]) for row in rows.tolist()), np.bool_, len(rows))
-
-
-def _ascending(
-    rank: NDArray[np.float64], names: Sequence[bytes], rows: NDArray[np.intp]
-) -> Iterator[tuple[float, bytes, int]]:
-    """Rank, name and row, the lowest rank first, equal ones by name; more and more of them are sorted at a time."""
-    num_wanted = _SORTED_AT_FIRST
-    while len(rows):
-        some, ranks = rows, rank[rows]
-        if num_wanted < len(rows):
-            near = ranks <= np.partition(ranks, num_wanted)[num_wanted]
-            some, rows, ranks = rows[near], rows[~near], ranks[near]
-        else:
-            rows = rows[:0]
-        numbers = some.tolist()
-        yield from sorted(zip(ranks.tolist(), [names[row] for row in numbers], numbers, strict=True))
-        num_wanted *= 4
+            heapq.heappush(leaves, place(parent))

@@ -10,13 +10,12 @@ from collections.abc import Callable
 
 from diskprefix.errors import StoreFull
 from diskprefix.settings import format_size
+from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
 from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.watch import FolderWatch
 
 _F64 = struct.Struct("<d")
-_EVICT_BATCH = 64
-"""Nodes deleted in one transaction. With more, the transaction would copy more pages than a full file has free."""
 _HISTORY_SHARE = 16
 """The recent prompts of all roots may take this part of the budget. Clients who choose salts make many roots."""
 
@@ -115,9 +114,9 @@ class Evictor:
 
     def _evict(self, victims: list[bytes]) -> None:
         """Delete nodes, children first. A node that was continued or pinned since it was chosen stays."""
-        for start in range(0, len(victims), _EVICT_BATCH):
+        for some in batches(victims, NODES_AT_ONCE):
             with self._watch.changes() as changes:
-                for name in victims[start : start + _EVICT_BATCH]:
+                for name in some:
                     usage = changes.usage(name)
                     if usage is not None and not usage.children and name not in self.pinned():
                         changes.delete_node(name, changes.parent(name))

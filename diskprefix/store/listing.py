@@ -45,15 +45,15 @@ class EntryInfo:
     preview: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class NodeCounts:
     """Counts of the whole store: its blocks (tails included), how many of them are generated, its checkpoints and the
     bytes of their payloads."""
 
-    blocks: int
-    generated_blocks: int
-    checkpoints: int
-    checkpoint_bytes: int
+    blocks: int = 0
+    generated_blocks: int = 0
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
 
 
 def list_entries(snapshot: Snapshot) -> list[EntryInfo]:
@@ -81,24 +81,19 @@ def entry_nodes(tree: PrefixTree, name: bytes) -> dict[bytes, TreeNode]:
 
 def count_nodes(snapshot: Snapshot) -> NodeCounts:
     """Returns the counts of all nodes whose records are sound."""
-    tree, counts = PrefixTree(snapshot), Counter[str]()
+    tree, counts = PrefixTree(snapshot), NodeCounts()
     for name in snapshot.keys("nodes"):
         try:
             node = tree.node(name)
         except StoreCorrupt:
             continue
         if node is not None and node.kind == Kind.CHECKPOINT:
-            counts["checkpoints"] += 1
-            counts["checkpoint_bytes"] += node.stored_bytes
+            counts.checkpoints += 1
+            counts.checkpoint_bytes += node.stored_bytes
         elif node is not None:
-            counts["blocks"] += 1
-            counts["generated_blocks"] += node.generated
-    return NodeCounts(
-        blocks=counts["blocks"],
-        generated_blocks=counts["generated_blocks"],
-        checkpoints=counts["checkpoints"],
-        checkpoint_bytes=counts["checkpoint_bytes"],
-    )
+            counts.blocks += 1
+            counts.generated_blocks += node.generated
+    return counts
 
 
 def _info(

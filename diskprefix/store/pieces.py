@@ -52,15 +52,6 @@ class LayoutText(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class RowGroup:
-    """One group of a layout, or the logits (one row)."""
-
-    rows: int
-    row_bytes: int
-    element: Element
-
-
-@dataclass(frozen=True)
 class Cut:
     """One piece of a payload, and the rows that it holds: `piece.num_rows` of `group`, from `first_row` on.
 
@@ -74,11 +65,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """What payloads under one root hold."""
+    """What payloads under one root hold: each group as one piece of all its rows, for one token where the group has a
+    part for each token."""
 
-    groups: tuple[RowGroup, ...]
-    logits: RowGroup
-    states: tuple[RowGroup, ...] = ()
+    groups: tuple[Piece, ...]
+    logits: Piece
+    states: tuple[Piece, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> PayloadLayout:
@@ -115,30 +107,29 @@ def _cuts(layout: PayloadLayout, num_tokens: int, kind: Kind) -> tuple[Cut, ...]
         for group, rows in enumerate(layout.states, start=len(layout.groups)):
             cuts += _cut_rows(group, rows, rows.row_bytes)
     if kind == Kind.TAIL:
-        logits = layout.logits
-        cuts.append(Cut(Piece(1, logits.row_bytes, logits.element), layout.logits_group, 0))
+        cuts.append(Cut(layout.logits, layout.logits_group, 0))
     return tuple(cuts)
 
 
-def _cut_rows(group: int, rows: RowGroup, row_bytes: int) -> list[Cut]:
+def _cut_rows(group: int, rows: Piece, row_bytes: int) -> list[Cut]:
     if not row_bytes:
         return []
     rows_in_piece = max(1, PIECE_BYTES // row_bytes)
     return [
-        Cut(Piece(min(rows_in_piece, rows.rows - first), row_bytes, rows.element), group, first)
-        for first in range(0, rows.rows, rows_in_piece)
+        Cut(Piece(min(rows_in_piece, rows.num_rows - first), row_bytes, rows.element), group, first)
+        for first in range(0, rows.num_rows, rows_in_piece)
     ]
 
 
-def _state_rows(state: LayoutState) -> RowGroup:
+def _state_rows(state: LayoutState) -> Piece:
     elements = math.prod(state.shape)
     if state.rows < 1 or elements % state.rows:
         raise ValueError(f"{state.rows} rows of {elements} elements")
     return _rows(len(state.tensors) * state.rows, elements // state.rows, state.dtype)
 
 
-def _rows(num_rows: int, elements: int, dtype: str) -> RowGroup:
+def _rows(num_rows: int, elements: int, dtype: str) -> Piece:
     itemsize, element = _ELEMENTS[dtype]
     if num_rows < 0 or elements < 0:
         raise ValueError(f"{num_rows} rows of {elements} elements")
-    return RowGroup(num_rows, elements * itemsize, element)
+    return Piece(num_rows, elements * itemsize, element)

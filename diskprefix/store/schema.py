@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -77,39 +77,27 @@ class NodeRecord:
         return self.position + len(self.token_ids)
 
 
-@dataclass(frozen=True)
-class UsageRecord:
-    """The mutable part of a node. `children` counts the nodes that continue it: only those with none may be evicted.
+class UsageRecord(NamedTuple):
+    """The mutable part of a node, in the order of the stored record.
 
     `hits` is decayed, as of `last_used`; `restores` counts them all, for people. `prefill_s` is how long computing the
-    node's tokens took, in seconds; 0 if nobody measured it. `stored_bytes` is what the node takes in the file, whole
-    pages. `ttl_s` is the time to live after the last use, in seconds, the longest that any use asked for. 0: no use
-    asked for one, and the daemon's setting holds. A negative number: some uses asked, others left it to the daemon, and
-    the longer of its absolute value and the daemon's setting holds.
+    node's tokens took, in seconds; 0 if nobody measured it. `children` counts the nodes that continue it: only a node
+    with none may be evicted. `stored_bytes` is what the node takes in the file, whole pages. `ttl_s` is the longest
+    time to live that a use asked for, in seconds: see `README.md` for 0 and negative numbers.
     """
 
     last_used: float
+    created_at: float
     hits: float
+    prefill_s: float
     children: int
     stored_bytes: int
-    prefill_s: float
-    created_at: float
     restores: int = 0
     ttl_s: int = 0
 
 
-USAGE_DTYPE = np.dtype(
-    [
-        ("last_used", "<f8"),
-        ("created_at", "<f8"),
-        ("hits", "<f8"),
-        ("prefill_s", "<f4"),
-        ("children", "<u4"),
-        ("stored_bytes", "<u8"),
-        ("restores", "<u4"),
-        ("ttl_s", "<i4"),
-    ]
-)
+_USAGE_TYPES = ("<f8", "<f8", "<f8", "<f4", "<u4", "<u8", "<u4", "<i4")
+USAGE_DTYPE = np.dtype(list(zip(UsageRecord._fields, _USAGE_TYPES, strict=True)))
 """A usage record as a numpy type. The fields are those of `UsageRecord`."""
 
 
@@ -224,23 +212,13 @@ def identity_checksum(version: int, store_id: bytes, secret: int, created_at: fl
 
 
 def encode_usage(usage: UsageRecord) -> bytes:
-    return _USAGE.pack(
-        usage.last_used,
-        usage.created_at,
-        usage.hits,
-        usage.prefill_s,
-        usage.children,
-        usage.stored_bytes,
-        usage.restores,
-        usage.ttl_s,
-    )
+    return _USAGE.pack(*usage)
 
 
 def decode_usage(value: bytes | memoryview) -> UsageRecord:
     if len(value) != _USAGE.size:
         raise StoreCorrupt(f"a usage record has {len(value)} bytes instead of {_USAGE.size}")
-    last_used, created_at, hits, prefill_s, children, stored_bytes, restores, ttl_s = _USAGE.unpack(value)
-    return UsageRecord(last_used, hits, children, stored_bytes, prefill_s, created_at, restores, ttl_s)
+    return UsageRecord(*_USAGE.unpack(value))
 
 
 def history_key(root: bytes, sequence: int, group: bytes = b"") -> bytes:
@@ -259,16 +237,9 @@ def history_group(key: bytes) -> bytes:
     return key[HASH_BYTES + _HISTORY_SEQUENCE.size :]
 
 
-_Record = TypeVar("_Record")
-_encoder = msgspec.msgpack.Encoder()
-_root_decoder = msgspec.msgpack.Decoder(RootRecord)
-_entry_decoder = msgspec.msgpack.Decoder(EntryRecord)
-_codec_decoder = msgspec.msgpack.Decoder(CodecRecord)
-
-
 def encode_record(key: bytes, record: RootRecord | EntryRecord | CodecRecord) -> bytes:
     """Returns the record's checksum, which covers `key` too, and the record."""
-    return _sealed(key, _encoder.encode(record))
+    return _sealed(key, msgspec.msgpack.encode(record))
 
 
 def encode_prompt(key: bytes, token_ids: TokenIds) -> bytes:
@@ -286,21 +257,13 @@ def prompt_tokens(value: bytes | memoryview) -> int:
     return encoded_tokens(value[_CHECKSUM.size :])
 
 
-def decode_root(key: bytes, value: bytes | memoryview) -> RootRecord:
-    return _decode(_root_decoder, key, value)
+_Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
-def decode_entry(key: bytes, value: bytes | memoryview) -> EntryRecord:
-    return _decode(_entry_decoder, key, value)
-
-
-def decode_codec(key: bytes, value: bytes | memoryview) -> CodecRecord:
-    return _decode(_codec_decoder, key, value)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_Record], key: bytes, value: bytes | memoryview) -> _Record:
+def decode_record(kind: type[_Record], key: bytes, value: bytes | memoryview) -> _Record:
+    """Inverse of `encode_record`. Raises `StoreCorrupt`."""
     try:
-        return decoder.decode(_unsealed(key, value))
+        return msgspec.msgpack.decode(_unsealed(key, value), type=kind)
     except msgspec.DecodeError as error:
         raise StoreCorrupt(f"record {key.hex()} cannot be read: {error}") from error
 

@@ -22,10 +22,9 @@ from diskprefix.store.schema import (
     NodeRecord,
     RootRecord,
     UsageRecord,
-    decode_entry,
     decode_node,
     decode_prompt,
-    decode_root,
+    decode_record,
     decode_usage,
     history_group,
     history_sequence,
@@ -100,11 +99,6 @@ class Snapshot:
         cursor = self._txn.cursor(self._databases[database])
         yield from map(bytes, cursor.iternext(keys=True, values=False))
 
-    def nodes(self) -> Iterator[tuple[bytes, bytes | memoryview]]:
-        """Every node's name and its record as it is stored, in the order of the names."""
-        for key, value in self._txn.cursor(self._databases["nodes"]):
-            yield bytes(key), value
-
     def usage(self, name: bytes) -> UsageRecord | None:
         value = self._get("usage", name)
         return None if value is None else decode_usage(value)
@@ -113,10 +107,10 @@ class Snapshot:
         """Every node's usage record, for choosing what to evict. Raises `StoreCorrupt`."""
         names: list[bytes] = []
         values: list[bytes | memoryview] = []
-        for key, value in self._txn.cursor(self._databases["usage"]):
+        for key, value in self.records("usage"):
             if len(value) != USAGE_DTYPE.itemsize:
-                raise StoreCorrupt(f"the usage record of node {bytes(key).hex()} has {len(value)} bytes")
-            names.append(bytes(key))
+                raise StoreCorrupt(f"the usage record of node {key.hex()} has {len(value)} bytes")
+            names.append(key)
             values.append(value)
         return UsageTable(names, np.frombuffer(b"".join(values), USAGE_DTYPE))
 
@@ -150,24 +144,24 @@ class Snapshot:
 
     def root(self, root: bytes) -> RootRecord | None:
         value = self._get("roots", root)
-        return None if value is None else decode_root(root, value)
+        return None if value is None else decode_record(RootRecord, root, value)
 
     def roots(self) -> Iterator[tuple[bytes, RootRecord]]:
-        for key, value in self._txn.cursor(self._databases["roots"]):
-            yield bytes(key), decode_root(bytes(key), value)
+        for key, value in self.records("roots"):
+            yield key, decode_record(RootRecord, key, value)
 
     def entry(self, name: bytes) -> EntryRecord | None:
         """Returns the saved prompt that ends at a node, or None. Raises `StoreCorrupt`."""
         value = self._get("entries", name)
-        return None if value is None else decode_entry(name, value)
+        return None if value is None else decode_record(EntryRecord, name, value)
 
     def meta(self, key: str) -> bytes | None:
         value = self._get("meta", key.encode())
         return None if value is None else bytes(value)
 
     def entries(self) -> Iterator[tuple[bytes, EntryRecord]]:
-        for key, value in self._txn.cursor(self._databases["entries"]):
-            yield bytes(key), decode_entry(bytes(key), value)
+        for key, value in self.records("entries"):
+            yield key, decode_record(EntryRecord, key, value)
 
     def recent_prompts(self, root: bytes, limit: int) -> list[tuple[bytes, TokenIds]]:
         """Returns the last `limit` remembered prompts of a root, oldest first, as pairs of group and token ids. The
@@ -202,7 +196,7 @@ class Snapshot:
 
     def prompts_before(self, when: float) -> list[bytes]:
         """Returns the keys of the remembered prompts that are older than time `when`."""
-        return [key for key, _ in self._history_sizes() if history_sequence(key) < when * 1e6]
+        return [key for key in self.keys("history") if history_sequence(key) < when * 1e6]
 
     def prompts_beyond(self, limit_bytes: int) -> list[bytes]:
         """Returns the keys of the oldest remembered prompts that must go if the history takes more than the limit. The
@@ -211,16 +205,13 @@ class Snapshot:
             return []
         keys: list[bytes] = []
         excess = self._bytes_in("history") - limit_bytes * 3 // 4
-        for key, size in sorted(self._history_sizes(), key=lambda found: history_sequence(found[0])):
+        sizes = ((key, len(value)) for key, value in self.records("history"))
+        for key, size in sorted(sizes, key=lambda found: history_sequence(found[0])):
             if excess <= 0:
                 break
             keys.append(key)
             excess -= size
         return keys
-
-    def _history_sizes(self) -> Iterator[tuple[bytes, int]]:
-        for key, value in self._txn.cursor(self._databases["history"]):
-            yield bytes(key), len(value)
 
     def _bytes_in(self, database: str) -> int:
         """Bytes of the pages that a database takes."""
@@ -239,6 +230,6 @@ class Snapshot:
 def _has_states(root: bytes, record: bytes) -> bool:
     """Whether the layout in a root's record has states; False for a record that cannot be read."""
     try:
-        return bool(PayloadLayout.parse(decode_root(root, record).layout).states)
+        return bool(PayloadLayout.parse(decode_record(RootRecord, root, record).layout).states)
     except StoreCorrupt:
         return False

@@ -24,7 +24,7 @@ from diskprefix.store.evictor import Evictor
 from diskprefix.store.identity import Names
 from diskprefix.store.opening import Access
 from diskprefix.store.owner import owner_rights
-from diskprefix.store.schema import CodecRecord, EntryRecord, RootRecord, decode_codec, encode_record
+from diskprefix.store.schema import CodecRecord, EntryRecord, RootRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
 from diskprefix.store.watch import FolderWatch
@@ -140,19 +140,9 @@ class Store:
         return self.watch.budget_bytes
 
     @property
-    def mapped(self) -> set[bytes]:
-        """Names of nodes whose pages this process has read since the file was opened. Readers of payloads add to it."""
-        return self.watch.mapped
-
-    @property
     def problem(self) -> str | None:
         """Why nothing can be saved, or not even read; None if there is no problem."""
         return self.watch.problem
-
-    @property
-    def may_have_own_ttls(self) -> bool:
-        """Whether a node may have a time to live of its own."""
-        return self.evictor.may_have_own_ttls
 
     def close(self) -> None:
         self.watch.detach()
@@ -185,7 +175,7 @@ class Store:
             if publication.base is not None and snapshot.usage(publication.base) is None:
                 raise PrefixGone("the prefix that it continues was evicted meanwhile")
             need = sum(node.most_bytes for node in publication.nodes if snapshot.usage(node.name) is None)
-        self.check_fits(need)
+        self.evictor.check_fits(need)
         evicted = self.evictor.make_room(need, publication.used_names)
         if self.evictor.may_grow(need) and self._try_write(publication):
             return evicted
@@ -203,10 +193,6 @@ class Store:
         if self._try_write(publication):
             return evicted
         raise StoreFull(f"no room for {format_size(need)} in {self.path}; raise --kv-cache-budget")
-
-    def check_fits(self, need_bytes: int) -> None:
-        """Raises `StoreFull` if that much could not be stored even if everything else were evicted."""
-        self.evictor.check_fits(need_bytes)
 
     def touch(self, uses: Mapping[bytes, Use]) -> None:
         """Record the use of nodes, given by their names, and of their ancestors. Missing nodes are ignored."""
@@ -269,22 +255,26 @@ class Store:
         except CacheError as error:
             log.warning("[disk-cache] the budget does not hold yet: %s", error)
 
-    def use_codec(self, name: str, available_bytes: int) -> None:
+    def use_codec(self, name: str, available_bytes: int | None) -> None:
         """Write payloads as `raw`, `zstd` or `planes` from now on, or with `auto` as is measured to be fastest.
 
-        A store is measured once, when `auto` is first used. `available_bytes` of memory may cache its pages.
+        A store is measured once, when `auto` is first used. `available_bytes` of memory may cache its pages; with None
+        nothing is measured, and `auto` is raw until a daemon has measured.
         """
         if name != "auto":
             self.codec, self.codec_reason = Codec[name.upper()], "--kv-cache-codec"
             return
-        record = self._remembered_codec() or self._measured_codec(available_bytes)
+        record = self._remembered_codec()
+        if record is None and available_bytes is not None:
+            record = self._measured_codec(available_bytes)
+        record = record or CodecRecord(codec=Codec.RAW, reason="nothing was measured")
         self.codec, self.codec_reason = Codec(record.codec), record.reason
 
     def _remembered_codec(self) -> CodecRecord | None:
         try:
             with self.snapshot() as snapshot:
                 value = snapshot.meta("codec")
-            record = None if value is None else decode_codec(b"codec", value)
+            record = None if value is None else decode_record(CodecRecord, b"codec", value)
         except CacheError:
             return None
         return record if record is not None and record.codec in list(Codec) else None

@@ -109,7 +109,7 @@ class PrefixTree:
     def _links(self) -> tuple[dict[bytes, list[bytes]], set[bytes]]:
         children: dict[bytes, list[bytes]] = {}
         checkpoints = set()
-        for name, value in self._snapshot.nodes():
+        for name, value in self._snapshot.records("nodes"):
             children.setdefault(bytes(value[:HASH_BYTES]), []).append(name)
             if node_kind(value) == Kind.CHECKPOINT:
                 checkpoints.add(name)

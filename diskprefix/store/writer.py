@@ -230,7 +230,7 @@ class Writer:
         if self._store.problem is not None:
             return
         now = time.monotonic()
-        if now >= self._expired_at + expiry_interval_s(self._ttl_s, has_own_ttls=self._store.may_have_own_ttls):
+        if now >= self._expired_at + expiry_interval_s(self._ttl_s, has_own_ttls=self._store.evictor.may_have_own_ttls):
             self._expired_at = now
             self.expired += self._store.expire(self._ttl_s)
 

@@ -95,7 +95,7 @@ def generated_ends(engine: Engine) -> list[int]:
     assert engine.cache.writer.flush(30)
     assert not verify_index(engine.cache.store).problems
     with engine.cache.store.snapshot() as snapshot:
-        nodes = [decode_node(name, value) for name, value in snapshot.nodes()]
+        nodes = [decode_node(name, value) for name, value in snapshot.records("nodes")]
     return sorted(node.end for node in nodes if node.generated)
 
 

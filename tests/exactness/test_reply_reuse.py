@@ -61,7 +61,7 @@ def next_turn(prompt: TokenIds, answer: Answer, num_tokens: int = 20, seed: int 
 def nodes_of(runner: Runner) -> list[NodeRecord]:
     runner.flush()
     with runner.cache.store.snapshot() as snapshot:
-        return [decode_node(name, value) for name, value in snapshot.nodes()]
+        return [decode_node(name, value) for name, value in snapshot.records("nodes")]
 
 
 def generated_ends(runner: Runner) -> list[int]:
@@ -337,7 +337,7 @@ def test_a_damaged_reply_is_removed_and_the_prompt_still_restored(runner: Runner
     with store.snapshot() as snapshot:
         victim = next(
             name
-            for name, value in snapshot.nodes()
+            for name, value in snapshot.records("nodes")
             if (node := decode_node(name, value)).generated and node.position == GRID
         )
     with store.changes() as changes:

@@ -59,7 +59,7 @@ class Records:
 
     def change_usage(self, name: bytes, **changes: Any) -> None:
         usage: UsageRecord = decode_usage(self.get("usage", name))
-        self.put("usage", name, encode_usage(replace(usage, **changes)))
+        self.put("usage", name, encode_usage(usage._replace(**changes)))
 
 
 @contextmanager

@@ -278,7 +278,6 @@ def _expected_victims(
     wanted = bytes_to_free(used=store.used_bytes, need=need, usable=usable_bytes(24 * MIB), budget=24 * MIB)
     if not wanted:
         return set()
-    bare = np.array([int.from_bytes(node, "big") % 2 == 1 for node in ordered])
     parents = {node: store.parent(node) for node in ordered}
     victims = choose_victims(
         UsageTable(ordered, records),
@@ -286,7 +285,7 @@ def _expected_victims(
         bytes_wanted=wanted,
         pinned={parent},
         now=now,
-        saves_nothing=bare if has_states else None,
+        saves_nothing=(lambda node: int.from_bytes(node, "big") % 2 == 1) if has_states else None,
     )
     return set(victims)
 

@@ -12,13 +12,14 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import decode_tokens, encode_tokens
 from diskprefix.store.schema import (
     USAGE_DTYPE,
+    CodecRecord,
+    EntryRecord,
     Kind,
     NodeRecord,
+    RootRecord,
     UsageRecord,
-    decode_codec,
-    decode_entry,
     decode_node,
-    decode_root,
+    decode_record,
     decode_usage,
     encode_node,
     encode_usage,
@@ -115,7 +116,7 @@ def test_no_bytes_make_a_parser_fail_otherwise_than_as_corrupt(value: bytes) -> 
         decode_usage,
         lambda v: decode_tokens(v, max_tokens=100),
     ]
-    parsers += [partial(decode, b"key") for decode in (decode_root, decode_entry, decode_codec)]
+    parsers += [partial(decode_record, kind, b"key") for kind in (RootRecord, EntryRecord, CodecRecord)]
     for parse in parsers:
         try:
             parse(value)

@@ -629,15 +629,15 @@ def test_whether_anything_has_a_time_of_its_own_is_looked_for_once_and_known_aft
     clock = Clock()
     store = open_store(tmp_path, clock=clock)
     pub = publication(store, prompt(1, 2 * BLOCK))
-    known = [store.may_have_own_ttls]
+    known = [store.evictor.may_have_own_ttls]
     store.publish(publication(store, prompt(2, BLOCK)))
     for after_s, gone in ((0, 0), (0, 0), (300, 3), (0, 0)):
         clock.now += after_s
         assert store.expire(0) == gone
-        known.append(store.may_have_own_ttls)
+        known.append(store.evictor.may_have_own_ttls)
         if len(known) == 2:
             store.publish(keeping_for(pub, 300, 300, 300, path_ttl_s=300))
-            known.append(store.may_have_own_ttls)
+            known.append(store.evictor.may_have_own_ttls)
     assert known == [True, False, True, True, True, False]
     store.close()
 

@@ -6,12 +6,11 @@ cache, the decoders on values as models produce them. `README.md` of the store g
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -126,27 +125,16 @@ def _disk_speed(folder: Path, content: bytes) -> float | None:
         free = os.statvfs(folder)
         if free.f_bavail * free.f_frsize < 4 * _FILE_BYTES:
             return None
-        with _temporary_file(folder) as (writing, reading):
-            return _read(reading, _write(writing, content)) or None
+        writing, name = tempfile.mkstemp(prefix="speed-", dir=folder)
+        with open(writing, "wb", buffering=0):
+            try:
+                reading = _open_past_the_cache(name)
+            finally:
+                os.unlink(name)  # nothing is left whatever happens
+            with open(reading, "rb", buffering=0):
+                return _read(reading, _write(writing, content)) or None
     except OSError:
         return None
-
-
-@contextlib.contextmanager
-def _temporary_file(folder: Path) -> Iterator[tuple[int, int]]:
-    """Two descriptors of a file that has no name any more, so that nothing is left whatever happens."""
-    writing, name = tempfile.mkstemp(prefix="speed-", dir=folder)
-    try:
-        try:
-            reading = _open_past_the_cache(name)
-        finally:
-            os.unlink(name)
-        try:
-            yield writing, reading
-        finally:
-            os.close(reading)
-    finally:
-        os.close(writing)
 
 
 def _open_past_the_cache(name: str) -> int:

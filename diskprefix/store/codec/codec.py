@@ -156,12 +156,12 @@ def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, Sequenc
     if codec == Codec.RAW or not raw:
         return Codec.RAW, [raw]
     if codec == Codec.ZSTD or piece.element == Element.BYTES:
-        return Codec.ZSTD, [_compressors.general.compress(raw)]
+        return Codec.ZSTD, [_zstd.general.compress(raw)]
     float_format = _FORMATS.get(piece.element)
     if float_format is None:
         return Codec.ZSTD, [_entropy_code(raw, piece.row_bytes)]
     if piece.row_bytes % float_format.item_bytes:
-        return Codec.ZSTD, [_compressors.general.compress(raw)]
+        return Codec.ZSTD, [_zstd.general.compress(raw)]
     exponents, rest = float_format.split(raw)
     row_values = piece.row_bytes // float_format.item_bytes
     return Codec.PLANES, [_encode_rest(rest), _shorter(_entropy_code(exponents.data, row_values), exponents.data)]
@@ -171,9 +171,9 @@ def _encode_rest(rest: Bytes) -> bytes | memoryview:
     """As it is where a sample does not shrink, which is the rule."""
     if len(rest) > 4 * _RUN_BYTES:
         sample = np.ascontiguousarray(rest[: len(rest) // 16 * 16].reshape(16, -1)[:, : _RUN_BYTES // 16])
-        if not _is_worthwhile(len(_compressors.entropy.compress(sample.data)), sample.size):
+        if not _is_worthwhile(len(_zstd.entropy.compress(sample.data)), sample.size):
             return rest.data
-    return _shorter(_compressors.entropy.compress(rest.data), rest.data)
+    return _shorter(_zstd.entropy.compress(rest.data), rest.data)
 
 
 def _shorter(frame: bytes, plane: memoryview) -> bytes | memoryview:
@@ -183,7 +183,7 @@ def _shorter(frame: bytes, plane: memoryview) -> bytes | memoryview:
 def _entropy_code(data: memoryview, row_bytes: int) -> bytes:
     """One zstd frame with a block boundary, and so a code of its own, after every run of rows."""
     run = -(-_RUN_BYTES // row_bytes) * row_bytes
-    frame = _compressors.entropy.compressobj(size=len(data))
+    frame = _zstd.entropy.compressobj(size=len(data))
     parts = []
     for start in range(0, len(data), run):
         parts.append(frame.compress(data[start : start + run]))
@@ -238,7 +238,7 @@ def _as_is(data: memoryview, num_bytes: int) -> Bytes:
 
 def _decompress(frame: memoryview, num_bytes: int) -> Bytes:
     with _reading_frame(frame, num_bytes):
-        raw = _decompressor.zstd.decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
+        raw = _zstd.decompressor.decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
     return np.frombuffer(raw, dtype=np.uint8)
 
 
@@ -246,7 +246,7 @@ def _try_decompress(frame: memoryview, num_bytes: int) -> None:
     """`_decompress`, but what comes out is only counted."""
     found = 0
     with _reading_frame(frame, num_bytes):
-        reader = _decompressor.zstd.stream_reader(frame, read_across_frames=True)
+        reader = _zstd.decompressor.stream_reader(frame, read_across_frames=True)
         while found <= num_bytes and (part := reader.read(_RUN_BYTES)):
             found += len(part)
     if found != num_bytes:
@@ -263,18 +263,15 @@ def _reading_frame(frame: memoryview, num_bytes: int) -> Iterator[None]:
         raise StoreCorrupt(f"a frame cannot be decoded: {error}") from error
 
 
-class _Decompressor(threading.local):
-    """zstd's contexts are slow to make and serve one thread at a time."""
+class _Zstd(threading.local):
+    """zstd's contexts are slow to make and serve one thread at a time.
+
+    `entropy` is for values, which hardly repeat each other: with a table of 64 places and matches from 7 bytes on,
+    nearly all is left to the Huffman coder, which is smaller and twice as fast to decode as level 1.
+    """
 
     def __init__(self) -> None:
-        self.zstd = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
-
-
-class _Compressors(threading.local):
-    """`entropy` is for values, which hardly repeat each other: with a table of 64 places and matches from 7 bytes on,
-    nearly all is left to the Huffman coder, which is smaller and twice as fast to decode as level 1."""
-
-    def __init__(self) -> None:
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
         entropy = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST,
             window_log=17,
@@ -289,8 +286,7 @@ class _Compressors(threading.local):
         self.general = zstandard.ZstdCompressor(level=1)
 
 
-_decompressor = _Decompressor()
-_compressors = _Compressors()
+_zstd = _Zstd()
 
 
 def populate(view: memoryview) -> None:

@@ -16,13 +16,13 @@ import numpy as np
 
 from diskprefix.errors import PrefixGone, SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.store.changes import NewNode, node_bytes
-from diskprefix.store.codec.codec import Codec, decode_piece, piece_seed, populate
+from diskprefix.store.codec.codec import decode_piece, piece_seed, populate
 from diskprefix.store.folder import DATA
 from diskprefix.store.maintenance.entry_file import MAX_PREFILL_S, EntryReader, EntryWriter, refuse_existing
 from diskprefix.store.maintenance.manifest import Identity, Manifest, Span, shown
 from diskprefix.store.maintenance.verify_payloads import stored_pieces
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, RootRecord, decode_codec, node_name
+from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, RootRecord, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import PrefixTree
@@ -131,7 +131,7 @@ def plan_import(store: Store | None, reader: EntryReader) -> Imported:
 def require_room(store: Store, reader: EntryReader) -> None:
     """Raises `StoreFull` if the entry does not fit the budget of the store."""
     layout = PayloadLayout.parse(reader.manifest.layout)
-    store.check_fits(sum(_most_bytes(layout, span) for span in reader.spans))
+    store.evictor.check_fits(sum(_most_bytes(layout, span) for span in reader.spans))
 
 
 def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Imported:
@@ -153,17 +153,6 @@ def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Impo
         else:
             break
     return replace(plan, evicted=evicted)
-
-
-def use_codec(store: Store, name: str) -> None:
-    """Write payloads with this codec. `auto` is the codec that a daemon has measured to be best for this store, or raw
-    if none has."""
-    if name != "auto":
-        store.codec = Codec[name.upper()]
-        return
-    with store.snapshot() as snapshot:
-        value = snapshot.meta("codec")
-    store.codec = Codec.RAW if value is None else Codec(decode_codec(b"codec", value).codec)
 
 
 class _Import:

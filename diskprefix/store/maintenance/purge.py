@@ -7,7 +7,6 @@ so what others have continued or saved meanwhile stays, and a kill leaves the st
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.changes import Changes
+from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
 from diskprefix.store.schema import decode_prompt, history_sequence
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
@@ -23,9 +22,6 @@ from diskprefix.store.tree import PrefixTree, TreeNode
 from diskprefix.tenant import matches
 from diskprefix.tokens import HASH_BYTES, TokenIds, common_prefix_length
 
-_NODES_AT_ONCE = 64
-"""Nodes deleted in one transaction. More of them copy more pages than a full file has free."""
-_RECORDS_AT_ONCE = 512
 _ROUNDS = 5
 """A block stays if a daemon continues it during a round. The next round removes both."""
 
@@ -71,17 +67,17 @@ class PurgePlan:
         return bool(self.entries or self.nodes or self.prompts or self.roots)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Purged:
     """What a purge removed. `left_blocks` is the number of blocks that it could not remove: another process kept
     continuing them, or they are damaged."""
 
-    entries: int
-    blocks: int
-    prompts: int
-    roots: int
-    stored_bytes: int
-    left_blocks: int
+    entries: int = 0
+    blocks: int = 0
+    prompts: int = 0
+    roots: int = 0
+    stored_bytes: int = 0
+    left_blocks: int = 0
 
 
 def plan_purge(snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> PurgePlan:
@@ -95,30 +91,21 @@ def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable
 
     Raises `StoreCorrupt` if a record cannot be read, and `StoreUnavailable`.
     """
-    gone: Counter[str] = Counter()
-    plan = _plan(store, purge_filter, now)
-    for _ in range(_ROUNDS):
-        if not plan:
-            break
-        with _repair_hint():
-            went = _carry_out(store, plan, advance)
-        gone += went
+    gone = Purged()
+    with _repair_hint():
         plan = _plan(store, purge_filter, now)
-        if not any(went.values()):
-            break
-    return Purged(
-        entries=gone["entries"],
-        blocks=gone["blocks"],
-        prompts=gone["prompts"],
-        roots=gone["roots"],
-        stored_bytes=gone["bytes"],
-        left_blocks=len(plan.nodes),
-    )
+        for _ in range(_ROUNDS):
+            if not plan:
+                break
+            _carry_out(store, plan, gone, advance)
+            plan = _plan(store, purge_filter, now)
+    gone.left_blocks = len(plan.nodes)
+    return gone
 
 
 def _plan(store: Store, purge_filter: PurgeFilter, now: float) -> PurgePlan:
     with store.snapshot() as snapshot:
-        return plan_purge(snapshot, purge_filter, now)
+        return _Planner(snapshot, purge_filter, now).plan()
 
 
 @contextmanager
@@ -233,48 +220,34 @@ class _Planner:
         return frozenset((touched & self._records.keys()) - left)
 
 
-def _carry_out(store: Store, plan: PurgePlan, advance: Callable[[int], None]) -> Counter[str]:
-    """Carry out a plan as far as it still holds. Returns how much was removed, under the names of `Purged`."""
-    gone: Counter[str] = Counter()
+def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[int], None]) -> None:
+    """Carry out a plan as far as it still holds, and count what is removed."""
     nodes, entries = frozenset(plan.nodes), frozenset(plan.entries)
-    for some in _batches([name for name in plan.entries if name not in nodes], _RECORDS_AT_ONCE):
+    for some in batches([name for name in plan.entries if name not in nodes], RECORDS_AT_ONCE):
         with store.changes() as changes:
-            gone["entries"] += sum(changes.delete_record("entries", name) for name in some)
-    for some in _batches(plan.nodes, _NODES_AT_ONCE):
+            gone.entries += sum(changes.delete_record("entries", name) for name in some)
+    for some in batches(plan.nodes, NODES_AT_ONCE):
+        before = gone.stored_bytes
         with store.changes() as changes:
-            went = _delete_nodes(changes, some, entries)
-        gone += went
-        advance(went["bytes"])
-    for some in _batches(plan.prompts, _RECORDS_AT_ONCE):
+            _delete_nodes(changes, some, entries, gone)
+        advance(gone.stored_bytes - before)
+    for some in batches(plan.prompts, RECORDS_AT_ONCE):
         with store.changes() as changes:
-            gone["prompts"] += sum(changes.delete_record("history", key) for key in some)
+            gone.prompts += sum(changes.delete_record("history", key) for key in some)
     with store.changes() as changes:
-        gone["roots"] += _delete_empty_roots(changes, plan.roots)
+        empty = {root for root in plan.roots if next(changes.history(root), None) is None}
+        gone.roots += changes.delete_bare_roots(empty)
         # This makes daemons read the recent prompts again.
         changes.note_purge()
-    return gone
 
 
-def _delete_nodes(changes: Changes, names: Sequence[bytes], entries: Collection[bytes]) -> Counter[str]:
+def _delete_nodes(changes: Changes, names: Sequence[bytes], entries: Collection[bytes], gone: Purged) -> None:
     """Delete nodes, children first. A node stays if it was continued, or saved as an entry, since the plan was made."""
-    gone: Counter[str] = Counter()
     for name in names:
         usage, saved = changes.usage(name), changes.entry(name) is not None
         if (usage is not None and usage.children) or (saved and name not in entries):
             continue
         if changes.delete_node(name, changes.parent(name)):
-            gone["blocks"] += 1
-            gone["entries"] += saved
-            gone["bytes"] += usage.stored_bytes if usage is not None else 0
-    return gone
-
-
-def _delete_empty_roots(changes: Changes, roots: Collection[bytes]) -> int:
-    before = set(changes.keys("roots"))
-    changes.delete_bare_roots({root for root in roots if next(changes.history(root), None) is None})
-    return len(before - set(changes.keys("roots")))
-
-
-def _batches(items: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+            gone.blocks += 1
+            gone.entries += saved
+            gone.stored_bytes += usage.stored_bytes if usage is not None else 0

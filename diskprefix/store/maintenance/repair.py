@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeVar
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.changes import Changes
+from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
 from diskprefix.store.maintenance.verify import Problem, ProblemKind, RecordCheck, is_sane, verify_index
 from diskprefix.store.maintenance.verify_payloads import payload_problems
 from diskprefix.store.schema import RootRecord, UsageRecord
 from diskprefix.store.store import Store
 from diskprefix.tokens import HASH_BYTES
 
-Item = TypeVar("Item")
-
-_NODES_AT_ONCE = 64
-"""Nodes deleted in one transaction. More of them copy more pages than a full file has free."""
-_RECORDS_AT_ONCE = 512
 _PASSES = 3
 """Removing a record may uncover another problem, such as pieces under a key that is no piece's."""
 
@@ -95,19 +89,19 @@ def _remove_nodes(store: Store, names: Iterable[bytes]) -> list[tuple[str, bytes
     removed = []
     left = list(dict.fromkeys(names))
     while left:
-        some = left[:_NODES_AT_ONCE]
+        some = left[:NODES_AT_ONCE]
         with store.changes() as changes:
             check = RecordCheck(changes, store.secret)
             # A record that is cut short names no parent: then the real parent is counted again.
             damaged = {n: changes.parent(n).ljust(HASH_BYTES, b"\0") for n in some if _is_damaged(changes, check, n)}
             doomed = check.tree.subtrees(damaged)
-            for name, parent in doomed[:_NODES_AT_ONCE]:
+            for name, parent in doomed[:NODES_AT_ONCE]:
                 _drop_unreadable_usage(changes, parent)
                 there = (database for database in ("nodes", "entries") if changes.record(database, name) is not None)
                 removed += [(database, name) for database in there]
                 changes.delete_node(name, parent)
-        if len(doomed) <= _NODES_AT_ONCE:
-            left = left[_NODES_AT_ONCE:]
+        if len(doomed) <= NODES_AT_ONCE:
+            left = left[NODES_AT_ONCE:]
     return removed
 
 
@@ -127,7 +121,7 @@ def _drop_unreadable_usage(changes: Changes, name: bytes) -> None:
 def _remove_records(store: Store, problems: Sequence[Problem]) -> list[tuple[str, bytes]]:
     """Returns database and key of the records that were removed."""
     removed = []
-    for some in _batches(problems):
+    for some in batches(problems, RECORDS_AT_ONCE):
         with store.changes() as changes:
             check = RecordCheck(changes, store.secret)
             for problem in some:
@@ -140,7 +134,7 @@ def _remove_records(store: Store, problems: Sequence[Problem]) -> list[tuple[str
 
 def _recount(store: Store, names: Sequence[bytes]) -> None:
     """Write the usage records of these nodes again where they are missing or wrong."""
-    for some in _batches(sorted(names)):
+    for some in batches(sorted(names), RECORDS_AT_ONCE):
         with store.changes() as changes:
             check = RecordCheck(changes, store.secret)
             for name in some:
@@ -159,9 +153,4 @@ def _recounted(changes: Changes, name: bytes, children: int, file_bytes: int) ->
     if old is None or not is_sane(old):
         now = time.time()
         old = UsageRecord(last_used=now, hits=0.0, children=0, stored_bytes=0, prefill_s=0.0, created_at=now)
-    return replace(old, children=children, stored_bytes=file_bytes)
-
-
-def _batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    for start in range(0, len(items), _RECORDS_AT_ONCE):
-        yield items[start : start + _RECORDS_AT_ONCE]
+    return old._replace(children=children, stored_bytes=file_bytes)

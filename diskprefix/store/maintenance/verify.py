@@ -17,13 +17,13 @@ from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
     DATABASES,
     HISTORY_KEY_BYTES,
+    CodecRecord,
+    EntryRecord,
     Kind,
     RootRecord,
     UsageRecord,
-    decode_codec,
-    decode_entry,
     decode_prompt,
-    decode_root,
+    decode_record,
     decode_usage,
     piece_index,
 )
@@ -277,7 +277,7 @@ class RecordCheck:
         value = self._snapshot.record("entries", name)
         if value is None:
             return
-        entry = decode_entry(name, value)
+        entry = decode_record(EntryRecord, name, value)
         try:
             node = self.tree.node(name)
         except StoreCorrupt:
@@ -303,7 +303,7 @@ class RecordCheck:
         """The records that identify the store were checked when it was opened."""
         value = self._snapshot.record("meta", key)
         if key == b"codec" and value is not None:
-            decode_codec(key, value)
+            decode_record(CodecRecord, key, value)
         yield from ()
 
 
@@ -315,7 +315,7 @@ def is_sane(usage: UsageRecord) -> bool:
 
 def _checked_root(root: bytes, value: bytes | memoryview) -> tuple[RootRecord, PayloadLayout]:
     """Returns a root's record and its layout. Raises `StoreCorrupt`."""
-    record = decode_root(root, value)
+    record = decode_record(RootRecord, root, value)
     if record.block_size < 1:
         raise StoreCorrupt(f"it says blocks of {record.block_size} tokens")
     if record.identity and root_hash(record.identity) != root:

@@ -7,7 +7,7 @@ a snapshot of its own. A node that was evicted in the meantime is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -49,14 +49,13 @@ def verify_payloads(store: Store, stored_bytes: dict[bytes, int], advance: Calla
     """Read, verify and decode every piece of these nodes. `advance` is called with the stored bytes that are done."""
     problems: list[Problem] = []
     num_pieces = num_bytes = 0
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
-        for names in _slices(stored_bytes):
-            found, sizes = _check_slice(store, names, pool)
-            again, _ = _check_slice(store, sorted({problem.node for problem in found}), pool)
-            problems += [problem for problem in again if problem in found]
-            num_pieces += len(sizes)
-            num_bytes += sum(sizes)
-            advance(sum(stored_bytes[name] for name in names))
+    for names in _slices(stored_bytes):
+        found, sizes = _check_slice(store, names)
+        again, _ = _check_slice(store, sorted({problem.node for problem in found}))
+        problems += [problem for problem in again if problem in found]
+        num_pieces += len(sizes)
+        num_bytes += sum(sizes)
+        advance(sum(stored_bytes[name] for name in names))
     return PayloadReport(problems=tuple(problems), num_pieces=num_pieces, num_bytes=num_bytes)
 
 
@@ -90,19 +89,13 @@ def _slices(stored_bytes: dict[bytes, int]) -> Iterator[list[bytes]]:
         yield names
 
 
-def _check_slice(store: Store, names: Iterable[bytes], pool: ThreadPoolExecutor) -> tuple[list[Problem], list[int]]:
+def _check_slice(store: Store, names: Iterable[bytes]) -> tuple[list[Problem], list[int]]:
     """Returns the problems of the pieces of these nodes, and the stored size of each piece."""
-    with store.snapshot() as snapshot:
+    # The threads end before the snapshot is closed, because they use its views.
+    with store.snapshot() as snapshot, ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
         pieces = [piece for name in names for piece in _stored_payload(snapshot, name)]
-        checks = [pool.submit(_problem, piece) for piece in pieces]
-        try:
-            found = [check.result() for check in checks]
-        finally:
-            # The threads must be done with the views before the snapshot is closed.
-            for check in checks:
-                check.cancel()
-            wait(checks)
-        return [problem for problem in found if problem is not None], [len(piece.stored) for piece in pieces]
+        found = [problem for problem in pool.map(_problem, pieces) if problem is not None]
+        return found, [len(piece.stored) for piece in pieces]
 
 
 def _stored_payload(snapshot: Snapshot, name: bytes) -> list[StoredPiece]:

@@ -35,7 +35,6 @@ from diskprefix.store.maintenance.exchange import (
     open_target,
     plan_import,
     require_known_model,
-    use_codec,
     verify_payloads,
 )
 from diskprefix.store.maintenance.verify import verify_index
@@ -702,7 +701,7 @@ def test_a_store_keeps_the_budget_of_its_last_daemon(tmp_path: Path) -> None:
 
 def test_the_codec_is_the_one_that_the_daemon_measured_to_be_best(target: Store) -> None:
     def chosen(name: str) -> Codec:
-        use_codec(target, name)
+        target.use_codec(name, None)
         return target.codec
 
     assert chosen("auto") == Codec.RAW

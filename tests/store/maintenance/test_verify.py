@@ -18,12 +18,12 @@ from diskprefix.store.maintenance.repair import repair_index, repair_problems
 from diskprefix.store.maintenance.verify import Problem, ProblemKind, verify_index
 from diskprefix.store.maintenance.verify_payloads import verify_payloads
 from diskprefix.store.schema import (
+    EntryRecord,
     Kind,
     NodeRecord,
     RootRecord,
-    decode_entry,
     decode_node,
-    decode_root,
+    decode_record,
     encode_node,
     encode_prompt,
     encode_record,
@@ -180,35 +180,35 @@ def shorten_piece_and_its_record(records: Records, stored: Stored) -> None:
 
 
 def change_block_size(records: Records, _: Stored) -> None:
-    record = decode_root(ROOT, records.get("roots", ROOT))
+    record = decode_record(RootRecord, ROOT, records.get("roots", ROOT))
     records.put("roots", ROOT, encode_record(ROOT, replace_root(record, block_size=2 * BLOCK)))
 
 
 def change_identity(records: Records, _: Stored) -> None:
-    record = decode_root(OTHER_ROOT, records.get("roots", OTHER_ROOT))
+    record = decode_record(RootRecord, OTHER_ROOT, records.get("roots", OTHER_ROOT))
     records.put("roots", OTHER_ROOT, encode_record(OTHER_ROOT, replace_root(record, identity="another's")))
 
 
 def change_tenant(records: Records, _: Stored) -> None:
-    record = decode_root(ROOT, records.get("roots", ROOT))
+    record = decode_record(RootRecord, ROOT, records.get("roots", ROOT))
     records.put("roots", ROOT, encode_record(ROOT, replace_root(record, tenant="alice")))
 
 
 def change_layout(records: Records, _: Stored) -> None:
-    record = decode_root(ROOT, records.get("roots", ROOT))
+    record = decode_record(RootRecord, ROOT, records.get("roots", ROOT))
     records.put("roots", ROOT, encode_record(ROOT, replace_root(record, layout="{}")))
 
 
 def change_element(records: Records, _: Stored) -> None:
     """As many bytes, but of another kind."""
-    record = decode_root(ROOT, records.get("roots", ROOT))
+    record = decode_record(RootRecord, ROOT, records.get("roots", ROOT))
     layout = record.layout.replace("bfloat16", "float16")
     records.put("roots", ROOT, encode_record(ROOT, replace_root(record, layout=layout)))
 
 
 def change_entry(records: Records, stored: Stored) -> None:
     assert stored.first.tip is not None
-    entry = decode_entry(stored.first.tip, records.get("entries", stored.first.tip))
+    entry = decode_record(EntryRecord, stored.first.tip, records.get("entries", stored.first.tip))
     changed = type(entry)(
         root=entry.root, num_tokens=entry.num_tokens + 1, scope="full", preview="", created_at=entry.created_at
     )
@@ -577,7 +577,7 @@ def test_a_long_subtree_goes_in_several_transactions_and_a_stop_between_them_lea
     store.close()
     with damaged(tmp_path) as records:
         records.flip("payloads", piece_key(pub.nodes[1].name, 0), 100)
-    monkeypatch.setattr(repair, "_NODES_AT_ONCE", 4)
+    monkeypatch.setattr(repair, "NODES_AT_ONCE", 4)
     store = open_store(tmp_path)
     found = problems_of(store)
     transactions = 0
