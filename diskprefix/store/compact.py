@@ -53,10 +53,6 @@ class Compacted:
     after_bytes: int
 
 
-def ignore_progress(_num_bytes: int) -> None:
-    """Ignore the progress."""
-
-
 def compacted_bytes(path: Path) -> int:
     """How large a compacted copy of the store in folder `path` would be.
 
@@ -72,7 +68,7 @@ def compacted_bytes(path: Path) -> int:
     return report.used_bytes
 
 
-def compact_folder(path: Path, advance: Callable[[int], None] = ignore_progress) -> Compacted:
+def compact_folder(path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
     """Replace the store's file in folder `path` by a compacted copy. `advance` is called with the bytes just written.
 
     The caller has no environment open there. Raises `StoreUnavailable` if another process has the store open, or the
@@ -88,14 +84,12 @@ def compact_folder(path: Path, advance: Callable[[int], None] = ignore_progress)
                     f"{path}: a daemon or another command has the store open, so its file cannot be replaced; stop it, "
                     "or write a compacted copy with `diskprefix compact --to FOLDER`"
                 )
-            num_bytes, before_bytes = compacted_bytes(path), (path / DATA).stat().st_size
-            _write_copy(path, path, num_bytes, advance)
-            return Compacted(before_bytes, (path / DATA).stat().st_size)
+            return _write_copy(path, path, advance)
     finally:
         lock.close()
 
 
-def copy_store(path: Path, target: Path, advance: Callable[[int], None] = ignore_progress) -> Compacted:
+def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
     """Write a compacted copy of the store in folder `path` into `target`, which is created and holds no store.
 
     A daemon may have the store open. The room that it frees meanwhile is usable again after the copy. Raises as
@@ -109,15 +103,14 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = ignore
             check_folder(target)
             if os.path.lexists(target / DATA):
                 raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
-            num_bytes, before_bytes = compacted_bytes(path), (path / DATA).stat().st_size
-            _write_copy(path, target, num_bytes, advance)
-            return Compacted(before_bytes, (target / DATA).stat().st_size)
+            return _write_copy(path, target, advance)
     finally:
         lock.close()
 
 
-def _write_copy(source: Path, target: Path, num_bytes: int, advance: Callable[[int], None]) -> None:
-    """Write the copy, of about `num_bytes` bytes, in a folder of its own inside `target`, then move it to its place."""
+def _write_copy(source: Path, target: Path, advance: Callable[[int], None]) -> Compacted:
+    """Write the copy in a folder of its own inside `target`, then move it to its place."""
+    num_bytes, before_bytes = compacted_bytes(source), (source / DATA).stat().st_size
     with owner_rights(target) as folder:
         work = folder / REPLACEMENT
         shutil.rmtree(work, ignore_errors=True)
@@ -129,6 +122,7 @@ def _write_copy(source: Path, target: Path, num_bytes: int, advance: Callable[[i
             put_in_place(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+    return Compacted(before_bytes, (target / DATA).stat().st_size)
 
 
 def _require_room(path: Path, work: Path, num_bytes: int) -> None:

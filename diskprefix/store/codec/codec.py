@@ -134,24 +134,6 @@ def decode_piece(stored: memoryview, piece: Piece, seed: int, out: Bytes) -> Non
         out[...] = _as_is(data, out.size).reshape(out.shape)
 
 
-def check_piece(stored: memoryview, seed: int) -> tuple[int, Codec, Element]:
-    """Verify a stored piece whose form is not known: its checksum, its header, and that all of it can be decoded.
-
-    Returns its raw bytes, codec and element. Raises `StoreCorrupt`. Takes little memory for every content.
-    """
-    header, data = _open(stored, seed)
-    if header.codec == Codec.PLANES:
-        _, planes = _planes(header, data)
-        for part, num_bytes in planes:
-            if len(part) != num_bytes:
-                _try_decompress(part, num_bytes)
-    elif header.codec == Codec.ZSTD:
-        _try_decompress(data, header.raw_bytes)
-    else:
-        _as_is(data, header.raw_bytes)
-    return header.raw_bytes, Codec(header.codec), Element(header.element)
-
-
 def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, Sequence[bytes | memoryview]]:
     if codec == Codec.RAW or not raw:
         return Codec.RAW, [raw]
@@ -240,17 +222,6 @@ def _decompress(frame: memoryview, num_bytes: int) -> Bytes:
     with _reading_frame(frame, num_bytes):
         raw = _zstd.decompressor.decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
     return np.frombuffer(raw, dtype=np.uint8)
-
-
-def _try_decompress(frame: memoryview, num_bytes: int) -> None:
-    """`_decompress`, but what comes out is only counted."""
-    found = 0
-    with _reading_frame(frame, num_bytes):
-        reader = _zstd.decompressor.stream_reader(frame, read_across_frames=True)
-        while found <= num_bytes and (part := reader.read(_RUN_BYTES)):
-            found += len(part)
-    if found != num_bytes:
-        raise StoreCorrupt(f"a frame does not hold the {num_bytes} bytes that it claims")
 
 
 @contextmanager

@@ -141,7 +141,7 @@ class EntryReader(_EntryFile):
                 _read_into(self._fd, payload[start : start + size], offset)
                 start += size
             if checksum(payload) != self._checksums[index]:
-                raise StoreCorrupt(f"the checksum of {_span_name(span)} does not match")
+                raise StoreCorrupt(f"the checksum of {span} does not match")
         return payload
 
     def _read_index(self, metadata: Mapping[str, str]) -> None:
@@ -218,12 +218,6 @@ class EntryWriter(_EntryFile):
             self._temporary.replace(self.path)
             sync_folder(self.path.parent)
             return os.fstat(self._fd).st_size
-
-
-def _span_name(span: Span) -> str:
-    if span.kind == Kind.CHECKPOINT:
-        return f"the checkpoint at token {span.position}"
-    return f"tokens {span.position} to {span.position + span.num_tokens}"
 
 
 def refuse_existing(path: Path) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import convert, structs
 
-from diskprefix.errors import PrefixGone, SettingsError, StoreCorrupt, StoreUnavailable
+from diskprefix.errors import PrefixGone, SettingsError, StoreCorrupt
 from diskprefix.store.changes import NewNode, node_bytes
 from diskprefix.store.codec.codec import decode_piece, piece_seed, populate
 from diskprefix.store.folder import DATA
@@ -35,7 +36,7 @@ _BATCH_BYTES = 64 << 20
 """Raw payload in one publication, which is kept in memory until it is written."""
 _ATTEMPTS = 3
 """A daemon whose store is full may evict the first nodes of an import before the rest is there."""
-_SHOWN_CHARS, _SHOWN_NAMES = 40, 4
+_SHOWN_NAMES = 4
 
 
 def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance: Advance) -> int:
@@ -96,7 +97,7 @@ def require_known_model(snapshot: Snapshot, reader: EntryReader) -> None:
     wanted = Identity.parse(reader.manifest.identity)
     for root, record in snapshot.roots():
         identity = _parsed_identity(record)
-        if root == reader.manifest.root or (identity is not None and identity.model == wanted.model):
+        if root == reader.manifest.root or (identity is not None and identity.fields == wanted.fields):
             return
         known.append((record.model, identity))
     raise SettingsError(f"{reader.path} {_why_unknown(reader.manifest.model, wanted, known)}", param="FILE")
@@ -194,28 +195,14 @@ class _Import:
 
     def _publication(self, nodes: tuple[NewNode, ...], index: int) -> Publication:
         manifest = self._manifest
-        record = RootRecord(
-            model=manifest.model,
-            block_size=manifest.block_size,
-            layout=manifest.layout,
-            created_at=manifest.created_at,
-            identity=manifest.identity,
-            tenant=manifest.tenant,
-        )
-        entry = EntryRecord(
-            root=manifest.root,
-            num_tokens=manifest.num_tokens,
-            scope=manifest.scope,
-            preview=manifest.preview,
-            created_at=manifest.created_at,
-        )
+        is_last = index == len(self._names) - 1
         return Publication(
             store_id=self._store.store_id,
             root=manifest.root,
-            root_record=record,
+            root_record=convert(manifest, RootRecord, from_attributes=True),
             nodes=nodes,
             tip=self._names[index],
-            entry=entry if index == len(self._names) - 1 else None,
+            entry=convert(manifest, EntryRecord, from_attributes=True, builtin_types=(bytes,)) if is_last else None,
         )
 
     def _new_node(self, index: int, span: Span) -> NewNode:
@@ -262,31 +249,15 @@ def _read_entry(snapshot: Snapshot, name: bytes) -> tuple[Manifest, list[tuple[b
     root = snapshot.root(entry.root)
     if root is None:
         raise StoreCorrupt(f"entry {name.hex()} belongs to a root without a record; run `diskprefix verify`")
-    if not root.identity:
-        raise StoreUnavailable(
-            f"entry {name.hex()} comes from an older diskprefix, which did not note whose numbers it holds; serve "
-            f"{_quoted(root.model)} with this store and let it save a prompt, then export again"
-        )
     has_states = bool(PayloadLayout.parse(root.layout).states)
     found = ((step, snapshot.node(step)) for step in PrefixTree(snapshot).entry(name))
     nodes = [(step, node) for step, node in found if node is not None]
     _require_exportable(name, nodes, has_states)
-    manifest = Manifest(
-        root=entry.root,
-        identity=root.identity,
-        layout=root.layout,
-        block_size=root.block_size,
-        model=root.model,
-        tenant=root.tenant,
-        scope=entry.scope,
-        preview=entry.preview,
-        created_at=entry.created_at,
-        num_tokens=entry.num_tokens,
-        with_logits=nodes[-1][1].kind == Kind.TAIL,
-        states=tuple(node.end for _, node in nodes if node.kind != Kind.BLOCK) if has_states else (),
-    )
+    fields = structs.asdict(root) | structs.asdict(entry)
+    fields["with_logits"] = nodes[-1][1].kind == Kind.TAIL
+    fields["states"] = [node.end for _, node in nodes if node.kind != Kind.BLOCK] if has_states else []
     try:
-        manifest.check()
+        manifest = Manifest.checked(fields)
     except StoreCorrupt as error:
         raise StoreCorrupt(f"entry {name.hex()} cannot be exported: {error.message}") from error
     return manifest, nodes
@@ -344,10 +315,9 @@ def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: Payloa
 
 
 def _damaged(name: bytes, span: Span, error: StoreCorrupt) -> StoreCorrupt:
-    where = f"block {name.hex()} (tokens {span.position} to {span.position + span.num_tokens})"
-    if span.kind == Kind.CHECKPOINT:
-        where = f"checkpoint {name.hex()} (at token {span.position})"
-    return StoreCorrupt(f"{where} of the store is damaged: {error.message}; `diskprefix verify --fix` removes it")
+    return StoreCorrupt(
+        f"block {name.hex()} ({span}) of the store is damaged: {error.message}; `diskprefix verify --fix` removes it"
+    )
 
 
 def _most_bytes(layout: PayloadLayout, span: Span) -> int:
@@ -365,34 +335,23 @@ def _parsed_identity(record: RootRecord) -> Identity | None:
 
 def _why_unknown(model: str, wanted: Identity, known: list[tuple[str, Identity | None]]) -> str:
     """Returns why the model of a file is unknown to a store; the sentence begins with the name of the file."""
-    here = [identity for _, identity in known if identity is not None and _weights(identity) == _weights(wanted)]
-    if here:
-        return (
-            f"holds state of {_quoted(model)} that was computed otherwise than here "
-            f"({_difference(wanted, here[-1])}), so no daemon that has used this store would find it; add --force if "
-            "another will"
-        )
+    there = wanted.fields
+    for here in (identity.fields for _, identity in known if identity is not None):
+        if here.get("weights_digest") == there.get("weights_digest"):
+            names = sorted(name for name in here | there if here.get(name) != there.get(name))[:_SHOWN_NAMES]
+            found = (
+                f"{shown(name)} {_quoted(there.get(name, ''))} instead of {_quoted(here.get(name, ''))}"
+                for name in names
+            )
+            return (
+                f"holds state of {_quoted(model)} that was computed otherwise than here ({', '.join(found)}), so no "
+                "daemon that has used this store would find it; add --force if another will"
+            )
     models = ", ".join(sorted({_quoted(name) for name, _ in known})) or "no model yet"
     return (
         f"holds state of {_quoted(model)}; this store has seen {models}. Serve that model with this store "
         "and let it save a prompt first, or add --force"
     )
-
-
-def _weights(identity: Identity) -> str | None:
-    return identity.fingerprint.get("weights_digest")
-
-
-def _difference(there: Identity, here: Identity) -> str:
-    """Returns the names of the fields that differ, with their values where these are short."""
-    a, b = (identity.fingerprint | {"block_size": str(identity.block_size)} for identity in (there, here))
-    names = sorted(name for name in a | b if a.get(name) != b.get(name)) or ["layout"]
-    return ", ".join(_comparison(name, a.get(name, ""), b.get(name, "")) for name in names[:_SHOWN_NAMES])
-
-
-def _comparison(name: str, there: str, here: str) -> str:
-    is_short = name != "layout" and max(len(there), len(here)) <= _SHOWN_CHARS
-    return shown(name) + (f" {_quoted(there)} instead of {_quoted(here)}" if is_short else "")
 
 
 def _quoted(text: str) -> str:

@@ -7,10 +7,9 @@ other, and it must be one that an export writes.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
@@ -22,9 +21,8 @@ from diskprefix.tokens import root_hash
 
 LOGITS, TOKEN_IDS, CHECKSUMS, PREFILL_S = "logits", "token_ids", "nodes.checksum", "nodes.prefill_s"
 
-_MAX_TOKENS = 1 << 24
-_MAX_BLOCK_SIZE = 1 << 16
-_MAX_TEXT_CHARS = 10_000
+_Position: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+_Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=10_000)]
 _SHOWN_CHARS = 80
 
 _DTYPES = {
@@ -38,11 +36,6 @@ _DTYPES = {
     "float8_e5m2": ("F8_E5M2", 1),
 }
 """torch's name of a dtype → safetensors' name, and its bytes."""
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
-_TIME = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?(e[+-][0-9]{1,3})?")
-_ROOT = re.compile(r"[0-9a-f]{32}")
-_SCOPE = re.compile(r"[a-z0-9:]{1,24}")
-_POSITIONS = re.compile(r"[1-9][0-9]{0,9}(,[1-9][0-9]{0,9})*")
 
 Decoded = TypeVar("Decoded")
 
@@ -62,9 +55,10 @@ class Identity(msgspec.Struct, frozen=True):
         return decode_json(text, cls, "identity")
 
     @property
-    def model(self) -> tuple[object, ...]:
+    def fields(self) -> dict[str, str]:
         """Everything but the tenant."""
-        return self.fingerprint, self.block_size, self.layout_version, self.layout
+        others = {name: str(getattr(self, name)) for name in ("block_size", "layout_version", "layout")}
+        return self.fingerprint | others
 
 
 @dataclass(frozen=True)
@@ -76,6 +70,11 @@ class Span:
     num_tokens: int
     kind: Kind
     states: int | None = None
+
+    def __str__(self) -> str:
+        if self.kind == Kind.CHECKPOINT:
+            return f"the checkpoint at token {self.position}"
+        return f"tokens {self.position} to {self.position + self.num_tokens}"
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,7 @@ class Tensor:
         return self.itemsize * math.prod(self.shape)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """`with_logits`: the entry ends with its prompt, so its last node is a tail.
 
     `states` are the positions, in tokens, at which the file holds the states of a layout that has any: those of its
@@ -102,47 +100,44 @@ class Manifest:
     root: bytes
     identity: str
     layout: str
-    block_size: int
-    model: str
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    model: _Text
     tenant: str
-    scope: str
-    preview: str
+    scope: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9:]{1,24}\Z")]
+    preview: _Text
     created_at: float
-    num_tokens: int
+    num_tokens: _Position
     with_logits: bool
-    states: tuple[int, ...] = ()
+    states: tuple[_Position, ...] = ()
+
+    @classmethod
+    def checked(cls, fields: Mapping[str, object]) -> Manifest:
+        """Returns the manifest with these fields. Raises `StoreCorrupt` for those that no export writes."""
+        try:
+            manifest = msgspec.convert(fields, cls, strict=False, builtin_types=(bytes,))
+        except msgspec.ValidationError as error:
+            raise StoreCorrupt(f"its metadata cannot be read: {shown(str(error))}") from error
+        manifest._check()
+        return manifest
 
     @classmethod
     def of_metadata(cls, metadata: Mapping[str, str], *, with_logits: bool) -> Manifest:
         """The inverse of `metadata`. Raises `StoreCorrupt` for metadata that no export writes."""
+        fields: dict[str, object] = {**metadata, "with_logits": with_logits}
+        if "states" in metadata:
+            fields["states"] = metadata["states"].split(",")
         try:
-            manifest = cls(
-                root=bytes.fromhex(_matching(_ROOT, metadata["root"])),
-                identity=metadata["identity"],
-                layout=metadata["layout"],
-                block_size=int(_matching(_NUMBER, metadata["block_size"])),
-                model=metadata["model"],
-                tenant=metadata["tenant"],
-                scope=_matching(_SCOPE, metadata["scope"]),
-                preview=metadata["preview"],
-                created_at=float(_matching(_TIME, metadata["created_at"])),
-                num_tokens=int(_matching(_NUMBER, metadata["num_tokens"])),
-                with_logits=with_logits,
-                states=_positions(metadata.get("states")),
-            )
-        except KeyError as error:
-            raise StoreCorrupt(f"its metadata has no {error}") from error
+            fields["root"] = bytes.fromhex(metadata.get("root", ""))
         except ValueError as error:
             raise StoreCorrupt(f"its metadata cannot be read: {error}") from error
-        manifest.check()
-        return manifest
+        return cls.checked(fields)
 
     def metadata(self) -> dict[str, str]:
         """Returns the metadata of the file: texts by name."""
-        left_out = {"with_logits", "states"}
-        values = {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name not in left_out}
-        values |= {"root": self.root.hex(), "created_at": repr(self.created_at)}
-        return values | ({"states": ",".join(map(str, self.states))} if self.states else {})
+        values = msgspec.structs.asdict(self)
+        states = ",".join(map(str, values.pop("states")))
+        texts = {name: str(value) for name, value in values.items() if name != "with_logits"}
+        return texts | {"root": self.root.hex()} | ({"states": states} if states else {})
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
@@ -203,14 +198,12 @@ class Manifest:
             table[LOGITS] = self.logits_tensor()
         return dict(sorted(table.items(), key=lambda item: -item[1].itemsize))
 
-    def check(self) -> None:
-        """Raises `StoreCorrupt` if a field is out of range, or fields do not agree."""
-        if not 1 <= self.num_tokens <= _MAX_TOKENS or not 1 <= self.block_size <= _MAX_BLOCK_SIZE:
-            raise StoreCorrupt(f"{self.num_tokens} tokens in blocks of {self.block_size} are out of range")
+    def _check(self) -> None:
+        """Raises `StoreCorrupt` if fields do not agree."""
         if not self.with_logits and self.num_tokens % self.block_size:
             raise StoreCorrupt("it ends within a block and has no logits")
-        if not math.isfinite(self.created_at) or max(len(self.model), len(self.preview)) > _MAX_TEXT_CHARS:
-            raise StoreCorrupt("its metadata is out of range")
+        if not math.isfinite(self.created_at):
+            raise StoreCorrupt("its time of creation is out of range")
         self._check_states()
         if root_hash(self.identity) != self.root:
             raise StoreCorrupt("its root is not the hash of its identity")
@@ -258,22 +251,12 @@ def shown(text: str) -> str:
     return line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]}…"
 
 
-def _positions(text: str | None) -> tuple[int, ...]:
-    return () if text is None else tuple(map(int, _matching(_POSITIONS, text).split(",")))
-
-
 def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Returns the tensors by their names in the file. Raises `StoreCorrupt` for a name that occurs twice."""
     found = [(f"layers.{name}", tensor) for name, tensor in tensors]
     if len(dict(found)) != len(found):
         raise StoreCorrupt("its layout holds a tensor twice")
     return dict(found)
-
-
-def _matching(pattern: re.Pattern[str], text: str) -> str:
-    if not pattern.fullmatch(text):
-        raise ValueError(f"{shown(text)} is not {pattern.pattern}")
-    return text
 
 
 def _tensor(dtype: str, shape: tuple[int, ...]) -> Tensor:

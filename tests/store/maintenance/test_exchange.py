@@ -41,7 +41,7 @@ from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import CodecRecord, Kind, encode_record, piece_key
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds
-from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt
 from tests.store.exported import (
     HYBRID,
     LAYOUT,
@@ -420,13 +420,6 @@ def test_an_entry_that_is_evicted_meanwhile_is_not_exported(store: Store, pub: P
     with pytest.raises(PrefixGone, match="evicted while it was exported"):
         exchange.export_entry(store, pub.tip, tmp_path / "e.safetensors", force=False, advance=evict)
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
-
-
-def test_an_entry_without_an_identity_says_what_to_do(store: Store, tmp_path: Path) -> None:
-    pub = publication(store, PROMPT)
-    store.publish(pub)
-    with pytest.raises(StoreUnavailable, match=r"older diskprefix.*export again"):
-        export(store, pub, tmp_path / "e.safetensors")
 
 
 def test_what_two_entries_share_is_stored_once(store: Store, target: Store, tmp_path: Path) -> None:

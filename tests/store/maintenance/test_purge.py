@@ -229,7 +229,7 @@ def test_everything(store: Store) -> None:
 def test_what_a_daemon_adds_while_it_runs_goes_too_or_keeps_what_it_continues(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(purging, "_NODES_AT_ONCE", 2)
+    monkeypatch.setattr(purging, "NODES_AT_ONCE", 2)
     long = prompt(1, 6 * BLOCK)
     saved(store, long, tenant=ALICE)
     added: list[Publication] = []
@@ -247,7 +247,7 @@ def test_what_a_daemon_adds_while_it_runs_goes_too_or_keeps_what_it_continues(
 
 
 def test_a_prompt_that_is_saved_meanwhile_keeps_its_blocks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(purging, "_NODES_AT_ONCE", 2)
+    monkeypatch.setattr(purging, "NODES_AT_ONCE", 2)
     long = prompt(1, 6 * BLOCK)
     first = saved(store, long)
     entry = EntryRecord(root=first.root, num_tokens=2 * BLOCK, scope="auto:30", preview="", created_at=2.0)
@@ -265,7 +265,7 @@ def test_a_prompt_that_is_saved_meanwhile_keeps_its_blocks(store: Store, monkeyp
 
 
 def test_a_stop_in_the_middle_leaves_a_store_in_order(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(purging, "_NODES_AT_ONCE", 2)
+    monkeypatch.setattr(purging, "NODES_AT_ONCE", 2)
     pubs = [saved(store, prompt(seed, 4 * BLOCK)) for seed in range(4)]
 
     def stop(_num_bytes: int) -> None:

@@ -360,7 +360,7 @@ DAMAGE: dict[str, tuple[Damage, set[tuple[str, str]]]] = {
     ),
     "a root of no tenant": (change_tenant, {("damaged", "roots"), ("rootless", "nodes"), ("rootless", "history")}),
     "a root with no layout": (change_layout, {("damaged", "roots"), ("rootless", "nodes"), ("rootless", "history")}),
-    "a root with another kind of numbers": (change_element, {("misshapen", "payloads")}),
+    "a root with another kind of numbers": (change_element, {("damaged", "payloads")}),
     "a piece that is gone": (
         lambda r, s: r.delete("payloads", piece_key(s.first.nodes[0].name, 1)),
         {("incomplete", "payloads")},
