@@ -1,8 +1,7 @@
 """The settings of the daemon, in one frozen object.
 
-The command line merges the defaults, a policy file (TOML), the environment and the flags, of which the later ones
-override the earlier ones, and passes plain values to `Settings`. A program that embeds diskprefix builds `Settings`
-itself. A value outside its range raises a `SettingsError` that names the flag.
+The command line merges the defaults, a policy file (TOML), the environment and the flags. A program that embeds
+diskprefix builds `Settings` itself. A value outside its range raises a `SettingsError` that names the flag.
 """
 
 # ruff: noqa: RUF009 - _setting makes a field

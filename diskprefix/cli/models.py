@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,17 +19,10 @@ from diskprefix.errors import ModelError, SettingsError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Restored: TypeAlias = Literal["anywhere", "at checkpoints", "at the end only", "not", "unknown"]
-
 TABLE = Path(__file__).with_name("verified_models.json")
 """Written by `tools/bench exactness --write-table`."""
 
-_RESTORED: dict[str, Restored] = {
-    "cut": "anywhere",
-    "checkpoint": "at checkpoints",
-    "one pass": "at the end only",
-    "unsupported": "not",
-}
+_RESTORED = {"cut": "anywhere", "checkpoint": "at checkpoints", "one pass": "at the end only", "unsupported": "not"}
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 _TITLES = ("architecture", "layers", "restored", "verified", "note")
 _PIPE_COLUMNS = 200
@@ -42,7 +35,7 @@ class ModelRow:
 
     architecture: str
     layers: str
-    restored: Restored
+    restored: str
     verified: tuple[str, ...] = ()
     note: str = ""
 

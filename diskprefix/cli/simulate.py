@@ -217,8 +217,7 @@ def _cases(
 ) -> list[Case]:
     """Returns the runs over a workload that `daemon` recorded. Raises `SettingsError`.
 
-    `presets` has the settings in each policy file by its name. None stands for the recording's value, or else for the
-    default.
+    `presets` has the settings in each policy file by its name. None stands for what was recorded, or the default.
     """
     recorded = {"block_size": daemon.block_size, "kv_cache_min_tokens": daemon.min_tokens} if daemon else {}
     said = {**recorded, **flags}
@@ -287,24 +286,21 @@ def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
 
 def _read(names: Sequence[str], read_body: ReadBody) -> list[Trace]:
     """Read all traces before the first is replayed, so that an error in the last one is reported at once."""
+
+    def warn(line: str) -> None:
+        click.echo(f"warning: {printable_only(line)}", err=True)
+
     traces = []
-    for name, title in zip(names, _titles(names), strict=True):
+    stems = [Path(name).stem for name in names]
+    for name, stem in zip(names, stems, strict=True):
         if name.startswith(_SYNTHETIC):
             traces.append(_synthetic(name))
         else:
+            # The name without folder and suffix, unless two traces would have it.
+            title = name if stems.count(stem) > 1 else stem
             with status(f"reading {title}"):
-                traces.append(read_trace(Path(name).expanduser(), read_body, name=title, warn=_warn))
+                traces.append(read_trace(Path(name).expanduser(), read_body, name=title, warn=warn))
     return traces
-
-
-def _warn(line: str) -> None:
-    click.echo(f"warning: {printable_only(line)}", err=True)
-
-
-def _titles(names: Sequence[str]) -> list[str]:
-    """Returns the names without folder and suffix, where these are different."""
-    stems = [Path(name).stem for name in names]
-    return [name if stems.count(stem) > 1 else stem for name, stem in zip(names, stems, strict=True)]
 
 
 def _synthetic(name: str) -> Trace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
@@ -57,7 +57,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for budget, shape in shapes.items():
             name = "no limit" if budget is None else f"budget {_short_size(budget)}"
             panels[0][0].plot([], [], shape, color="grey", label=name)
-        figure.legend(loc="outside right upper", frameon=False, **_legend(panels.flat))
+        # Every panel has every label.
+        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
         metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
         figure.savefig(path, dpi=120, metadata=metadata)
 
@@ -91,15 +92,6 @@ def _draw_panel(panel: Axes, rows: Sequence[Row], colors: Mapping[str, Any], sha
     panel.set_ylabel("restored prompt tokens, %")
     panel.set_ylim(0, 100)
     panel.grid(alpha=0.3)
-
-
-def _legend(panels: Iterable[Axes]) -> dict[str, Any]:
-    """Returns what `Figure.legend` takes: each label of the panels once."""
-    entries: dict[str, Any] = {}
-    for panel in panels:
-        handles, labels = panel.get_legend_handles_labels()
-        entries = dict(zip(labels, handles, strict=True)) | entries
-    return {"handles": list(entries.values()), "labels": list(entries)}
 
 
 def _size_of(budget_bytes: int | None) -> float:

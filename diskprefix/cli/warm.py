@@ -34,13 +34,10 @@ _NOT_OF_WARM = {"disk_prefix_cache", "reuse_generated", "record"}
 """Settings without a meaning here, where --scope says what is kept of each prompt and nobody else sends requests."""
 _OF_SERVE = [name for name, setting in SETTINGS.items() if setting.group != SERVER and name not in _NOT_OF_WARM]
 _DEFAULT_URL = f"http://{Settings.host}:{Settings.port}"
-_FAILED = 1
-"""Exit code."""
 _PATIENCE_S = 600.0
 """How long a prompt is sent again while the queue is full, and how long a write is waited for."""
 _PAUSE_S = 1.0
 _POLL_S = 0.05
-_FORBIDDEN = (401, 403)
 _KEPT = ("queued", "stored")
 
 _EPILOG = """\b
@@ -57,11 +54,7 @@ loaded, 4 the store cannot be used.
 
 @dataclass(frozen=True, kw_only=True)
 class Warmed:
-    """The outcome of one prompt.
-
-    `saved` is that of the response. `reason` says why the prompt was not saved, `error` why it was not computed.
-    `seconds` is the time that computing it took.
-    """
+    """The outcome of one prompt. `reason` says why it was not saved, `error` why it was not computed."""
 
     where: str
     prompt_tokens: int = 0
@@ -157,7 +150,7 @@ def warm(
         click.echo(_summary(total))
         for line in _warnings(total, after):
             click.echo(f"warning: {line}", err=True)
-    return _FAILED if total["failed"] or total["dropped"] else 0
+    return 1 if total["failed"] or total["dropped"] else 0
 
 
 def _refuse_what_is_not_used(context: click.Context, alone: bool) -> None:
@@ -241,7 +234,7 @@ def _settled(call: Call) -> Json | None:
 def _state(call: Call) -> Json | None:
     """The counts of the cache, or None where the key may not read them."""
     answer = call("GET", "/props", None)
-    if answer.status in _FORBIDDEN:
+    if answer.status in (401, 403):
         return None
     if answer.status != 200:
         raise NotReady(f"the daemon does not say what it has written: {answer.message}")
