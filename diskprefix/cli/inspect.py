@@ -27,8 +27,6 @@ from diskprefix.store.listing import EntryInfo, NodeCounts, count_nodes, entry_n
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant import short_tenant
 
-_PIPE_COLUMNS = 160
-"""Width of the table where the output is no terminal."""
 _OTHER_COLUMNS = 100
 """About the width of the columns beside the preview, with a long model name."""
 _NUMBERS = ("tokens", "checkpoints", "generated", "stored", "shared", "hits")
@@ -128,7 +126,7 @@ def _checkpoints_text(info: EntryInfo) -> str:
 
 
 def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, counts: NodeCounts) -> None:
-    width = terminal_width(_PIPE_COLUMNS)
+    width = terminal_width(otherwise=160)
     if entries:
         _print_entries(entries, width)
     prompts, blocks = counted(len(entries), "saved prompt"), counted(counts.blocks, "block")

@@ -24,9 +24,6 @@ TABLE = Path(__file__).with_name("verified_models.json")
 
 _RESTORED = {"cut": "anywhere", "checkpoint": "at checkpoints", "one pass": "at the end only", "unsupported": "not"}
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
-_TITLES = ("architecture", "layers", "restored", "verified", "note")
-_PIPE_COLUMNS = 200
-"""Width of the table where the output is no terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +166,13 @@ def _row(name: str, config: PreTrainedConfig, table: dict[str, Any]) -> ModelRow
 def _show(rows: Sequence[ModelRow], verified_with: dict[str, str]) -> None:
     from rich.table import Column
 
-    columns = [Column(title, no_wrap=title not in ("layers", "note")) for title in _TITLES]
+    titles = ("architecture", "layers", "restored", "verified", "note")
+    columns = [Column(title, no_wrap=title not in ("layers", "note")) for title in titles]
     cells = []
     for row in rows:
         verified = ", ".join(_SHORT_DTYPES.get(dtype, dtype) for dtype in row.verified) or "no"
         cells.append((plain(row.architecture), row.layers, row.restored, verified, plain(row.note)))
-    print_table(columns, cells, width=terminal_width(_PIPE_COLUMNS))
+    print_table(columns, cells, width=terminal_width(otherwise=200))
     number = sum(bool(row.verified) for row in rows)
     verified_names, installed_names = (
         " and ".join(f"{name} {number}" for name, number in versions.items())

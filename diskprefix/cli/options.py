@@ -1,7 +1,4 @@
-"""Options of the commands, under headings in the help. Some of them stand for a field of `Settings`.
-
-The value of such an option may also come from an environment variable or a policy file.
-"""
+"""Options of the commands. One that stands for a field of `Settings` also has a variable and a key of policy files."""
 
 from __future__ import annotations
 

@@ -31,10 +31,6 @@ from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import RootRecord
 from diskprefix.tenant import matches, short_tenant
 
-_PREVIEW_CHARS = 60
-_NOT_DONE = 1
-"""Exit code."""
-
 
 @click.command(short_help="Remove saved prompts, a model, a tenant, or what is old.")
 @click.argument("entries", metavar="[ENTRY]...", nargs=-1)
@@ -104,14 +100,14 @@ def purge(
         if not dry_run:
             if plan and not yes and not _confirmed(plan):
                 click.echo("nothing was purged", err=True)
-                return _NOT_DONE
+                return 1
             with progress("purging", plan.stored_bytes) as advance:
                 purged = purge_store(store, purge_filter, now, advance)
     if as_json:
         print_json(_report(plan, chosen, purged))
     elif plan and purged is not None:
         _show_purged(kv_cache_dir, purged)
-    return _NOT_DONE if purged is not None and purged.left_blocks else 0
+    return 1 if purged is not None and purged.left_blocks else 0
 
 
 def _confirmed(plan: PurgePlan) -> bool:
@@ -150,7 +146,7 @@ def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:
     show_first(
         [
             f"{short_id(info.id)}  {info.model}  {short_tenant(info.tenant)}  {info.num_tokens:,} tokens  "
-            f"{shortened(info.preview, _PREVIEW_CHARS)}"
+            f"{shortened(info.preview, 60)}"
             for info in chosen
         ]
     )

@@ -31,8 +31,6 @@ _SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")
 _BUDGETS = ("unlimited", "4GiB")
 _SYNTHETIC = "synthetic:"
 _MOST_REQUESTS = 1_000_000
-_UNBOUNDED_POSITIONS = 1 << 30
-"""The simulation does not limit the length of a prompt."""
 _TOKENS_PER_S = 1000.0
 
 
@@ -279,7 +277,8 @@ def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
         from diskprefix.model.loader import load_tokenizer
 
         tokenizer = load_tokenizer(model, chat_template, lambda line: click.echo(line, err=True))
-        return body_reader(PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=_UNBOUNDED_POSITIONS))
+        # The simulation does not limit the length of a prompt.
+        return body_reader(PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30))
 
     return lambda body: read()(body)
 

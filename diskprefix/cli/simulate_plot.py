@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _STYLES = {UPPER_BOUND: "--", WHOLE_SNAPSHOTS: ":"}
 _SHAPES = "osD^v<>phX"
-_PRESET_SHAPE = "*"
 
 
 def check_plot(path: Path) -> None:
@@ -75,7 +74,7 @@ def _draw_panel(panel: Axes, rows: Sequence[Row], colors: Mapping[str, Any], sha
         if label == UPPER_BOUND:
             panel.axhline(restored[0], **style)
         elif curve and curve[0].policy:
-            panel.plot(written, restored, _PRESET_SHAPE, **style | {"linestyle": ""})
+            panel.plot(written, restored, "*", **style | {"linestyle": ""})
         else:
             panel.plot(written, restored, **style)
             for row, x, y in zip(curve, written, restored, strict=True):

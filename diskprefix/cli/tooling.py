@@ -109,16 +109,13 @@ def short_id(id_: str) -> str:
 def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:
     """Returns the entry whose id begins with `beginning`. Raises `SettingsError` for none, and for several."""
     if len(beginning) < _MIN_ID_DIGITS:
-        raise SettingsError(
-            f"{beginning!r} is too short for an id; give at least {_MIN_ID_DIGITS} digits, as `diskprefix inspect` "
-            "shows them",
-            param="ENTRY",
-        )
-    found = [info for info in entries if info.id.startswith(beginning.lower())]
-    if len(found) == 1:
-        return found[0]
-    problem = "no entry starts" if not found else f"{len(found)} entries start"
-    raise SettingsError(f"{problem} with {beginning!r}; run `diskprefix inspect` to see the ids", param="ENTRY")
+        problem = f"{beginning!r} is too short for an id; give at least {_MIN_ID_DIGITS} digits"
+    else:
+        found = [info for info in entries if info.id.startswith(beginning.lower())]
+        if len(found) == 1:
+            return found[0]
+        problem = f"{len(found)} entries start with {beginning!r}" if found else f"no entry starts with {beginning!r}"
+    raise SettingsError(f"{problem}; run `diskprefix inspect` to see the ids", param="ENTRY")
 
 
 @contextmanager

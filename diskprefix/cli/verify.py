@@ -91,8 +91,8 @@ def _report(
 
 
 def _show(folder: Path, index: IndexReport, payloads: PayloadReport, problems: tuple[Problem, ...]) -> None:
-    read = f"{format_size(payloads.num_bytes)} of payloads"
-    checked = f"{counted(index.num_nodes, 'block')}, {counted(index.num_entries, 'saved prompt')}, {read} in {folder}"
+    held = f"{counted(index.num_nodes, 'block')}, {counted(index.num_entries, 'saved prompt')}"
+    checked = f"{held}, {format_size(payloads.num_bytes)} of payloads in {folder}"
     if not problems:
         click.echo(f"clean: {checked}")
         return

@@ -33,7 +33,6 @@ _ALONE = "With --alone: "
 _NOT_OF_WARM = {"disk_prefix_cache", "reuse_generated", "record"}
 """Settings without a meaning here, where --scope says what is kept of each prompt and nobody else sends requests."""
 _OF_SERVE = [name for name, setting in SETTINGS.items() if setting.group != SERVER and name not in _NOT_OF_WARM]
-_DEFAULT_URL = f"http://{Settings.host}:{Settings.port}"
 _PATIENCE_S = 600.0
 """How long a prompt is sent again while the queue is full, and how long a write is waited for."""
 _PAUSE_S = 1.0
@@ -79,7 +78,7 @@ class Warmed:
 @option(
     "--url",
     metavar="URL",
-    default=_DEFAULT_URL,
+    default=f"http://{Settings.host}:{Settings.port}",
     envvar=variable_of("--url"),
     help="The address of the daemon. The variable is DISKPREFIX_URL.",
 )

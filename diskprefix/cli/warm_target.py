@@ -1,7 +1,4 @@
-"""Where `diskprefix warm` sends its requests: to a running daemon, or to the same application in this process.
-
-In both cases the requests are like those of any client, so a later request restores what they saved.
-"""
+"""Where `diskprefix warm` sends its requests: to a running daemon, or to the same application in this process."""
 
 from __future__ import annotations
 
