@@ -33,18 +33,11 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class CacheControl(Body):
-    """A mark, in the form of Anthropic's API: asks the cache to keep the prompt up to this place.
-
-    A field that is not listed here is refused.
-    """
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+class CacheControl(Body, extra="forbid"):
+    """A mark in the form of Anthropic's API. A field that is not listed here is refused."""
 
     type: Literal["ephemeral"] = Field(description="`ephemeral`.")
-    ttl: Literal["5m", "1h"] | None = Field(
-        default=None, description="Time to live after the last use. Absent: the daemon's setting."
-    )
+    ttl: Literal["5m", "1h"] | None = Field(default=None, description="Time to live after the last use.")
 
     @property
     def ttl_s(self) -> float | None:
@@ -56,8 +49,7 @@ class Markable(Body):
     """An object that may carry a mark."""
 
     cache_control: CacheControl | None = Field(
-        default=None,
-        description="Asks the disk cache to keep the prompt up to the end of this object, for later requests.",
+        default=None, description="Asks the disk cache to keep the prompt up to the end of this object."
     )
 
 
@@ -70,9 +62,7 @@ def _no_mark(value: object) -> object:
 class Unmarkable(Body):
     """An object that cannot carry a mark. A mark on it is refused, because it would have no effect."""
 
-    cache_control: Annotated[None, BeforeValidator(_no_mark)] = Field(
-        default=None, description="Not allowed here: mark a message, a content part or a tool."
-    )
+    cache_control: Annotated[None, BeforeValidator(_no_mark)] = Field(default=None, description="Not allowed here.")
 
 
 class TextPart(Markable):
@@ -85,9 +75,7 @@ class TextPart(Markable):
 class ImageUrl(Unmarkable):
     """An image that is sent inside the request."""
 
-    url: str = Field(
-        description="`data:image/png;base64,…`: PNG, JPEG, WebP, GIF or BMP. Other URLs are refused, never fetched."
-    )
+    url: str = Field(description="`data:image/png;base64,…`: PNG, JPEG, WebP, GIF or BMP. No other URL is fetched.")
     detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Accepted and ignored.")
 
 
@@ -115,9 +103,7 @@ class AudioPart(Markable):
 class OtherPart(Body):
     """A content part of a kind that no model here takes. It is read so that the error can name its type."""
 
-    type: Literal["text", "image_url", "input_audio", "video_url", "file"] = Field(
-        description="`video_url` or `file`: refused."
-    )
+    type: Literal["text", "image_url", "input_audio", "video_url", "file"]
 
 
 def by_json_type(expected: str) -> Discriminator:
@@ -181,36 +167,26 @@ class ToolCall(Unmarkable):
 class Message(Markable):
     """One message of the conversation."""
 
-    role: Role = Field(
-        description="Who speaks. `developer` is rendered as `system` unless the chat template knows `developer`."
-    )
+    role: Role = Field(description="Who speaks. `developer` becomes `system` unless the chat template knows it.")
     content: Content | None = Field(
-        default=None,
-        description="Text, or a list of content parts: text and, if the model takes them, images and audio. May be "
-        "null in an assistant message with tool calls.",
+        default=None, description="Text, or a list of content parts. An assistant message with tool calls needs none."
     )
     name: str | None = Field(default=None, description="Name of the speaker, for chat templates that render it.")
     tool_calls: list[ToolCall] | None = Field(default=None, description="Tool calls of an assistant message.")
     tool_call_id: str | None = Field(default=None, description="In a tool message: the call that it answers.")
-    reasoning_content: str | None = Field(
-        default=None, description="The reasoning of an assistant message, for chat templates that render it."
-    )
+    reasoning_content: str | None = Field(default=None, description="As `name`: the reasoning of the assistant.")
 
 
-class ToolFunction(Markable):
+class ToolFunction(Markable, extra="allow"):
     """A function that the model may call. A mark on it counts as a mark on its tool."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     name: str = Field(min_length=1, description="Name of the function.")
     description: str | None = Field(default=None, description="What it does, for the model to read.")
     parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
 
 
-class Tool(Markable):
+class Tool(Markable, extra="allow"):
     """A tool. The chat template gets it as the client sent it, without `cache_control`."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     type: Literal["function"] = Field(description="Always `function`.")
     function: ToolFunction
@@ -235,11 +211,10 @@ prompt."""
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a prompt is rendered from, whatever API the client speaks.
+    """What a prompt is rendered from. `tools` have no marks; `tool_marks` holds them, each with the index of its tool.
 
-    `tools` are the tools that the template gets, without marks; None if there are none. `tool_marks` holds the marks on
-    them, each with the index of its tool; one tool may have two. `template_variables` are handed to the chat template
-    by name. With `add_generation_prompt` the prompt ends with the beginning of a reply.
+    `template_variables` are handed to the chat template by name. With `add_generation_prompt` the prompt ends with the
+    beginning of a reply.
     """
 
     messages: list[Message]

@@ -61,10 +61,10 @@ class AccessLog:
 
     def _close(self, scope: Scope, record: LogContext, elapsed_s: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.count_request(route, record.final_status)
+        self._metrics.count_request(route, record.status)
         level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
         caller = f" · key {record.caller.name}" if record.caller.name else ""
-        said = f"{record.final_status}{caller}{_figures(record)}"
+        said = f"{record.status}{caller}{_figures(record)}"
         log.log(level, "%s %s %s · %.2f s", scope["method"], _path(scope), said, elapsed_s)
 
 

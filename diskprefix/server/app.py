@@ -76,18 +76,18 @@ def _complete_openapi(app: FastAPI, *, with_keys: bool) -> None:
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
-        known = app.openapi_schema is not None
+        if app.openapi_schema is not None:
+            return app.openapi_schema
         schema = generate()
-        if not known:
-            _, extra = models_json_schema(
-                [(model, "validation") for model in _OUTSIDE_FASTAPI], ref_template="#/components/schemas/{model}"
-            )
-            schema["components"]["schemas"] = extra["$defs"] | schema["components"]["schemas"]
-            if with_keys:
-                schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-                schema["security"] = [{"key": []}]
-                for path in OPEN_PATHS:
-                    schema["paths"][path]["get"]["security"] = [{}, {"key": []}]
+        _, extra = models_json_schema(
+            [(model, "validation") for model in _OUTSIDE_FASTAPI], ref_template="#/components/schemas/{model}"
+        )
+        schema["components"]["schemas"] = extra["$defs"] | schema["components"]["schemas"]
+        if with_keys:
+            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{"key": []}]
+            for path in OPEN_PATHS:
+                schema["paths"][path]["get"]["security"] = [{}, {"key": []}]
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents

@@ -22,9 +22,6 @@ from diskprefix.settings import format_size
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_PARSE_INLINE_BYTES = 64 * 1024
-"""A larger body is parsed in a thread, so that it does not block the event loop."""
-
 _SHOWN_CHARS = 60
 _BODY_S, _BODY_BYTES_PER_S = 30.0, 16 * 1024
 """Time for a body to arrive, and the rate at which what has arrived adds to it: 128 kbit/s suffice for any size. The
@@ -41,8 +38,7 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
     """Returns the body as `model`. Raises `InvalidRequest`, or `HTTPException` with status 408, 413 or 415."""
     _check_content_type(request)
     body = await _read(request, max_bytes)
-    if len(body) <= _PARSE_INLINE_BYTES:
-        return parse_json(body, model)
+    # In a thread, because a large body would block the event loop.
     return await asyncio.to_thread(parse_json, body, model)
 
 
@@ -154,17 +150,14 @@ class LingeringResponse(JSONResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        num_bytes = 0
         with contextlib.suppress(TimeoutError, ClientDisconnect):
-            await asyncio.wait_for(_discard(Request(scope, receive)), _LINGER_S)
+            async with asyncio.timeout(_LINGER_S):
+                async for chunk in Request(scope, receive).stream():
+                    num_bytes += len(chunk)
+                    if num_bytes > _LINGER_BYTES:
+                        break
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _discard(request: Request) -> None:
-    num_bytes = 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > _LINGER_BYTES:
-            return
 
 
 async def on_body_too_large(_request: Request, error: Exception) -> LingeringResponse:

@@ -1,8 +1,7 @@
 """Refuses requests of other sites' web pages: a browser on this machine can reach the loopback address for any page.
 
-There are two attacks. In cross-site request forgery, a page sends a request that looks like a form's, which browsers
-allow; they mark it with `Origin` and `Sec-Fetch-Site`. In DNS rebinding, the page's own host name resolves to
-127.0.0.1; then `Host` holds that name. Programs other than browsers send none of these marks.
+In cross-site request forgery, a page sends what looks like a form; browsers mark it with `Origin` and `Sec-Fetch-Site`.
+In DNS rebinding, the page's own host name resolves to 127.0.0.1; then `Host` holds that name.
 """
 
 from __future__ import annotations

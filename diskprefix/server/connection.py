@@ -1,15 +1,10 @@
-"""One client's connection and its limits: how many may be open, and how long a client may send or take nothing.
-
-The routes limit bodies (see `body`) and the scheduler limits requests. What neither sees is limited here: clients that
-connect and send nothing, that send headers without end, or that do not read the response.
-"""
+"""One client's connection and its limits: how many may be open, and how long one may be open without a request."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import time
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -23,7 +18,6 @@ HEADERS_S = 30.0
 """Time for the head of a request, from the connection or from the first byte after another request."""
 _REFUSAL_S = 1.0
 """Time for a client to read why it was refused, before the connection is closed."""
-_LOG_EVERY_S = 60.0
 
 
 def limited(max_connections: int) -> type[LimitedConnection]:
@@ -36,7 +30,6 @@ class LimitedConnection(H11Protocol):
 
     max_connections: ClassVar[int]
     refused: ClassVar[set[LimitedConnection]]
-    logged_at: ClassVar[float] = -_LOG_EVERY_S
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -80,7 +73,8 @@ class LimitedConnection(H11Protocol):
     def _refuse(self, transport: asyncio.Transport) -> None:
         """Sends a 503. The connection is closed a moment later: at once, the client might not get to read it."""
         self.transport = transport
-        self._log_refusal()
+        if not self.refused:
+            log.warning("[server] connections are refused: %d are open (--max-connections)", len(self.connections))
         if len(self.refused) >= self.max_connections:
             transport.abort()
             return
@@ -88,15 +82,6 @@ class LimitedConnection(H11Protocol):
         transport.write(_refusal(self.max_connections))
         transport.write_eof()
         self.loop.call_later(_REFUSAL_S, transport.abort)
-
-    def _log_refusal(self) -> None:
-        now = time.monotonic()
-        if now - self.logged_at >= _LOG_EVERY_S:
-            type(self).logged_at = now
-            log.warning(
-                "[server] connections are refused: %d are open (--max-connections); this is logged once a minute",
-                len(self.connections),
-            )
 
 
 def _refusal(max_connections: int) -> bytes:

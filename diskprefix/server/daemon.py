@@ -138,10 +138,9 @@ class Daemon:
         try:
             serving = self._serve(report, loop)
             stats = serving.engine.cache.stats()
-        except DiskPrefixError as error:
-            _call_soon(loop, self._failed, error)
         except Exception as error:
-            log.exception("loading failed unexpectedly")
+            if not isinstance(error, DiskPrefixError):
+                log.exception("loading failed unexpectedly")
             _call_soon(loop, self._failed, error)
         else:
             _call_soon(loop, self._loaded, serving, stats)
@@ -150,7 +149,7 @@ class Daemon:
         scope = parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")
         from diskprefix.engine.scheduler import Scheduler
 
-        imports_s = self.prior_s + time.perf_counter() - self._made_at
+        imports_s = self._elapsed_s()
         engine = self._load_engine(self.settings, progress)
         renderer = PromptRenderer(
             engine.tokenizer,
@@ -163,6 +162,7 @@ class Daemon:
             engine, self.settings.max_queue, on_fatal=lambda error: _call_soon(loop, self._failed, error)
         )
         scheduler.start()
+        seconds = engine.startup_timings | {"imports": imports_s + engine.startup_timings.get("imports", 0.0)}
         return Serving(
             engine=engine,
             scheduler=scheduler,
@@ -171,14 +171,11 @@ class Daemon:
             model_name=self.settings.served_model_name or engine.model_name,
             fingerprint=f"fp_{str(engine.identity.get('root', ''))[:16]}",
             loaded_at=int(time.time()),
-            startup_s=self._startup_s(imports_s, engine.startup_timings),
+            startup_s={name: round(s, 3) for name, s in (seconds | {"total": self._elapsed_s()}).items()},
         )
 
-    def _startup_s(self, imports_s: float, of_engine: dict[str, float]) -> dict[str, float]:
-        """Returns the seconds of each step since the process started; `imports` includes starting Python."""
-        seconds = of_engine | {"imports": imports_s + of_engine.get("imports", 0.0)}
-        seconds["total"] = self.prior_s + time.perf_counter() - self._made_at
-        return {name: round(value, 3) for name, value in seconds.items()}
+    def _elapsed_s(self) -> float:
+        return self.prior_s + time.perf_counter() - self._made_at
 
     def _progressed(self, line: str) -> None:
         self.doing = line

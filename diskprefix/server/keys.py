@@ -22,7 +22,6 @@ ADMIN = "admin"
 
 MIN_KEY_CHARS = 16
 """Names are shorter, so that a key is never taken for a name and logged."""
-_FLAG = "--api-keys"
 _MAX_FILE_BYTES = 1 << 20
 _KEY = re.compile(r"[!-~]+")
 """Printable ASCII characters without blanks, which a header can hold."""
@@ -51,7 +50,6 @@ class ApiKeys:
         """Raises `SettingsError` if the file cannot be read, is accessible to others, or has a wrong line."""
         self._path = path
         self._callers = _read_keys(path)
-        self._stale = False
         self._log("read")
 
     @classmethod
@@ -59,15 +57,8 @@ class ApiKeys:
         """Returns the keys of the file that the settings name; None if they name none."""
         return None if settings.api_keys is None else cls(settings.api_keys)
 
-    def expire(self) -> None:
-        """Makes the next `refresh` read the file again. Safe in signal handlers: it only sets a flag."""
-        self._stale = True
-
-    def refresh(self) -> None:
-        """Reads the file again after `expire`. If the file is wrong, the keys that were read before stay in force."""
-        if not self._stale:
-            return
-        self._stale = False
+    def read_again(self) -> None:
+        """Reads the file again. If it is wrong, the keys that were read before stay in force."""
         try:
             self._callers = _read_keys(self._path)
         except SettingsError as error:
@@ -102,13 +93,13 @@ def _read_keys(path: Path) -> dict[bytes, Caller]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        name, key = _name_and_key(words, f"{_FLAG}: {path}:{number}")
+        name, key = _name_and_key(words, f"{path}:{number}")
         digest, tenant = _digest(key.encode()), Tenant.of_key(key)
         if digest in callers:
-            raise _wrong(f"{_FLAG}: {path}:{number}: this key is in the file already; give each client its own")
+            raise _wrong(f"{path}:{number}: this key is in the file already; give each client its own")
         callers[digest] = Caller(name or short_tenant(str(tenant)), tenant, sees_all=name == ADMIN)
     if not callers:
-        raise _wrong(f"{_FLAG}: {path} holds no key; write one on each line, with a name before it if you like")
+        raise _wrong(f"{path} holds no key; write one on each line, with a name before it if you like")
     return callers
 
 
@@ -116,11 +107,10 @@ def _name_and_key(words: list[str], where: str) -> tuple[str | None, str]:
     """Returns name and key of one line. No message repeats the words, because each may be a key in the wrong place."""
     if len(words) > 2:
         raise _wrong(f"{where}: expected a key, or a name and a key; a comment takes a line of its own")
-    *names, key = words
-    name = names[0] if names else None
+    name, key = words if len(words) == 2 else (None, words[0])
     if name is not None and not (len(name) < MIN_KEY_CHARS and name.isprintable()):
         raise _wrong(
-            f"{where}: a name, which comes before its key, has fewer than {MIN_KEY_CHARS} characters, all printable"
+            f"{where}: a name comes before its key and has fewer than {MIN_KEY_CHARS} characters, all printable"
         )
     if len(key) < MIN_KEY_CHARS:
         raise _wrong(f"{where}: a key has at least {MIN_KEY_CHARS} characters; `openssl rand -hex 32` makes a good one")
@@ -132,32 +122,28 @@ def _name_and_key(words: list[str], where: str) -> tuple[str | None, str]:
 def _read_private(path: Path) -> str:
     try:
         # The open file is checked, not its name, which may lead to another file a moment later.
-        with open(path, "rb", opener=_without_waiting) as file:
+        # Without waiting: a named pipe to which nobody writes would block.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             _require_private(path, os.fstat(file.fileno()))
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise _wrong(f"{_FLAG}: cannot read {path}: {error.strerror}") from error
+        raise _wrong(f"cannot read {path}: {error.strerror}") from error
     if len(content) > _MAX_FILE_BYTES:
-        raise _wrong(f"{_FLAG}: {path} is larger than {_MAX_FILE_BYTES} bytes, so it is not a file of keys")
+        raise _wrong(f"{path} is larger than {_MAX_FILE_BYTES} bytes, so it is not a file of keys")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _wrong(f"{_FLAG}: {path} is not valid UTF-8 (byte {error.start})") from error
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens without waiting: a named pipe to which nobody writes would block."""
-    return os.open(path, flags | os.O_NONBLOCK)
+        raise _wrong(f"{path} is not valid UTF-8 (byte {error.start})") from error
 
 
 def _require_private(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise _wrong(f"{_FLAG}: {path} is not a file")
+        raise _wrong(f"{path} is not a file")
     if status.st_uid not in (0, os.geteuid()):
-        raise _wrong(f"{_FLAG}: {path} belongs to another user (uid {status.st_uid}); chown it to the daemon's")
+        raise _wrong(f"{path} belongs to another user (uid {status.st_uid}); chown it to the daemon's")
     if status.st_mode & _forbidden_bits(path):
         mode = stat.S_IMODE(status.st_mode)
-        raise _wrong(f"{_FLAG}: others may read or write {path} (mode {mode:04o}); run `chmod 600` on it")
+        raise _wrong(f"others may read or write {path} (mode {mode:04o}); run `chmod 600` on it")
 
 
 def _forbidden_bits(path: Path) -> int:
@@ -171,4 +157,4 @@ def _forbidden_bits(path: Path) -> int:
 
 
 def _wrong(message: str) -> SettingsError:
-    return SettingsError(message, param=_FLAG)
+    return SettingsError(f"--api-keys: {message}", param="--api-keys")

@@ -21,11 +21,6 @@ class LogContext:
     caller: Caller = NOBODY
     error: str | None = None
     done: DoneEvent | None = None
-    disconnected: bool = False
-
-    @property
-    def final_status(self) -> int:
-        return CLIENT_CLOSED_REQUEST if self.disconnected else self.status
 
 
 def log_context(connection: HTTPConnection) -> LogContext:

@@ -49,12 +49,15 @@ _FORCED_EXIT_CODE = 130
 
 def run(settings: Settings, load_engine: EngineLoader) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the error that kept the daemon from serving."""
-    signal.signal(signal.SIGTERM, _exit_cleanly)
+    # Until the server handles it: nothing has been started that must be stopped.
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     keys = ApiKeys.of(settings)
     if keys is not None:
-        signal.signal(signal.SIGHUP, lambda _signal, _frame: keys.expire())
+        # They have just been read. Once the server runs, the signal reads them again.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     listeners = listen(settings.host, settings.port)
-    address = f"http://{_for_url(settings.host)}:{listeners[0].getsockname()[1]}"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = f"http://{host}:{listeners[0].getsockname()[1]}"
     log.info("listening on %s; /health tells when the model is loaded", address)
     # Imported late because it takes a while, and a port in use should be reported at once.
     from diskprefix.server.app import create_app
@@ -94,11 +97,6 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     )
 
 
-def _exit_cleanly(_signal: int, _frame: FrameType | None) -> None:
-    """Handles SIGTERM before the server does: nothing has been started that must be stopped."""
-    raise SystemExit(0)
-
-
 class _Server(uvicorn.Server):
     """uvicorn's server with exit code 0 after SIGTERM, and with time for the running request to finish."""
 
@@ -116,11 +114,10 @@ class _Server(uvicorn.Server):
             timer.daemon = True
             timer.start()
 
-    async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn several times a second."""
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if self._keys is not None:
-            self._keys.refresh()
-        return await super().on_tick(counter)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._keys.read_again)
+        await super().startup(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -192,7 +189,3 @@ def process_age_s() -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(after_name[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError, ValueError, IndexError):
         return 0.0
-
-
-def _for_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

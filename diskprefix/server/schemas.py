@@ -1,8 +1,6 @@
 """The request bodies: OpenAI's fields, vLLM's sampling extensions and `prefix_cache`, strictly typed.
 
-Top-level fields that are not listed are accepted and ignored, as other OpenAI-compatible servers do, so that clients
-need not be changed. Inside `prefix_cache` nothing is ignored. Union members carry tags that begin with `~`; they say
-which form was meant and are left out of the `param` of an error.
+Unknown top-level fields are ignored, as other OpenAI-compatible servers do. Inside `prefix_cache` nothing is ignored.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from diskprefix.settings import parse_duration
 
 MAX_COUNT = 2**31 - 1
 """Largest number of tokens in a field; larger than any model's positions or vocabulary."""
-REPETITION_PENALTIES = 0.01, 100.0
-"""Logits are multiplied and divided by the penalty: outside of this range float32 may overflow to infinity and NaN."""
 MAX_BIASES = 1024
 """Each biased token costs time at every step."""
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
@@ -40,6 +36,8 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_SALT_CHARS = 256
 MAX_CACHE_KEY_CHARS = 512
 
+
+Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 MIN_TTL_S, MAX_TTL_S = 1, 2**31 - 1
 """The longest time to live that the store can record."""
@@ -59,10 +57,8 @@ Salt: TypeAlias = Annotated[
 ]
 
 
-class PrefixCacheOptions(Body):
+class PrefixCacheOptions(Body, extra="forbid"):
     """Options of the disk cache for this request. A field that is not listed here is refused, and so is null."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     scope: Annotated[
         Any,
@@ -70,8 +66,7 @@ class PrefixCacheOptions(Body):
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1, "maximum": MAX_VALUE}]}),
     ] = Field(
         default=None,
-        description="`off`, `full`, `auto`, `auto:N` (window of N recent prompts) or N (the first N prompt tokens). "
-        "Absent: the daemon's setting.",
+        description="`off`, `full`, `auto`, `auto:N` (window of N recent prompts) or N (the first N prompt tokens).",
         examples=["auto:8", "full", 1000],
     )
     window: Annotated[
@@ -81,14 +76,12 @@ class PrefixCacheOptions(Body):
     ] = Field(default=None, description="Replaces the N of `auto:N`; for the scope `auto` only.", examples=[8])
     salt: Salt = Field(
         default=None,
-        description="Keeps the state of this request apart: only requests with the same salt find it, and they find "
-        "nothing else. With API keys it separates the users of one key.",
+        description="Only requests with the same salt find this request's state, and they find nothing else.",
         examples=["user-7f3a"],
     )
     reuse_generated: bool = Field(  # type: ignore[assignment]  # absent is None, but null is refused
         default=None,
-        description="Keep the state of the reply, and restore that of earlier replies, which is not the cold run's bit "
-        "for bit. Absent: the daemon's setting.",
+        description="Keep the reply's state, and restore that of earlier replies, which is not exact bit for bit.",
     )
     save: bool = Field(default=True, description="`false`: restore what is stored, but keep nothing of this request.")
     ttl: Annotated[
@@ -96,9 +89,8 @@ class PrefixCacheOptions(Body):
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number", "minimum": MIN_TTL_S, "maximum": MAX_TTL_S}]}),
     ] = Field(
         default=None,
-        description="How long what this request keeps, or restores, is kept after its last use: `90s`, `15m`, `12h`, "
-        "`7d`, `2w` or a number of seconds, up to 68 years. What the budget needs is evicted before. Wins over "
-        "`prompt_cache_retention`. Absent: the daemon's setting.",
+        description="Time to live after the last use: `90s`, `15m`, `12h`, `7d`, `2w` or seconds, up to 68 years. Wins "
+        "over `prompt_cache_retention`.",
         examples=["1h", 300],
     )
 
@@ -147,33 +139,18 @@ class StreamOptions(Body):
 class SamplingBody(Unmarkable):
     """The fields that both completion routes share."""
 
-    model: str | None = Field(
-        default=None, description="Name of the served model (see `/v1/models`). Absent: the served model."
-    )
+    model: str | None = Field(default=None, description="Name of the served model. Absent: the served model.")
     stream: bool | None = Field(default=None, description="Send the reply as server-sent events while it is made.")
     stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
-    max_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_COUNT,
-        description="Most tokens to generate for a choice. Absent: up to the model's positions.",
-    )
-    temperature: float | None = Field(
-        default=None, ge=0, le=2, description="0, and anything below 0.00001, is greedy; default 1."
-    )
+    max_tokens: Count | None = Field(default=None, description="Most tokens of a choice. Absent: all that fit.")
+    temperature: float | None = Field(default=None, ge=0, le=2, description="Below 0.00001 it is greedy; default 1.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling: smallest set with this mass.")
-    top_k: int | None = Field(
-        default=None, ge=-1, le=MAX_COUNT, description="Only the k most likely tokens; 0 or -1: all of them."
-    )
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_COUNT, description="Only the k likeliest; 0 or -1: all.")
     min_p: float | None = Field(default=None, ge=0, le=1, description="Least probability, relative to the likeliest.")
-    seed: int | None = Field(
-        default=None, ge=-(2**63), le=2**63 - 1, description="Makes sampling repeatable. Absent: drawn for the request."
-    )
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1, description="Makes sampling repeatable.")
+    # Logits are multiplied and divided by it: outside of this range float32 may overflow to infinity and NaN.
     repetition_penalty: float | None = Field(
-        default=None,
-        ge=REPETITION_PENALTIES[0],
-        le=REPETITION_PENALTIES[1],
-        description="Above 1: tokens of the prompt and the reply so far become less likely.",
+        default=None, ge=0.01, le=100, description="Above 1: tokens that were used before become less likely."
     )
     presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Flat penalty on tokens used before.")
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="Penalty for every earlier use.")
@@ -183,18 +160,11 @@ class SamplingBody(Unmarkable):
     stop: Stop | None = Field(default=None, description="Text that ends the reply; it is not part of it.")
     n: int | None = Field(default=None, ge=1, le=16, description="How many choices to generate.")
     prefix_cache: PrefixCacheOptions | None = Field(default=None, description="The disk cache, for this request only.")
-    prompt_cache_key: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=MAX_CACHE_KEY_CHARS,
-        description="Names a group of requests: the window of `auto` holds recent prompts of the same group only. It "
-        "does not keep their state apart (see `cache_salt`).",
-        examples=["support-agent-v3"],
+    prompt_cache_key: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_KEY_CHARS)] | None = Field(
+        default=None, description="Names a group of requests, which have an `auto` window of their own. Not a salt."
     )
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
-        default=None,
-        description="How long what this request keeps is kept after its last use: `in_memory` an hour (it is on disk "
-        "all the same), `24h` a day. Absent: the daemon's setting.",
+        default=None, description="As `prefix_cache.ttl`: an hour (on disk all the same), or a day."
     )
     cache_salt: Salt = Field(default=None, description="As `prefix_cache.salt`; the name that vLLM gives it.")
 
@@ -207,24 +177,14 @@ class ChatRequest(SamplingBody):
     )
 
     messages: list[Message] = Field(min_length=1, description="The conversation, oldest message first.")
-    max_completion_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_COUNT, description="As `max_tokens`, and takes precedence over it."
-    )
+    max_completion_tokens: Count | None = Field(default=None, description="Takes precedence over `max_tokens`.")
     logprobs: bool | None = Field(default=None, description="Return the log probability of every token of the reply.")
-    top_logprobs: int | None = Field(
-        default=None, ge=0, le=20, description="And of its most likely alternatives; needs `logprobs: true`."
-    )
-    tools: list[ToolAsSent] | None = Field(
-        default=None, description="Functions offered to the model by its chat template."
-    )
-    tool_choice: Literal["auto", "none"] | None = Field(
-        default=None, description="`auto`, or `none` to leave the tools out. Forcing a call is not supported."
-    )
+    top_logprobs: int | None = Field(default=None, ge=0, le=20, description="And of its most likely alternatives.")
+    tools: list[ToolAsSent] | None = Field(default=None, description="Functions offered to the model by its template.")
+    tool_choice: Literal["auto", "none"] | None = Field(default=None, description="`none` leaves the tools out.")
     response_format: ResponseFormat | None = Field(default=None, description="Only `text`.")
     modalities: list[Literal["text"]] | None = Field(default=None, description="Only `text`.")
-    chat_template_kwargs: JsonObject | None = Field(
-        default=None, description="Variables for the chat template, for example `enable_thinking`."
-    )
+    chat_template_kwargs: JsonObject | None = Field(default=None, description="Variables for the chat template.")
     add_generation_prompt: bool = Field(default=True, description="End the prompt with the start of a reply.")
     functions: None = Field(default=None, description="Not supported (deprecated by OpenAI): use `tools`.")
     function_call: None = Field(default=None, description="Not supported (deprecated by OpenAI): use `tool_choice`.")
@@ -278,9 +238,7 @@ class CompletionRequest(SamplingBody):
         by_json_type("a string or a list of token ids"),
         BeforeValidator(_only_prompt),
     ] = Field(description="Text, or token ids; or a list that holds exactly one of these.")
-    logprobs: int | None = Field(
-        default=None, ge=0, le=20, description="Return log probabilities, with so many alternatives for every token."
-    )
+    logprobs: int | None = Field(default=None, ge=0, le=20, description="So many alternatives for every token.")
     echo: Literal[False] | None = Field(default=None, description="Not supported.")
     suffix: Literal[""] | None = Field(default=None, description="Not supported.")
     best_of: int | None = Field(default=None, ge=1, le=16, description="Not supported, unless equal to `n`.")

@@ -1,4 +1,4 @@
-"""The choices of a response as the two APIs write them, in a whole response and in the chunks of a stream."""
+"""How the two APIs write the choices of a response."""
 
 from __future__ import annotations
 
@@ -45,28 +45,6 @@ COMPLETIONS = Api(
     end={"text": ""},
     logprobs=completion_logprobs,
 )
-
-
-class ChunkChoices:
-    """Writes the choices of the chunks of one stream."""
-
-    def __init__(self, api: Api) -> None:
-        self._api = api
-        self._sent_chars: dict[int, int] = {}
-        """By choice; only of choices that have begun."""
-
-    def choice(self, event: TextEvent | FinishEvent) -> Json | None:
-        """Returns a choice in a chunk; None while the text waits for the rest of a character or of a stop string."""
-        index = event.choice
-        if isinstance(event, FinishEvent):
-            return {"index": index, **self._api.end, "logprobs": None, "finish_reason": event.finish_reason}
-        first = index not in self._sent_chars
-        if not (event.text or event.logprobs or first):
-            return None
-        sent = self._sent_chars.get(index, 0)
-        self._sent_chars[index] = sent + len(event.text)
-        logprobs = self._api.logprobs(event.logprobs, sent) if event.logprobs else None
-        return {"index": index, **self._api.part(event.text, first), "logprobs": logprobs, "finish_reason": None}
 
 
 class WholeChoices:

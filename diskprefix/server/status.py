@@ -22,20 +22,8 @@ from diskprefix.version import __version__
 
 router = APIRouter(tags=["daemon"])
 
-_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorBody, "description": "The model is loading."}}
-
-_ADMIN_ONLY: dict[int | str, dict[str, Any]] = {
-    403: {"model": ErrorBody, "description": f"With `--api-keys`: the key is not the one named `{ADMIN}`."}
-}
-
-
-class CacheHealth(BaseModel):
-    """The state of the disk cache."""
-
-    state: str = Field(
-        description="`ok`; `unsupported`: the model has layers that cannot be cached; `degraded`: nothing is kept."
-    )
-    error: str | None = Field(description="Why it is degraded.")
+_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorBody}}
+_ADMIN_ONLY: dict[int | str, dict[str, Any]] = {403: {"model": ErrorBody}}
 
 
 class Health(BaseModel):
@@ -44,7 +32,10 @@ class Health(BaseModel):
     status: Status = Field(description="`ok` and `degraded` (200) serve requests; the others (503) do not.")
     message: str | None = Field(default=None, description="The current step while the model loads.")
     model: str | None = None
-    cache: CacheHealth | None = None
+    cache: dict[str, str | None] | None = Field(
+        default=None,
+        description="`state`: `ok`, `unsupported` (layers that cannot be cached) or `degraded`; `error`: why.",
+    )
     queue_depth: int | None = None
     running: bool | None = None
 
@@ -86,9 +77,7 @@ def _daemon(request: Request) -> Daemon:
     "/health",
     summary="Health",
     response_model=Health,
-    responses={
-        503: {"model": Health, "description": "The model is loading, the daemon is stopping, or it has failed."}
-    },
+    responses={503: {"model": Health}},
 )
 async def health(request: Request) -> JSONResponse:
     """200 when requests are served, 503 when not."""
@@ -101,7 +90,7 @@ async def health(request: Request) -> JSONResponse:
         content.queue_depth, content.running = 0, False
         if serving is not None:
             state, error = serving.engine.cache.health
-            content.model, content.cache = serving.model_name, CacheHealth(state=state, error=error)
+            content.model, content.cache = serving.model_name, {"state": state, "error": error}
             content.queue_depth, content.running = serving.scheduler.queue_depth, serving.scheduler.running
     return JSONResponse(content.model_dump(), status_code)
 
@@ -162,7 +151,7 @@ async def list_models(request: Request) -> ModelList:
 @router.get(
     "/v1/models/{model_name:path}",
     summary="Retrieve a model",
-    responses={404: {"model": ErrorBody, "description": "Not the served model."}, **_NOT_READY},
+    responses={404: {"model": ErrorBody}, **_NOT_READY},
 )
 async def retrieve_model(model_name: str, request: Request) -> ModelCard:
     """The served model by its name."""

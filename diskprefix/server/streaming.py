@@ -6,16 +6,17 @@ import json
 import logging
 from collections.abc import AsyncIterator
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from diskprefix.engine.request import DoneEvent, FinishEvent
+from diskprefix.engine.request import DoneEvent, FinishEvent, TextEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.errors import error_body, one_line
 from diskprefix.server.generation import Generation, ReplyEvent
+from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 from diskprefix.server.replies import figures_reply, usage_reply
-from diskprefix.server.serializers import Api, ChunkChoices, Json
+from diskprefix.server.serializers import Api, Json
 
 log = logging.getLogger("diskprefix")
 
@@ -34,21 +35,36 @@ class ChunkWriter:
 
     def __init__(self, envelope: Json, api: Api, include_usage: bool) -> None:
         self._envelope = envelope | ({"usage": None} if include_usage else {})
-        self._choices = ChunkChoices(api)
+        self._api = api
         self._include_usage = include_usage
+        self._sent_chars: dict[int, int] = {}
+        """By choice; only of choices that have begun."""
         self._held: list[Json] = []
 
     def chunks(self, event: ReplyEvent) -> list[Json]:
         """Returns the chunks that can be sent after `event`."""
         if isinstance(event, DoneEvent):
             return self._last(event)
-        choice = self._choices.choice(event)
+        choice = self._choice(event)
         if choice is None:
             return []
         ready, self._held = [*self._held, self._chunk([choice])], []
         if isinstance(event, FinishEvent):
             self._held = [ready.pop()]
         return ready
+
+    def _choice(self, event: TextEvent | FinishEvent) -> Json | None:
+        """Returns the choice of a chunk; None while its text waits for the rest of a character or of a stop string."""
+        index = event.choice
+        if isinstance(event, FinishEvent):
+            return {"index": index, **self._api.end, "logprobs": None, "finish_reason": event.finish_reason}
+        first = index not in self._sent_chars
+        if not (event.text or event.logprobs or first):
+            return None
+        sent = self._sent_chars.get(index, 0)
+        self._sent_chars[index] = sent + len(event.text)
+        logprobs = self._api.logprobs(event.logprobs, sent) if event.logprobs else None
+        return {"index": index, **self._api.part(event.text, first), "logprobs": logprobs, "finish_reason": None}
 
     def _last(self, done: DoneEvent) -> list[Json]:
         figures = figures_reply(done)
@@ -78,7 +94,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientDisconnect:
-            scope["state"]["record"].disconnected = True
+            log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
         finally:
             self._generation.close()
 

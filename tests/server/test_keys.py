@@ -149,11 +149,9 @@ def test_a_file_that_is_not_there_and_what_is_none_are_refused(tmp_path: Path) -
 def test_the_file_is_read_again_only_when_it_was_asked_for(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = keys_of(file, f"alice {ALICE}")
     file.write_text(f"bob {BOB}")
-    keys.refresh()
     assert keys.caller(f"Bearer {BOB}") is None
     with caplog.at_level(logging.INFO, "diskprefix"):
-        keys.expire()
-        keys.refresh()
+        keys.read_again()
     assert keys.caller(f"Bearer {ALICE}") is None
     assert keys.caller(f"Bearer {BOB}") is not None
     assert "1 API keys read again" in caplog.text
@@ -164,14 +162,10 @@ def test_while_the_file_is_wrong_the_keys_read_before_stay_in_force(
 ) -> None:
     keys = keys_of(file, f"alice {ALICE}")
     file.write_text("short")
-    keys.expire()
-    keys.refresh()
+    keys.read_again()
     assert keys.caller(f"Bearer {ALICE}") is not None
     assert "at least 16 characters" in caplog.text
     assert "stay in force" in caplog.text
-    file.write_text(BOB)
-    keys.refresh()
-    assert keys.caller(f"Bearer {ALICE}") is not None, "one signal is one reading"
 
 
 def test_nothing_that_is_kept_holds_a_key(file: Path, caplog: pytest.LogCaptureFixture) -> None:
