@@ -1,11 +1,7 @@
 """Finds the positions at which a prompt may be cut safely: directly behind a marker that the chat template wrote.
 
-`README.md` describes markers. A message may contain the text of one; two renderings tell the two apart:
-
-    rendered = render(messages, tools)
-    (messages, tools), changed = neutralise([messages, tools], marker_texts)
-    neutral_rendered = render(messages, tools) if changed else None
-    boundaries = template_boundaries(token_ids, offsets, marker_ids, rendered, neutral_rendered)
+`README.md` describes markers. A message may contain the text of one, so the conversation is rendered twice: as it is,
+and without such texts (`neutralise`). Only markers at the same place in both were written by the template.
 """
 
 from __future__ import annotations
@@ -26,10 +22,9 @@ Offsets: TypeAlias = Sequence[tuple[int, int]]
 def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
     """Returns a copy of `value` without marker texts, and whether anything was replaced.
 
-    Strings inside lists, tuples and dicts (keys too) are treated; other values stay. A marker text is replaced by ASCII
-    letters or digits of the same length, so that the template writes as many characters as before. Of overlapping texts
-    the leftmost is replaced, then the longest, as tokenizers do. A marker text that arises where the template joins two
-    strings is not found.
+    Strings inside lists, tuples and dicts (keys too) are treated. A marker text is replaced by ASCII letters or digits
+    of the same length, so that the template writes as many characters as before. Of overlapping texts the leftmost is
+    replaced, then the longest, as tokenizers do. One that arises where the template joins two strings is not found.
     """
     texts = sorted({text for text in marker_texts if text}, key=len, reverse=True)
     if not texts:

@@ -68,10 +68,7 @@ def holds_media(messages: Sequence[Message]) -> bool:
 
 
 def parts_for_template(content: str | list[Any]) -> list[JsonObject]:
-    """Returns content as the templates of multimodal models expect it: a list of parts, in which media have no data.
-
-    What is such a list already stays as it is.
-    """
+    """Returns content as templates of multimodal models expect it: a list of parts without data, which may be given."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [part if isinstance(part, dict) else _for_template(part) for part in content]

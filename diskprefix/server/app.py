@@ -40,7 +40,8 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     already. The `Daemon` is `app.state.daemon`. Raises `SettingsError` for a file of keys that is wrong.
     """
     daemon = Daemon(settings, load_engine)
-    keys = keys or ApiKeys.of(settings)
+    if keys is None and settings.api_keys is not None:
+        keys = ApiKeys(settings.api_keys)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

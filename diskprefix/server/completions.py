@@ -33,15 +33,13 @@ router = APIRouter(tags=["completions"])
 def _route(model: type[SamplingBody], whole: type[Any], chunk: type[Any]) -> dict[str, Any]:
     """Returns the OpenAPI description of a completion route. FastAPI cannot see the body: `read_json` reads it."""
     errors = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
-    stream_schema = {"schema": {"$ref": f"#/components/schemas/{chunk.__name__}"}}
     return {
         "response_model": None,
         "responses": {
             200: {
                 "model": whole,
-                "description": f"The reply; with `stream: true` server-sent events of `{chunk.__name__}` objects, "
-                "closed by `data: [DONE]`.",
-                "content": {"text/event-stream": stream_schema},
+                "description": "The reply; with `stream: true` server-sent events, closed by `data: [DONE]`.",
+                "content": {"text/event-stream": {"schema": {"$ref": f"#/components/schemas/{chunk.__name__}"}}},
             },
             **{status: {"model": ErrorBody} for status in errors},
         },

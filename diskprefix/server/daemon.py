@@ -1,7 +1,6 @@
 """The engine behind the routes, from `loading` through `ok` to `stopping` or `failed`.
 
-The model is loaded in a thread, so that `/health` answers from the beginning. Engine and scheduler are imported there
-too, because importing torch takes seconds.
+The model is loaded in a thread, so that `/health` answers from the beginning. There torch is imported, for seconds.
 """
 
 from __future__ import annotations

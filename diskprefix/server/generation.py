@@ -1,8 +1,4 @@
-"""One request in the engine, as the event loop sees it.
-
-Events come from the engine's thread and wait in a buffer until the response takes them. A client that leaves cancels
-its request at once, whether the request is queued, in prefill or streaming.
-"""
+"""One request in the engine, as the event loop sees it. A client that leaves cancels its request at once."""
 
 from __future__ import annotations
 

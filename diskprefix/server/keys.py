@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diskprefix.errors import SettingsError
-from diskprefix.settings import Settings
 from diskprefix.tenant import SHARED, Tenant, short_tenant
 
 log = logging.getLogger("diskprefix")
@@ -51,11 +50,6 @@ class ApiKeys:
         self._path = path
         self._callers = _read_keys(path)
         self._log("read")
-
-    @classmethod
-    def of(cls, settings: Settings) -> ApiKeys | None:
-        """Returns the keys of the file that the settings name; None if they name none."""
-        return None if settings.api_keys is None else cls(settings.api_keys)
 
     def read_again(self) -> None:
         """Reads the file again. If it is wrong, the keys that were read before stay in force."""

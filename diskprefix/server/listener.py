@@ -48,9 +48,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
 def _configured(listener: socket.socket) -> socket.socket:
     """Sets the options that accepted sockets inherit.
 
-    Without TCP_NODELAY, the first tokens of a stream wait 40 ms for an acknowledgement. asyncio sets it only on sockets
-    that name TCP as their protocol, and these do not. The others are for clients that are gone or do not read: only the
-    kernel knows whether a client takes what was sent.
+    Without TCP_NODELAY, the first tokens of a stream wait 40 ms for an acknowledgement; asyncio does not set it here.
+    The others are for clients that are gone or do not read: only the kernel knows whether a client takes what was sent.
     """
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -51,7 +51,7 @@ def run(settings: Settings, load_engine: EngineLoader) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the error that kept the daemon from serving."""
     # Until the server handles it: nothing has been started that must be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
-    keys = ApiKeys.of(settings)
+    keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
     if keys is not None:
         # They have just been read. Once the server runs, the signal reads them again.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

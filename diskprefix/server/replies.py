@@ -57,8 +57,6 @@ class TopLogprob(BaseModel):
 
 
 class ChatTokenLogprob(TopLogprob):
-    """The token that was chosen at one position, and its alternatives."""
-
     top_logprobs: list[TopLogprob]
 
 

@@ -15,8 +15,11 @@ Json: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Api:
-    """What differs between the responses of the two APIs. `part` gets the text of a chunk, and whether it is the first
-    chunk of its choice; `logprobs` the tokens, and how many characters of the choice come before them."""
+    """What differs between the responses of the two APIs.
+
+    `part` gets the text of a chunk, and whether it is the first of its choice; `logprobs` the tokens, and how many
+    characters of the choice come before them.
+    """
 
     id_prefix: str
     whole_object: str
