@@ -56,7 +56,10 @@ class Environment:
                 self._folder = str(folder)
                 self._env = lmdb.open(
                     self._folder,
-                    map_size=_read_map_size(folder) if read_only else _map_size(folder, budget_bytes),
+                    # For reading: room for what a daemon may add meanwhile. It takes address space only.
+                    map_size=2 * (folder / DATA).stat().st_size + 2**30
+                    if read_only
+                    else _map_size(folder, budget_bytes),
                     max_dbs=max_databases,
                     readonly=read_only,
                     create=not read_only,
@@ -205,11 +208,6 @@ class Environment:
         last = self._env.info()["last_txnid"]
         rows = [line.split() for line in self._env.readers().splitlines()[1:]]
         return any(row[-1].isdigit() and int(row[-1]) < last for row in rows if row)
-
-
-def _read_map_size(path: Path) -> int:
-    """Returns a size with room for what a daemon may add meanwhile. It takes address space only."""
-    return 2 * (path / DATA).stat().st_size + 2**30
 
 
 def _map_size(path: Path, budget_bytes: int) -> int:

@@ -120,7 +120,7 @@ def _limits_s(table: UsageTable, ttl_s: float) -> NDArray[np.float64]:
 
 
 def scores(table: UsageTable, now: float) -> NDArray[np.float64]:
-    """Returns the score of each node, shape [len(table.names)]; see the module's docstring."""
+    """Returns the score of each node, shape [len(table.names)]; see `README.md`."""
     worth: NDArray[np.float64] = _use_bits(table) - np.log2(1.0 + table.ages_s(now)) + _cost_bits(table)
     return worth
 

@@ -105,7 +105,7 @@ class Evictor:
 
     def may_grow(self, need_bytes: int) -> bool:
         """Whether `min_free_bytes` of the disk stay free even if none of the file's free pages can be used."""
-        return not self._min_free_bytes or self._file_bytes() + need_bytes <= self._disk_limit()
+        return not self._min_free_bytes or self._watch.environment.file_bytes() + need_bytes <= self._disk_limit()
 
     def let_freed_pages_age(self) -> None:
         """Commit an empty transaction: LMDB reuses pages only from the second one after the one that freed them."""
@@ -129,9 +129,6 @@ class Evictor:
             with self._watch.changes() as changes:
                 changes.forget(prompts)
 
-    def _file_bytes(self) -> int:
-        return self._watch.environment.file_bytes()
-
     def _disk_limit(self) -> int:
         """How large the file may become so that `min_free_bytes` of the disk stay free."""
         if not self._min_free_bytes:
@@ -140,7 +137,7 @@ class Evictor:
             disk = os.statvfs(self._watch.path)
         except OSError as error:
             raise FolderUnavailable(self._watch.path, error) from error
-        return self._file_bytes() + max(0, disk.f_bavail * disk.f_frsize - self._min_free_bytes)
+        return self._watch.environment.file_bytes() + max(0, disk.f_bavail * disk.f_frsize - self._min_free_bytes)
 
     def _limit(self) -> str:
         if self._disk_limit() < self._watch.budget_bytes:

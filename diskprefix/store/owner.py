@@ -1,8 +1,8 @@
 """The rights of a folder's owner, for a root process that works in the folder of another user.
 
 The owner of a folder can replace any file in it by a link at any moment, also between a check and a use. So root takes
-the owner's rights on files (`setfsuid`) for as long as it works there. Only Linux has this call;
-elsewhere root is refused. See "Who may use the folder" in `README.md`.
+the owner's rights on files (`setfsuid`) for as long as it works there. Only Linux has this call; elsewhere root
+is refused. See "Who may use the folder" in `README.md`.
 """
 
 from __future__ import annotations

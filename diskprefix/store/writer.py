@@ -34,15 +34,12 @@ Repair: TypeAlias = Callable[[Store, Mapping[bytes, RootRecord]], int]
 that the caller would write itself. Raises `CacheError`."""
 
 
-def no_repair(_store: Store, _roots: Mapping[bytes, RootRecord]) -> int:
-    """Leave damaged records as they are."""
-    return 0
-
-
 class Writer:
     """Owns the writing thread. `reserve`, `submit` and `touch` do not wait for the disk and do not raise."""
 
-    def __init__(self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0, repair: Repair = no_repair) -> None:
+    def __init__(
+        self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0, repair: Repair = lambda _store, _roots: 0
+    ) -> None:
         """`ttl_s`: nodes that were not used for this many seconds are removed; 0 keeps them. Uses may ask for another
         time. `repair` is called when a damaged record makes a publication fail."""
         self._store = store

@@ -132,7 +132,8 @@ def plan_import(store: Store | None, reader: EntryReader) -> Imported:
 def require_room(store: Store, reader: EntryReader) -> None:
     """Raises `StoreFull` if the entry does not fit the budget of the store."""
     layout = PayloadLayout.parse(reader.manifest.layout)
-    store.evictor.check_fits(sum(_most_bytes(layout, span) for span in reader.spans))
+    pieces = [(span, layout.pieces(span.num_tokens, span.kind)) for span in reader.spans]
+    store.evictor.check_fits(sum(node_bytes(span.num_tokens, [p.most_bytes for p in found]) for span, found in pieces))
 
 
 def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Imported:
@@ -315,14 +316,10 @@ def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: Payloa
 
 
 def _damaged(name: bytes, span: Span, error: StoreCorrupt) -> StoreCorrupt:
+    what = "checkpoint" if span.kind == Kind.CHECKPOINT else "block"
     return StoreCorrupt(
-        f"block {name.hex()} ({span}) of the store is damaged: {error.message}; `diskprefix verify --fix` removes it"
+        f"{what} {name.hex()} ({span}) of the store is damaged: {error.message}; `diskprefix verify --fix` removes it"
     )
-
-
-def _most_bytes(layout: PayloadLayout, span: Span) -> int:
-    pieces = layout.pieces(span.num_tokens, span.kind)
-    return node_bytes(span.num_tokens, [piece.most_bytes for piece in pieces])
 
 
 def _parsed_identity(record: RootRecord) -> Identity | None:

@@ -73,7 +73,7 @@ class Span:
 
     def __str__(self) -> str:
         if self.kind == Kind.CHECKPOINT:
-            return f"the checkpoint at token {self.position}"
+            return f"at token {self.position}"
         return f"tokens {self.position} to {self.position + self.num_tokens}"
 
 

@@ -30,8 +30,7 @@ _ROUNDS = 5
 class PurgeFilter:
     """What to remove: what meets every condition that is given, or everything if there is none.
 
-    `entries` are names of saved prompts. `model` is that of a root. `salt` is what `tenant.matches` takes.
-    `older_than_s` is the number of seconds since the last use.
+    `entries` are names of saved prompts. `salt` is what `tenant.matches` takes.
     """
 
     entries: frozenset[bytes] = frozenset()
