@@ -141,7 +141,8 @@ class EntryReader(_EntryFile):
                 _read_into(self._fd, payload[start : start + size], offset)
                 start += size
             if checksum(payload) != self._checksums[index]:
-                raise StoreCorrupt(f"the checksum of a {span.kind.name.lower()} ({span}) does not match")
+                what = "the checkpoint " if span.kind == Kind.CHECKPOINT else ""
+                raise StoreCorrupt(f"the checksum of {what}{span} does not match")
         return payload
 
     def _read_index(self, metadata: Mapping[str, str]) -> None:
