@@ -1,7 +1,4 @@
-"""The composition root: settings become a store, a model, an engine with its prefix cache, and a server around them.
-
-Importing this module is quick. torch and what needs it are imported when a model is loaded.
-"""
+"""The composition root. Importing it is quick: torch and what needs it are imported when a model is loaded."""
 
 from __future__ import annotations
 

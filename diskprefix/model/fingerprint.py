@@ -1,9 +1,7 @@
 """The identity of the numbers that a model computes. Two runs may share KV only if they have the same root.
 
-The fingerprint holds everything that changes the numbers: the content of the weights, the architecture, dtype,
-quantisation, adapters, the attention and experts kernels, the device, the libraries and their settings. It leaves out
-paths, modification times, the maximum context, the chat template and batch sizes. A field of the configuration that is
-not known goes in, because a needless miss costs time and a wrong hit gives a wrong answer.
+README.md tells what belongs to it. A field of the configuration that is not known goes in, because a needless miss
+costs time and a wrong hit gives a wrong answer.
 """
 
 from __future__ import annotations
@@ -16,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any
 
-from diskprefix.errors import SettingsError
 from diskprefix.memo import Memo
 from diskprefix.model.kernel_settings import (
     cpu_kind,
@@ -30,15 +27,11 @@ from diskprefix.model.kernel_settings import (
 )
 from diskprefix.tokens import file_digest
 
-if TYPE_CHECKING:
-    pass
-
-Mode: TypeAlias = Literal["strict", "portable"]
-
-_MODES: dict[str, Mode] = {"strict": "strict", "portable": "portable"}
 _NOT_PORTABLE = ("device", "cpu", "torch_version", "transformers_version", "kernels", "threads")
 _NAMED_IF_SET = ("kernels", "switches", "threads")
 """Left out of the root if they are empty."""
+_JSON_FIELDS = ("architecture", "quantisation", "adapters", "environment", "kernels", "switches")
+"""Canonical JSON, empty if there is nothing to name."""
 
 _NO_NUMBERS = re.compile(
     # Where it came from and what wrote it.
@@ -67,35 +60,34 @@ class Fingerprint:
     weights_digest: str
     model_class: str
     architecture: str
-    """The configuration's fields that change numbers, as canonical JSON."""
+    """The configuration's fields that change numbers."""
     dtype: str
     quantisation: str
-    """Canonical JSON of the quantisation settings; empty without."""
     adapters: str
-    """Canonical JSON of the adapters (settings, content, which are active); empty without."""
+    """The settings and the content of each adapter, and which are active."""
     attention: str
     experts: str
     matmul_precision: str
     """torch's float32 matmul precision: `highest`, `high`, `medium`, or `mixed`."""
     environment: str
-    """The environment variables that change numbers, as canonical JSON; empty when none is set."""
+    """The environment variables that change numbers, as far as they are set."""
     device: str
     cpu: str
     """The vector instructions that torch uses on this CPU and a digest of what the CPU offers; empty on a GPU."""
     torch_version: str
     transformers_version: str
     kernels: str
-    """The installed packages whose kernels transformers uses instead of its own, with versions, as canonical JSON;
-    empty when there are none."""
+    """The installed packages whose kernels transformers uses instead of its own, with versions."""
     switches: str
-    """torch's switches of kernels and precision that are not at their defaults, as canonical JSON; empty when none."""
+    """torch's switches of kernels and precision that are not at their defaults."""
     threads: str = ""
     """The number of compute threads of a CPU, which decides where its kernels cut sums; empty on a GPU."""
-    mode: Mode = "strict"
+    mode: str = "strict"
+    """`strict` or `portable`."""
 
     @classmethod
     def of(cls, model: Any, weights_digest: str, mode: str = "strict") -> Fingerprint:
-        """The fingerprint of a loaded transformers model. Raises `SettingsError` for an unknown mode."""
+        """Returns the fingerprint of a loaded transformers model."""
         import torch
 
         config = model.config
@@ -104,42 +96,42 @@ class Fingerprint:
             weights_digest=weights_digest,
             model_class=type(model).__name__,
             architecture=_canonical(_architecture(config.to_dict())),
-            dtype=_dtype_name(model.dtype),
-            quantisation=_canonical(_as_dict(quantisation)) if quantisation else "",
+            dtype=_plain(model.dtype),
+            quantisation=_canonical(_as_dict(quantisation) if quantisation else {}),
             adapters=_adapters(model),
             attention=_implementations(config, "_attn_implementation"),
             experts=_implementations(config, "_experts_implementation"),
             matmul_precision=matmul_precision(),
-            environment=_canonical_if_any(environment()),
+            environment=_canonical(environment()),
             device=device_kind(model.device),
             cpu=cpu_kind() if model.device.type == "cpu" else "",
             torch_version=torch.__version__,
             transformers_version=version("transformers"),
-            kernels=_canonical_if_any(kernel_packages()),
-            switches=_canonical_if_any(switches(model)),
+            kernels=_canonical(kernel_packages()),
+            switches=_canonical(switches(model)),
             threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",
-            mode=_mode(mode),
+            mode=mode,
         )
 
-    def identity(self, block_size: int, layout_version: int, layout: str | bytes, salt: str = "") -> str:
+    def identity(self, block_size: int, layout_version: int, layout: str, salt: str = "") -> str:
         """Returns the text whose hash (`tokens.root_hash`) is the root, the parent of every first block.
 
-        `layout` is the canonical text that describes a block's payload, `layout_version` the version of its byte
-        format. `salt` keeps tenants apart.
+        `layout` describes a block's payload, `layout_version` is that of its byte format. `salt` keeps tenants apart.
         """
-        identity = {
-            "fingerprint": self._numbers(),
-            "block_size": block_size,
-            "layout_version": layout_version,
-            "layout": layout if isinstance(layout, str) else {"hex": layout.hex()},
-            "salt": salt,
-        }
-        return _canonical(identity)
+        return _canonical(
+            {
+                "fingerprint": self._numbers(),
+                "block_size": block_size,
+                "layout_version": layout_version,
+                "layout": layout,
+                "salt": salt,
+            }
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Returns every field, for `/props`. Fields of canonical JSON are unpacked."""
         values = asdict(self)
-        for name in ("architecture", "quantisation", "adapters", "environment", "kernels", "switches"):
+        for name in _JSON_FIELDS:
             values[name] = json.loads(values[name]) if values[name] else None
         return values
 
@@ -147,12 +139,6 @@ class Fingerprint:
         left_out = _NOT_PORTABLE if self.mode == "portable" else ()
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         return {name: value for name, value in named.items() if value or name not in _NAMED_IF_SET}
-
-
-def _mode(mode: str) -> Mode:
-    if mode in _MODES:
-        return _MODES[mode]
-    raise SettingsError(f"--fingerprint: {mode!r} is not one of {', '.join(_MODES)}", param="--fingerprint")
 
 
 def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,22 +199,14 @@ def _parameters_digest(model: Any, adapter: str) -> str:
     return digest.hexdigest()
 
 
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _as_dict(config: Any) -> dict[str, Any]:
     return dict(config) if isinstance(config, Mapping) else dict(config.to_dict())
 
 
-def _canonical_if_any(values: Mapping[str, Any]) -> str:
-    return _canonical(values) if values else ""
-
-
-def _canonical(value: Any) -> str:
-    """Returns JSON with sorted keys. Equal values give equal text, also after one was written to a file (tuples,
-    1.0)."""
-    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
+def _canonical(values: Mapping[str, Any]) -> str:
+    """Returns JSON with sorted keys, or "" for no values. Equal values give equal text, also after one was written to a
+    file (tuples, 1.0)."""
+    return json.dumps(_plain(values), sort_keys=True, separators=(",", ":")) if values else ""
 
 
 def _plain(value: Any) -> Any:
@@ -242,7 +220,7 @@ def _plain(value: Any) -> Any:
         return int(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return _dtype_name(value)
+    return str(value).removeprefix("torch.")
 
 
 def weights_digest(files: Sequence[Path]) -> str:

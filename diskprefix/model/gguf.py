@@ -1,14 +1,4 @@
-"""A GGUF file, converted once into a folder that transformers loads in under a second.
-
-    <cache folder>/models/
-      .lock                  held while one process makes a model here; others wait
-      .partial-<name>-<hex>  work in progress; what a killed process left is removed by the next one
-      <name>/                a finished model: safetensors, configuration, tokenizer, and the manifest
-
-A folder is a model only if it holds a manifest of the present format, and every file has the size and digest that the
-manifest gives. The manifest is written last. Everything is flushed to the disk, and then the folder gets its name. So
-an interruption at any point leaves nothing that could be mistaken for a model.
-"""
+"""A GGUF file, converted once into a folder of safetensors. README.md describes the folder and how it is written."""
 
 from __future__ import annotations
 
@@ -110,7 +100,7 @@ def _publish(made: Path, folder: Path) -> None:
     manifest = made / MANIFEST
     manifest.write_text(json.dumps({"format": CONVERSION_FORMAT, "files": entries}, indent=2), encoding="utf-8")
     for path in files:
-        # safetensors writes 0600; give all files the mode that the umask gave the manifest.
+        # safetensors writes 0600.
         path.chmod(manifest.stat().st_mode)
     for path in (*files, manifest, made):
         _flush(path)
@@ -129,7 +119,7 @@ def _flush(path: Path) -> None:
 
 
 def _open_lock(file: Path) -> IO[bytes]:
-    """Open the lock file, and create it if it is missing. Raises `OSError`, also for a symbolic link."""
+    """Raises `OSError` if the file cannot be opened or is a symbolic link."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     return os.fdopen(os.open(file, flags, 0o600), "r+b")
 
@@ -152,9 +142,7 @@ def _remove_leftovers(models: Path) -> None:
 
 
 def _tidy(models: Path) -> None:
-    """Removes partial folders if no process is at work. It is no error if they cannot be removed now."""
-    if not any(models.glob(f"{_PARTIAL}*")):
-        return
+    """Removes partial folders if no process is at work."""
     with suppress(OSError), _open_lock(models / ".lock") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _remove_leftovers(models)
@@ -226,7 +214,9 @@ def _convert(source: Path, made: Path, name: str, advance: Callable[[float], Non
         advance(40)
         tokenizer = _load_tokenizer(source, config, facts, report)
         model = _load_dequantised(source, config)
-        _add_stop_tokens(model, facts["stop_ids"])
+        if len(facts["stop_ids"]) > 1:
+            # transformers reads only the end of text from a GGUF, not the end of a turn.
+            model.generation_config.eos_token_id = facts["stop_ids"]
         require_disk(made.parent, sum(p.numel() * p.element_size() for p in model.parameters()) + _OVERHEAD_BYTES)
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
@@ -283,20 +273,10 @@ def _load_dequantised(source: Path, config: Any) -> Any:
     return model
 
 
-def _add_stop_tokens(model: Any, stop_ids: list[int]) -> None:
-    """Adds the end of turn to the stop tokens. transformers reads only the end of text from a GGUF."""
-    if len(stop_ids) > 1:
-        model.generation_config.eos_token_id = stop_ids
-
-
 @contextmanager
 def _loading(reader: Any, advance: Callable[[float], None]) -> Iterator[None]:
-    """Changes two things in transformers while it loads a GGUF.
-
-    Its own progress bars report to `advance`, as a fraction of 1. And it gets the `reader` that has parsed the file
-    already: it would parse the whole file for the configuration and again for the tensors, which takes seconds each
-    time.
-    """
+    """While transformers loads a GGUF, has its progress bars report to `advance` (a fraction of 1), and gives it the
+    `reader` that has parsed the file. It would parse the whole file two times more, which takes seconds."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as legacy
     from transformers.utils import logging

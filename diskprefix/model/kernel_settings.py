@@ -58,14 +58,14 @@ def environment() -> dict[str, str]:
 @cache
 def kernel_packages() -> dict[str, str]:
     """Returns the installed packages of kernels with their versions. They are looked up once, as transformers does."""
-    return {module: _version_of(name) for module, name in _KERNEL_PACKAGES.items() if find_spec(module) is not None}
-
-
-def _version_of(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "unknown"
+    found: dict[str, str] = {}
+    for module, distribution in _KERNEL_PACKAGES.items():
+        if find_spec(module) is not None:
+            try:
+                found[module] = version(distribution)
+            except PackageNotFoundError:
+                found[module] = "unknown"
+    return found
 
 
 def matmul_precision() -> str:
@@ -129,16 +129,13 @@ def device_kind(device: torch.device) -> str:
     """Returns the type of the device, with the name of the GPU for CUDA."""
     import torch
 
-    if device.type == "cuda":
-        return f"cuda {torch.cuda.get_device_name(device)}"
-    return device.type
+    return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type
 
 
 def cpu_kind() -> str:
     """Returns the vector instructions that torch uses, and a digest of all it knows of this CPU but its cores.
 
-    oneDNN and MKL choose their kernels by vendor, instruction set (AMX, bf16) and cache sizes themselves, so torch's
-    own capability (AVX2, AVX512) alone would take two CPUs for one that round differently.
+    oneDNN and MKL choose their kernels by vendor, instruction set (AMX, bf16) and cache sizes themselves.
     """
     import torch
 

@@ -11,26 +11,7 @@ from diskprefix.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_ENCODER_DECODER = "an encoder–decoder model"
 _EMBEDDING = "an embedding model"
-
-_OTHER_KINDS = (
-    ("SEQUENCE_CLASSIFICATION", "a classifier"),
-    ("TOKEN_CLASSIFICATION", "a token classifier"),
-    ("MULTIPLE_CHOICE", "a multiple-choice classifier"),
-    ("NEXT_SENTENCE_PREDICTION", "a classifier"),
-    ("IMAGE_CLASSIFICATION", "an image classifier"),
-    ("AUDIO_CLASSIFICATION", "an audio classifier"),
-    ("QUESTION_ANSWERING", "a model that marks answers in a text"),
-    ("MASKED_LM", "a masked language model"),
-    ("CTC", "a speech recognition model"),
-    ("RNNT", "a speech recognition model"),
-    ("TDT", "a speech recognition model"),
-    ("TEXT_TO_WAVEFORM", "a speech synthesis model"),
-    ("TEXT_TO_SPECTROGRAM", "a speech synthesis model"),
-    ("TEXT_ENCODING", _EMBEDDING),
-)
-"""Registries of transformers, and what the models in them are."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +35,22 @@ def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
     if _is_sentence_encoder(folder):
         raise _not_served(folder, config, _EMBEDDING)
     if config.is_encoder_decoder:
-        raise _not_served(folder, config, _ENCODER_DECODER)
+        raise _not_served(folder, config, "an encoder–decoder model")
     named = set(config.architectures or [])
     # Multimodal first: a class in both registries takes more than text.
-    for loader, name in ((AutoModelForMultimodalLM, "MULTIMODAL_LM"), (AutoModelForCausalLM, "CAUSAL_LM")):
-        is_listed = type(config) in (mapping := getattr(registry, f"MODEL_FOR_{name}_MAPPING"))
+    for loader, name in (
+        (AutoModelForMultimodalLM, "MODEL_FOR_MULTIMODAL_LM"),
+        (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM"),
+    ):
+        is_listed = type(config) in (mapping := getattr(registry, f"{name}_MAPPING"))
         # A configuration that names no class is taken for a text model.
         is_meant = bool(named & _classes(name)) if named else loader is AutoModelForCausalLM
         if is_listed and is_meant:
             return _served(folder, config, loader, mapping)
     if not named and type(config) in registry.MODEL_FOR_MULTIMODAL_LM_MAPPING:
         return _served(folder, config, AutoModelForMultimodalLM, registry.MODEL_FOR_MULTIMODAL_LM_MAPPING)
-    raise _not_served(folder, config, _other_kind(named))
+    is_without_head = bool(named & (_classes("MODEL") | _classes("MODEL_FOR_TEXT_ENCODING")))
+    raise _not_served(folder, config, _EMBEDDING if is_without_head else "not a decoder model")
 
 
 def _served(folder: Path, config: PreTrainedConfig, loader: Any, mapping: Any) -> ModelKind:
@@ -92,20 +77,11 @@ def _is_sentence_encoder(folder: Path) -> bool:
         return False
 
 
-def _other_kind(named: set[str]) -> str:
-    for name, words in _OTHER_KINDS:
-        if named & _classes(name):
-            return words
-    if named & _classes(None):
-        return f"{_EMBEDDING} (it has no language-model head)"
-    return "not a decoder model"
-
-
-def _classes(name: str | None) -> set[str]:
-    """Returns the class names in transformers' registry of a task; None stands for the models without a head."""
+def _classes(registry_name: str) -> set[str]:
+    """Returns the class names in a registry of transformers, such as MODEL_FOR_CAUSAL_LM."""
     from transformers.models.auto import modeling_auto as registry
 
-    mapping = getattr(registry, f"MODEL_FOR_{name}_MAPPING_NAMES" if name else "MODEL_MAPPING_NAMES", {})
+    mapping = getattr(registry, f"{registry_name}_MAPPING_NAMES", {})
     return {cls for classes in mapping.values() for cls in (classes if isinstance(classes, tuple) else (classes,))}
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,9 +42,9 @@ _HUB_SUBFOLDERS = ["*/*"]
 class LoadedModel:
     """A decoder model in evaluation mode on its device.
 
-    `media` is the processor of a multimodal model, None for a model of text alone. `name` is the name for clients,
-    `source` the folder of the files. `timings` holds seconds by step: `source` (with download and conversion),
-    `imports`, `digest`, `tokenizer` (with the processor), `weights`.
+    `media` is the processor of a multimodal model, None for a model of text alone. `name` is the name for clients.
+    `timings` holds seconds by step: `source` (with download and conversion), `imports`, `digest`, `tokenizer` (with the
+    processor), `weights`.
     """
 
     model: PreTrainedModel
@@ -52,19 +52,7 @@ class LoadedModel:
     media: MediaProcessor | None
     name: str
     weights_digest: str
-    source: Path
     timings: dict[str, float]
-
-
-@dataclass
-class _Stopwatch:
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, step: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[step] = time.perf_counter() - started
 
 
 def load_model(settings: Settings, progress: Report) -> LoadedModel:
@@ -73,9 +61,19 @@ def load_model(settings: Settings, progress: Report) -> LoadedModel:
     `progress` takes lines of text for people. Raises `ModelError` if the model cannot be found, fetched or read, or
     does not fit in memory, and `SettingsError` for --device and --chat-template, each with a message of one line.
     """
-    clock = _Stopwatch()
+    timings: dict[str, float] = {}
+
+    @contextmanager
+    def clock(step: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        timings[step] = time.perf_counter() - started
+
     # Wrong settings are reported before anything slow happens.
-    _check_device_name(settings.device)
+    if not _DEVICE.fullmatch(settings.device):
+        raise SettingsError(
+            f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, mps", param="--device"
+        )
     template = _read_template(settings.chat_template)
     with clock("source"):
         folder, name = _find(settings.model, progress)
@@ -88,8 +86,8 @@ def load_model(settings: Settings, progress: Report) -> LoadedModel:
             kind = require_served_kind(folder, config)
         dtype = _pick_dtype(settings.dtype, config)
     _require_fit(folder, files, dtype, device)
-    with clock("digest"):
-        digest = _digest(files)
+    with clock("digest"), _load_failures(folder):
+        digest = weights_digest(files)
     with clock("tokenizer"):
         tokenizer = _load_tokenizer(folder, template)
         media = _load_media(folder, config, kind) if kind.is_multimodal else None
@@ -101,8 +99,7 @@ def load_model(settings: Settings, progress: Report) -> LoadedModel:
         media=media,
         name=settings.served_model_name or name,
         weights_digest=digest,
-        source=folder,
-        timings=clock.seconds,
+        timings=timings,
     )
 
 
@@ -179,8 +176,7 @@ def _hub_reason(error: Exception) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Returns the weight files of a folder: safetensors, or else pickled ones. Raises `ModelError` if there are
-    none."""
+    """Returns the safetensors of a folder, or else its pickled weights. Raises `ModelError` if there are none."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} holds no model: there is no config.json{_hint(folder)}")
     for index in (folder / "model.safetensors.index.json", folder / "pytorch_model.bin.index.json"):
@@ -222,11 +218,6 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         raise ModelError(f"cannot read the configuration of {folder}: {reason}") from error
 
 
-def _check_device_name(name: str) -> None:
-    if not _DEVICE.fullmatch(name):
-        raise SettingsError(f"--device: {name!r} is not one of auto, cpu, cuda, cuda:N, mps", param="--device")
-
-
 def _pick_device(name: str) -> torch.device:
     import torch
 
@@ -258,13 +249,6 @@ def _require_fit(folder: Path, files: list[Path], dtype: torch.dtype, device: to
         what=f"{folder.name} as {str(dtype).removeprefix('torch.')} on {device}",
         advice="free some, or choose a smaller model, another --dtype or another --device",
     )
-
-
-def _digest(files: list[Path]) -> str:
-    try:
-        return weights_digest(files)
-    except OSError as error:
-        raise ModelError(f"cannot read {error.filename or files[0]}: {error.strerror}") from error
 
 
 def _load_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
@@ -328,8 +312,7 @@ def _override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> Non
             f"--chat-template: line {error.lineno}: {first_line(error)}", param="--chat-template"
         ) from error
     except (TemplateError, TypeError, ValueError):
-        # The template compiles. It may need other messages than those of this trial.
-        return
+        return  # The template compiles. It may need other messages than those of this trial.
 
 
 def _load_weights(
@@ -363,11 +346,8 @@ def _load_weights(
 
 
 def _copy_into_memory(model: PreTrainedModel) -> None:
-    """Copies the weights, which safetensors maps from the file.
-
-    Mapped tensors change, or end the process, when somebody writes the file. Under memory pressure they are read from
-    the disk again. Their addresses are not aligned, which cost 3 to 9 % of decode time where it was measured.
-    """
+    """Copies the weights, which safetensors maps from the file: mapped tensors change, or end the process, when
+    somebody writes the file, and their unaligned addresses cost 3 to 9 % of decode time where it was measured."""
     import torch
 
     threads = torch.get_num_threads()

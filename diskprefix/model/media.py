@@ -26,17 +26,15 @@ if TYPE_CHECKING:
 MediaKind: TypeAlias = Literal["image", "audio"]
 
 MAX_PIXELS = 64 * 1024**2
-"""Limit for all images of a request: 256 MiB decoded, at Pillow's four bytes a pixel. A file of a few kilobytes can
-claim any size."""
+"""Limit for all images of a request: 256 MiB decoded. A file of a few kilobytes can claim any size."""
 MIN_AUDIO_S = 0.1
 """Limit for each sound. The encoders of some models make nothing of shorter ones."""
 MAX_AUDIO_S = 600
 """Limit for all sounds of a request."""
 MAX_PREPARED_BYTES = 512 * 1024**2
-"""Limit for the tensors that the processor makes of the media of a request. Processors enlarge small images: one pixel
-can become 10 MB."""
+"""Limit for the tensors that the processor makes of a request's media. One pixel can become 10 MB."""
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""The formats that clients send. Pillow reads dozens more, whose decoders are less tested."""
+"""Pillow reads dozens more, whose decoders are less tested."""
 _PLAIN_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -72,6 +70,8 @@ class MediaProcessor:
 
         Raises only what torch raises when memory runs out.
         """
+        from transformers.utils import is_vision_available
+
         from diskprefix.kv.layout import is_out_of_memory
 
         try:
@@ -79,7 +79,9 @@ class MediaProcessor:
         except Exception as error:  # processors are of any age and author; the model works without
             if is_out_of_memory(error):
                 raise
-            return cls(None, _problem(error))
+            if not is_vision_available():
+                return cls(None, "Pillow is not installed: pip install 'diskprefix[media]'")
+            return cls(None, f"its processor cannot be loaded: {first_line(error)}")
 
     def read_image(self, content: bytes, *, param: str, beside: Sequence[Image] = ()) -> Image:
         """Returns the first frame of an image file (PNG, JPEG, WebP, GIF, BMP) in RGB, turned upright.
@@ -89,7 +91,6 @@ class MediaProcessor:
         """
         from PIL import Image, ImageOps, UnidentifiedImageError
 
-        formats = ", ".join(_IMAGE_FORMATS)
         try:
             with Image.open(io.BytesIO(content), formats=_IMAGE_FORMATS) as image:
                 # Read from the header: nothing is decoded yet.
@@ -101,13 +102,11 @@ class MediaProcessor:
             raise _too_many_pixels(param) from error
         except (InvalidRequest, MemoryError):
             raise
-        except UnidentifiedImageError as error:
-            # Its message holds the address of an object.
-            raise InvalidRequest(f"{param}: is not an image that can be read ({formats})", param=param) from error
         except Exception as error:  # decoders of hostile files raise all sorts of errors
-            raise InvalidRequest(
-                f"{param}: is not an image that can be read ({formats}): {first_line(error)}", param=param
-            ) from error
+            problem = f"{param}: is not an image that can be read ({', '.join(_IMAGE_FORMATS)})"
+            if not isinstance(error, UnidentifiedImageError):  # its message holds the address of an object
+                problem = f"{problem}: {first_line(error)}"
+            raise InvalidRequest(problem, param=param) from error
 
     def read_audio(self, content: bytes, *, param: str, beside: Sequence[Samples] = ()) -> Samples:
         """Returns a WAV file as mono samples in [-1, 1] at the rate that the model wants, shape [samples].
@@ -120,19 +119,16 @@ class MediaProcessor:
         except ValueError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from error
         wanted = int(self._audio.sampling_rate)
-        self._check_length(sound.seconds, sum(map(len, beside)) / wanted, param)
-        return sound.resampled(wanted)
-
-    def _check_length(self, seconds: float, seconds_beside: float, param: str) -> None:
+        seconds, problem = sound.seconds, None
         if seconds < MIN_AUDIO_S:
             problem = f"lasts {seconds:.3f} s, and a sound must last at least {MIN_AUDIO_S} s"
         elif seconds > self._longest_s:
             problem = f"lasts {seconds:.1f} s, and this model takes {self._longest_s:g} s of a sound; send it in parts"
-        elif seconds + seconds_beside > MAX_AUDIO_S:
+        elif seconds + sum(map(len, beside)) / wanted > MAX_AUDIO_S:
             problem = f"the request holds more than {MAX_AUDIO_S} s of sound"
-        else:
-            return
-        raise InvalidRequest(f"{param}: {problem}", param=param)
+        if problem is not None:
+            raise InvalidRequest(f"{param}: {problem}", param=param)
+        return sound.resampled(wanted)
 
     def prepare(self, text: str, images: Sequence[Image], audio: Sequence[Samples]) -> MediaPrompt:
         """Returns the model's input for a rendered conversation and its media, which come in the order of their
@@ -176,13 +172,11 @@ class MediaProcessor:
 
 def prepared_bytes(tensors: Mapping[str, Any]) -> int:
     """Returns the size of the tensors of a `MediaPrompt` in bytes. They may be in lists."""
-    return sum(map(_num_bytes, tensors.values()))
 
+    def num_bytes(value: Any) -> int:
+        return sum(map(num_bytes, value)) if isinstance(value, list | tuple) else int(getattr(value, "nbytes", 0))
 
-def _num_bytes(value: Any) -> int:
-    if isinstance(value, list | tuple):
-        return sum(map(_num_bytes, value))
-    return int(getattr(value, "nbytes", 0))
+    return sum(map(num_bytes, tensors.values()))
 
 
 def _placeholders(processor: Any) -> frozenset[str]:
@@ -214,7 +208,6 @@ def _longest_s(processor: Any, extractor: Any) -> float:
 
 
 def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
-    """Raises whatever transformers raises."""
     from transformers import AutoProcessor, ProcessorMixin
     from transformers.utils import is_torchvision_available
 
@@ -253,14 +246,6 @@ def _load_without_videos(folder: Path, config: PreTrainedConfig) -> Any:
     settings, _ = wanted.get_processor_dict(folder, local_files_only=True)
     lenient: Any = type(wanted.__name__, (wanted,), {"check_argument_for_proper_class": check})
     return lenient.from_args_and_dict(parts, settings)
-
-
-def _problem(error: Exception) -> str:
-    from transformers.utils import is_vision_available
-
-    if not is_vision_available():
-        return "Pillow is not installed: pip install 'diskprefix[media]'"
-    return f"its processor cannot be loaded: {first_line(error)}"
 
 
 def _too_many_pixels(param: str) -> InvalidRequest:

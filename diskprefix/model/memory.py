@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 _CAST_AT_LOAD = frozenset({"F64", "F32", "F16", "BF16"})
-"""Types of safetensors that are cast to the model's dtype when loaded. All others (packed quantised weights) keep
-their size."""
-
-_SHARE_FOR_KV = 0.9
-
+"""Types of safetensors that are cast to the model's dtype when loaded. Packed quantised weights keep their size."""
 _ELEMENT_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 
 
@@ -35,8 +31,7 @@ def require_memory(needed_bytes: int, available: int, *, what: str, advice: str)
 def weights_bytes(files: Sequence[Path], dtype_bytes: int) -> int:
     """Returns the bytes that the weights in `files` take when loaded in a dtype of `dtype_bytes` bytes an element.
 
-    For safetensors the headers are read. Pickled files (`.bin`) count with the size of the file. Raises `ModelError`
-    for a file that is not safetensors or is cut short.
+    Pickled files count with the size of the file. Raises `ModelError` for safetensors that are damaged or cut short.
     """
     return sum(
         _safetensors_bytes(file, dtype_bytes) if file.suffix == ".safetensors" else file.stat().st_size
@@ -62,8 +57,7 @@ def _safetensors_bytes(file: Path, dtype_bytes: int) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Returns the free memory of `device` in bytes. For a GPU it is what the driver reports and what torch holds
-    unused, for the CPU `available_ram_bytes`."""
+    """Returns the free memory of `device` in bytes, with what torch holds of it unused."""
     import torch
 
     if device.type == "cuda":
@@ -76,7 +70,7 @@ def available_bytes(device: torch.device) -> int:
 
 def kv_bytes(device: torch.device) -> int:
     """Returns how many bytes of the free memory of `device` KV may take. The rest is for computing with it."""
-    return int(available_bytes(device) * _SHARE_FOR_KV)
+    return int(available_bytes(device) * 0.9)
 
 
 def available_ram_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

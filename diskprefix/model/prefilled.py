@@ -1,8 +1,7 @@
 """A view of a model whose `generate` takes the state of the prompt from somewhere else.
 
-transformers' decoding methods ask the model for the first forward in `_prefill`. The view is an object of a subclass
-that answers there. It shares all attributes with the model, and the model itself is not changed: other threads, and
-other sessions, may use it meanwhile.
+transformers asks the model for the first forward in `_prefill`, and the view is an object of a subclass that answers
+there. The model itself is not changed: other threads, and other sessions, may use it meanwhile.
 """
 
 from __future__ import annotations

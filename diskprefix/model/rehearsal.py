@@ -1,9 +1,4 @@
-"""Finds the layout of a model's state by running the model, and tests whether the state can be saved and restored.
-
-A few tokens are run with transformers' own cache. Then the class of each layer of that cache is read, and the shapes
-and dtypes of its tensors. Then a restore is *rehearsed*: a short run is interrupted, another sequence runs, and a copy
-of the first one's state goes on. Its logits must be those of the uninterrupted run, bit for bit. This finds a model
-that keeps state outside its cache before the model serves a request.
+"""Finds the layout of a model's state by running the model, and rehearses a restore. README.md says how and why.
 
 A layout is unsupported if a layer has an unknown class, if the model cannot be run this way, or if the rehearsal fails.
 Such models run on transformers' own state (`kv.uncached`).
@@ -16,6 +11,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from transformers.cache_utils import (
     DummyLayer,
@@ -42,6 +38,7 @@ from diskprefix.kv.layout import (
     is_out_of_memory,
 )
 from diskprefix.memo import Memo
+from diskprefix.printable import first_line
 from diskprefix.version import __version__
 
 if TYPE_CHECKING:
@@ -75,19 +72,15 @@ that never saw the first step. Rounding is smaller by orders of magnitude; a dro
 
 
 class _Unsupported(Exception):
-    """The reasons why a model's state cannot be cached."""
-
-    def __init__(self, *reasons: str) -> None:
-        super().__init__(*reasons)
-        self.reasons = reasons
+    """Its arguments are the reasons why a model's state cannot be cached."""
 
 
 def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
     """Returns the layout of the model's state, after a rehearsed restore.
 
-    A rehearsal takes a dozen forwards. One that succeeded is remembered for `identity`, which names the model's
-    numbers, if it is not empty. For a model that cannot be cached, `unsupported` in the layout has the reasons. Raises
-    only what torch raises when memory runs out.
+    A rehearsal takes a dozen forwards. One that succeeded is remembered for `identity`, the model's fingerprint, if it
+    is given. For a model that cannot be cached, `unsupported` in the layout has the reasons. Raises only what torch
+    raises when memory runs out.
     """
     try:
         with torch.inference_mode():
@@ -102,15 +95,15 @@ def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
                 _rehearsals.put(key, _VERDICTS[rehearsed.is_one_pass])
             return rehearsed
     except _Unsupported as found:
-        return _uncacheable(model, found.reasons)
+        return unsupported(model, *found.args)
     except Exception as error:  # a model class of any age and author may fail in any way
         if is_out_of_memory(error):
             raise
-        first_line = next(iter(str(error).splitlines()), "")
-        return _uncacheable(model, (f"{type(model).__name__}: {type(error).__name__}: {first_line}",))
+        return unsupported(model, f"{type(model).__name__}: {type(error).__name__}: {first_line(error)}")
 
 
-def _uncacheable(model: PreTrainedModel, reasons: tuple[str, ...]) -> Layout:
+def unsupported(model: PreTrainedModel, *reasons: str) -> Layout:
+    """Returns the layout of a model that is not cached."""
     return Layout(layers=(), groups=(), vocab_size=0, logits_dtype=model.dtype, unsupported=reasons)
 
 
@@ -139,23 +132,18 @@ def _own_kind(model: PreTrainedModel) -> CacheKind | None:
 
 
 def moving_ropes(kinds: Iterable[str]) -> list[str]:
-    """Returns the kinds of RoPE whose frequencies depend on more than the position (see `dynamic_rope_update` in
-    transformers).
+    """Returns the kinds of RoPE whose frequencies depend on more than the position.
 
-    Dynamic frequencies are kept in the module and depend on earlier runs. Those of longrope change for all positions
-    when a sequence outgrows the original length; keys that were computed before are then wrong.
+    Dynamic frequencies depend on earlier runs. Those of longrope change for all positions when a sequence outgrows the
+    original length; keys that were computed before are then wrong.
     """
     return sorted(f"{kind} RoPE" for kind in set(kinds) if "dynamic" in kind or kind == "longrope")
 
 
 def _moving_ropes_of(model: PreTrainedModel) -> list[str]:
-    kinds = (kind for module in model.modules() for kind in _rope_types(getattr(module, "rope_type", None)))
-    return moving_ropes(kinds)
-
-
-def _rope_types(rope_type: Any) -> list[str]:
-    """Returns one kind for the whole model, or one for each kind of layer."""
-    return [str(kind) for kind in rope_type.values()] if isinstance(rope_type, dict) else [str(rope_type)]
+    # One kind for the whole model, or one for each kind of layer.
+    found = [getattr(module, "rope_type", None) for module in model.modules()]
+    return moving_ropes(str(kind) for each in found for kind in (each.values() if isinstance(each, dict) else [each]))
 
 
 def made_up_tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.Tensor:
@@ -168,13 +156,10 @@ def made_up_tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.
 def _read_layout(model: PreTrainedModel) -> Layout:
     argument, kind = _cache_argument(model), _own_kind(model)
     assert argument is not None
-    if kind is None:
-        cache = DynamicCache(config=model.config)
-        output = model(input_ids=made_up_tokens(model, 0, _STEP), use_cache=True, **{argument: cache})
-        layers = cache.layers
-    else:
-        output = model(input_ids=made_up_tokens(model, 0, _STEP), use_cache=True)
-        layers = _own_layers(kind, getattr(output, argument), model.config.num_hidden_layers)
+    given = {} if kind else {argument: DynamicCache(config=model.config)}
+    output = model(input_ids=made_up_tokens(model, 0, _STEP), use_cache=True, **given)
+    cache = given.get(argument) or getattr(output, argument)
+    layers = _own_layers(kind, cache, model.config.num_hidden_layers) if kind else cache.layers
     unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})
     if unknown:
         raise _Unsupported(*unknown)
@@ -279,12 +264,10 @@ def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
 def _compared_with_one_pass(
     model: PreTrainedModel, layout: Layout, token_ids: torch.Tensor, logits: torch.Tensor, states: memoryview
 ) -> Layout:
-    """Returns the layout, marked as one-pass if the model cannot add several tokens to a state at once.
+    """Returns the layout, marked as one-pass if the model ignores the earlier state when it adds several tokens to it.
 
-    `logits` and `states` come from two steps. Some recurrences (the first Mamba) ignore the earlier state when they are
-    given several tokens: their layout is one pass. The states of the first layer are compared, as both runs have nearly
-    the same input there. Raises `_Unsupported` for a model whose states are right but whose logits are not, and for one
-    in which a token depends on later tokens.
+    `logits` and `states` come from two steps. The states of the first layer are compared, as both runs have nearly the
+    same input there. Raises `_Unsupported` if only the logits are wrong, or if a token depends on later tokens.
     """
     dropped = _arena(model, layout)
     second_alone = dropped.forward(model, token_ids[:, _STEP:])
@@ -338,11 +321,10 @@ def _write(arena: KVArena, payload: memoryview) -> None:
 
     def write(out: Bytes) -> None:
         nonlocal start
-        out.reshape(-1)[...] = memoryview(payload)[start : start + out.size]
+        out[...] = np.frombuffer(payload[start : start + out.size], np.uint8).reshape(out.shape)
         start += out.size
 
     layout = arena.layout
     rows = [len(g.specs) * g.heads for g in layout.groups] + [len(g.specs) * g.rows_each for g in layout.states]
     for group, num_rows in enumerate(rows):
-        for row in range(num_rows):
-            arena.fill(0, _STEP, group, slice(row, row + 1), write)
+        arena.fill(0, _STEP, group, slice(0, num_rows), write)

@@ -1,7 +1,6 @@
 """WAV files as mono samples at the rate that a model wants, in memory that does not grow with the file.
 
-Python's `wave` module is not used. Before 3.12 it refuses the header that most tools write for 24 bits or for more than
-two channels, and a damaged file makes it raise errors of any class.
+Python's `wave` module refuses common headers before 3.12, and raises errors of any class for a damaged file.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Wav:
 
     @classmethod
     def read(cls, content: bytes) -> Wav:
-        """Raises `ValueError` that says what is wrong with the file. The message continues a sentence about it."""
+        """Raises `ValueError` for a file that is damaged or of another kind."""
         chunks = _chunks(content)
         rate, num_channels, width = _format(chunks.get(b"fmt ", (0, memoryview(b"")))[1])
         if rate not in SAMPLE_RATES:
@@ -63,8 +62,7 @@ class Wav:
         return self.num_frames / self.rate
 
     def resampled(self, wanted: int) -> Samples:
-        """Returns the whole sound at `wanted` samples a second, the mean of its channels in [-1, 1], shape
-        [samples]."""
+        """Returns the sound at `wanted` samples a second: the mean of its channels in [-1, 1], shape [samples]."""
         samples = np.empty(max(1, round(self.num_frames * wanted / self.rate)), np.float32)
         for second in range(0, -(-self.num_frames // self.rate), _STEP_S):
             part = samples[second * wanted : (second + _STEP_S) * wanted]
@@ -74,9 +72,8 @@ class Wav:
     def _step(self, second: int, wanted: int) -> Samples:
         """Returns `_STEP_S` seconds from `second` on at another rate, with silence after the end.
 
-        The spectrum of the step, with a margin on both sides, is cut or padded with zeros and transformed back. The
-        transform treats the sound as one that repeats, so the margins fade out: there must be no click where the end
-        meets the beginning.
+        The spectrum of the step is cut or padded with zeros and transformed back. The transform treats the sound as one
+        that repeats, so the step has a margin on both sides that fades out.
         """
         if self.rate == wanted:
             return self._mono(second * wanted, (second + _STEP_S) * wanted)

