@@ -76,14 +76,12 @@ class PrefixCacheSession:
     ) -> None:
         """Opens the cache for `model` and reads all weights once.
 
-        `model` is in evaluation mode, on any device and in any dtype. With a `tokenizer`, prompts may be text, and its
-        special tokens are the boundaries at which they may be cut. `cache_dir` (default: `DISKPREFIX_KV_CACHE_DIR`, or
-        the daemon's default folder), `scope` (what of a prompt is saved: `auto:30`, `full`, a number of tokens, `off`)
-        and `budget` (bytes, or a text such as `4GiB`) override `settings`.
+        With a `tokenizer`, prompts may be text, and its special tokens are the boundaries at which they may be cut.
+        `cache_dir` (default: `DISKPREFIX_KV_CACHE_DIR`, or the daemon's default folder), `scope` (`auto:30`, `full`, a
+        number of tokens, `off`) and `budget` (bytes, or a text such as `4GiB`) override `settings`.
 
         Raises `SettingsError` or `InvalidScope` for a value out of its range, `InvalidRequest` if `model` is not a
-        `PreTrainedModel`, and `CacheError` if the folder cannot be used. A folder that is full or read-only is not an
-        error here: nothing is saved in it.
+        `PreTrainedModel`, and `CacheError` if the folder cannot be used, but not if it is full or read-only.
         """
         if not isinstance(model, PreTrainedModel):
             raise InvalidRequest(
@@ -112,10 +110,9 @@ class PrefixCacheSession:
         """Restores or computes a prompt's state up to the last grid point before its end, and saves it.
 
         Returns the model's cache, to be passed as `cache_argument`, and how many of its tokens were restored.
-        `model.generate(input_ids, past_key_values=cache)` continues from there, and so does a forward of the tokens
-        from `cache.get_seq_length()` on; at least one token is left. The cache is empty for a prompt of one block or
-        less, and for a model that computes prompts in one pass (the first Mamba). For a model that is not supported it
-        is None, which transformers takes for an empty cache.
+        `model.generate(input_ids, past_key_values=cache)` continues from there; at least one token is left. The cache
+        is empty for a prompt of one block or less, and for a model that computes prompts in one pass. It is None for a
+        model that is not supported.
 
         Raises `InvalidRequest` if `input_ids` is not one prompt, `ContextTooLong` if there is too little memory.
         """
@@ -170,7 +167,7 @@ class PrefixCacheSession:
         """Waits until everything that is to be saved is on the disk.
 
         Raises `StoreUnavailable` if the folder cannot be written or `timeout_s` passes, and `CacheError` if the store
-        refused something since the last `save`: the budget, the disk or the write buffer is full; the log says which.
+        refused something since the last `save`; the log says why.
         """
         self._require_open()
         writer = self._cache.writer
@@ -210,7 +207,6 @@ class PrefixCacheSession:
         return self._cache.stats()
 
     def _open(self) -> None:
-        """Opens the cache for the model as it is now."""
         store = _open_store(self.settings)
         try:
             store.use_codec(self.settings.kv_cache_codec, available_bytes(torch.device("cpu")))
@@ -273,10 +269,8 @@ class PrefixCacheSession:
         self.report = self._cache.begin(prompt, self._options).close()
 
     def _complete(self, arena: KVArena, prompt: Prompt, *, goes_on: bool = False) -> torch.Tensor | None:
-        """Restores, computes and publishes the whole prompt. Returns the next-token logits, shape [vocab].
-
-        With `goes_on` the logits are not needed; None is returned if all of the prompt was restored.
-        """
+        """Restores, computes and publishes the whole prompt. Returns the next-token logits, shape [vocab], or None if
+        they are not needed (`goes_on`) and were not computed."""
         self._cache.load(self._options.tenant)
         cached = self._cache.begin(prompt, self._options, goes_on=goes_on)
         try:
@@ -317,7 +311,6 @@ class PrefixCacheSession:
 
     @staticmethod
     def _check(inputs: Mapping[str, Any], num_tokens: int) -> None:
-        """Raises `InvalidRequest` for arguments that need several sequences or another cache."""
         for name in _REFUSED:
             if inputs.get(name) is not None:
                 raise InvalidRequest(f"{name}: a session cannot take it; use model.generate", param=name)
@@ -388,7 +381,7 @@ def _open_store(settings: Settings) -> Store:
 
 
 def _identified(model: PreTrainedModel) -> tuple[Layout, str]:
-    """Returns the layout of the model's state and the digest of its weights, which is empty if nothing is cached."""
+    """Returns the layout of the model's state and the digest of its weights, "" if nothing is cached."""
     if model.training:
         return unsupported(model, f"{type(model).__name__} is in training mode: call model.eval()"), ""
     layout = rehearse(model)
@@ -399,7 +392,6 @@ def _identified(model: PreTrainedModel) -> tuple[Layout, str]:
 
 
 def _model_name(model: PreTrainedModel) -> str:
-    """Returns the hub id, the name of the folder, or the name of the class."""
     name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
     return Path(name).name if Path(name).is_absolute() else name
 

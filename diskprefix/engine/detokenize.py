@@ -19,7 +19,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that `token` makes final, perhaps empty. Sets `stopped` when a stop string is complete."""
+        """Returns the text that `token` makes final, perhaps "". Sets `stopped` when a stop string is complete."""
         self._undecoded.append(token)
         text = self._step(token)
         if text is None:
@@ -28,17 +28,16 @@ class TextStream:
         return self._release(text)
 
     def finish(self) -> str:
-        """What is still held when the reply ends without a stop string: it was none after all."""
+        """Returns the text that is still held when the reply ends without a stop string."""
         rest = self._backend.decode(self._undecoded, skip_special_tokens=True) if self._undecoded else ""
         held, self._held = self._held, ""
         return held + rest
 
     def _step(self, token: int) -> str | None:
-        """The text up to `token`, None while a character is incomplete.
+        """Returns the text up to `token`, None while a character is incomplete.
 
-        A byte that can belong to no character makes a byte-fallback decoder replace the whole run of bytes it is in.
-        The stream fails if part of that run is out already; what is not out yet is then decoded by itself, and a new
-        stream goes on from there.
+        An invalid byte makes a byte-fallback decoder replace its whole run of bytes. The stream fails if part of the
+        run is out already. What is not out yet is then decoded by itself, and a new stream continues from there.
         """
         try:
             text: str | None = self._stream.step(self._backend, token)
@@ -61,5 +60,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Returns the length of the longest end of `text` that `stop` begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import torch
 
@@ -23,7 +22,13 @@ def is_device_lost(error: BaseException) -> bool:
     CUDA repeats such an error at every later call of the process, so only a new process helps. Running out of memory is
     no such error: the next request may fit.
     """
-    return any(_is_from_driver(cause) for cause in _with_causes(error))
+    found: BaseException | None = error
+    # An error of ours explains its cause itself.
+    while found is not None and not isinstance(found, DiskPrefixError):
+        if _is_from_driver(found):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
 
 
 def _is_from_driver(error: BaseException) -> bool:
@@ -31,11 +36,3 @@ def _is_from_driver(error: BaseException) -> bool:
         return False
     is_accelerator_error = _ACCELERATOR_ERROR is not None and isinstance(error, _ACCELERATOR_ERROR)
     return is_accelerator_error or _DRIVER_ERROR.search(str(error)) is not None
-
-
-def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that were being handled when it was raised. An error of ours explains its cause itself."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, DiskPrefixError):
-        yield found
-        found = found.__cause__ or found.__context__

@@ -16,7 +16,7 @@ import torch
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.device import is_device_lost
-from diskprefix.engine.prefill import Cancelled, State, forward, prefill
+from diskprefix.engine.prefill import Cancelled, State, prefill
 from diskprefix.engine.request import (
     DoneEvent,
     Event,
@@ -50,8 +50,6 @@ _UNLIMITED_POSITIONS = 1 << 20
 """For models whose config names no maximum (recurrent ones)."""
 _TOUCHED_AT_START_BYTES = 1 << 30
 """KV memory that is allocated and touched before the first request: fresh pages would slow down its restore."""
-_SHARE_AT_START = 0.25
-"""… but no more than this share of the memory that is free by then."""
 _FLUSH_TIMEOUT_S = 30.0
 
 
@@ -98,7 +96,7 @@ class Engine:
         is_cancelled: Callable[[], bool],
         arrived_at: float,
     ) -> None:
-        """Run one request to its end, emitting its events; `arrived_at` is on the clock of `time.perf_counter`.
+        """Runs one request to its end and emits its events. `arrived_at` is on the clock of `time.perf_counter`.
 
         Raises `InvalidRequest` for an empty prompt, `ContextTooLong` for one that exceeds the positions or the memory,
         or `Cancelled` within one step of `is_cancelled()` turning true.
@@ -118,12 +116,15 @@ class Engine:
         emit(DoneEvent(run.usage(report.restored), report, run.timings(cached)))
 
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
-        """Flush and close the cache; False when unsaved state was lost to the time limit."""
+        """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""
         if self.recorder is not None:
             self.recorder.close()
         return self.cache.close(timeout_s)
 
     def _record(self, recorder: Recorder, run: _Run, cached: CachedRequest, report: CacheReport) -> None:
+        # Of a prompt without media, by a model of which nothing can be published.
+        is_supported, media = isinstance(self._state, KVArena), run.request.prompt.media
+        is_computed_uncached = run.num_generated > 0 and not is_supported and not media
         recorder.note(
             run.request.prompt,
             run.request.cache,
@@ -132,18 +133,13 @@ class Engine:
             when=time.time() - (time.perf_counter() - run.arrived_at),
             output_tokens=run.num_generated,
             prefill_ms=run.prefill_s * 1e3,
-            remembered=cached.is_published or self._is_computed_uncached(run),
+            remembered=cached.is_published or is_computed_uncached,
         )
-
-    def _is_computed_uncached(self, run: _Run) -> bool:
-        """Whether a prompt without media was computed by a model of which nothing can be published."""
-        is_supported = isinstance(self._state, KVArena)
-        return run.num_generated > 0 and not is_supported and not run.request.prompt.media
 
     def _arena(self, layout: Layout) -> KVArena:
         device = self.model.device
         arena = KVArena(layout, device, partial(kv_bytes, device))
-        affordable = min(_TOUCHED_AT_START_BYTES, int(available_bytes(device) * _SHARE_AT_START))
+        affordable = min(_TOUCHED_AT_START_BYTES, available_bytes(device) // 4)
         try:
             arena.reserve(min(self.max_positions, affordable // max(layout.bytes_per_token, 1)))
         except ContextTooLong as error:
@@ -158,7 +154,7 @@ class Engine:
         try:
             with torch.inference_mode():
                 for num_tokens in (2, 1):
-                    state.forward(torch.zeros((1, num_tokens), dtype=torch.long, device=self.model.device))
+                    state.forward(self.model, torch.zeros((1, num_tokens), dtype=torch.long, device=self.model.device))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -193,7 +189,7 @@ class Engine:
             )
 
     def _prefill(self, run: _Run, cached: CachedRequest, is_cancelled: Callable[[], bool]) -> torch.Tensor:
-        """Restore what is stored, compute the rest; answer the next-token logits."""
+        """Restores what is stored and computes the rest. Returns the next-token logits."""
         token_ids, state = run.request.prompt.token_ids, self._state
         logits, start = None, 0
         state.truncate(0)
@@ -227,8 +223,7 @@ class Engine:
         is_cancelled: Callable[[], bool],
         cached: CachedRequest | None,
     ) -> None:
-        """Decode one choice from the prompt's next-token logits. The prompt's state is published after the first token,
-        through `cached`: by then it is complete, and saving no longer delays what the client waits for."""
+        """Decodes one choice. The prompt's state is published after the first token: saving delays the client less."""
         sampling, prompt = run.request.sampling, run.request.prompt.token_ids
         reply: list[int] = []
         sampler = Sampler(sampling, prompt, self.model.device, choice)
@@ -253,7 +248,7 @@ class Engine:
                 emit(FinishEvent(choice, reason))
                 return
             self._state.reserve(len(prompt) + step)
-            logits = forward(self.model, self._state, torch.tensor([[token]], device=self.model.device))
+            logits = self._state.forward(self.model, torch.tensor([[token]], device=self.model.device))
             reply.append(token)
             if cached is not None and isinstance(self._state, KVArena):
                 cached.after_decode(self._state)
@@ -267,7 +262,7 @@ class Engine:
         is_last: bool,
         emit: Callable[[Event], None],
     ) -> FinishReason | None:
-        """Emit one token's text; answer why the reply ends with it, if it does."""
+        """Emits one token's text. Returns why the reply ends with it, if it does."""
         if token in self._eos:
             emit(TextEvent(choice, text.finish(), (token,)))
             return "stop"
@@ -283,7 +278,6 @@ class Engine:
         return replace(item, text=text, top=tuple(self._with_text(other) for other in item.top))
 
     def _reply_limit(self, request: GenerateRequest) -> int:
-        """Tokens that may be generated: `max_tokens`, and what the model's positions leave."""
         room = self.max_positions - len(request.prompt.token_ids)
         return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
 
@@ -328,8 +322,7 @@ class _Run:
 
 @contextmanager
 def _naming_media(request: GenerateRequest) -> Iterator[None]:
-    """Around the first pass over a prompt. What a model's own code raises there over images and sounds (too small, too
-    many, of a shape that it was not written for) becomes an `InvalidRequest` that names them."""
+    """Turns what a model's own code raises over images and sounds into an `InvalidRequest` that names them."""
     try:
         yield
     except (DiskPrefixError, Cancelled):
@@ -351,7 +344,6 @@ def _max_positions(model: PreTrainedModel) -> int:
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """What ends a reply: the generation config's ids (often several) and the tokenizer's own."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     listed = ids if isinstance(ids, list) else [ids]
     return frozenset(i for i in (*listed, tokenizer.eos_token_id) if i is not None)

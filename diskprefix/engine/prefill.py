@@ -1,10 +1,7 @@
 """The prefill grid: steps of `block_size` tokens counted from position 0, then one partial step.
 
-A run that was restored to a grid point goes on in the very same steps as the run that started cold, so it makes the
-same kernel calls on the same bytes. Any other step sizes would change the last bits of the logits.
-
-State that is not ours is not cut, and neither is that of models (the first Mamba) which go on wrongly from a state when
-more than one token is added to it: there the whole prompt is one step, as in transformers' own `generate`.
+A run that was restored to a grid point goes on in the same steps as a cold run: other step sizes would change the last
+bits of the logits. Uncached and one-pass models compute the whole prompt in one step, as transformers' `generate` does.
 """
 
 from __future__ import annotations
@@ -28,13 +25,6 @@ class Cancelled(Exception):
     """The client has gone; not an error, and never sent anywhere."""
 
 
-def forward(model: PreTrainedModel, state: State, token_ids: torch.Tensor) -> torch.Tensor:
-    """Run [1, n] tokens on top of `state` and answer the next-token logits, shape [vocab], in the model's dtype."""
-    if isinstance(state, TransformersState):
-        return state.forward(token_ids)
-    return state.forward(model, token_ids)
-
-
 def prefill(
     model: PreTrainedModel,
     state: State,
@@ -45,10 +35,9 @@ def prefill(
     is_cancelled: Callable[[], bool],
     after_step: Callable[[KVArena], None],
 ) -> torch.Tensor:
-    """Prefill from grid point `start` to the end of the prompt; answer the next-token logits, shape [vocab].
+    """Computes a prompt from grid point `start` to its end. Returns the next-token logits, shape [vocab].
 
-    State that is not ours starts at 0. `after_step` is called with state that is ours, after each step of the grid.
-    Raises `Cancelled` between steps once `is_cancelled()`.
+    `after_step` is called with a `KVArena` after each step. Raises `Cancelled` between steps once `is_cancelled()`.
     """
     assert start % block_size == 0, "state enters at grid points only"
     assert start < len(token_ids), "at least one token must be computed"
@@ -58,16 +47,12 @@ def prefill(
     for begin in range(start, len(token_ids), step):
         if is_cancelled():
             raise Cancelled
-        logits = forward(model, state, ids[:, begin : begin + step])
+        logits = state.forward(model, ids[:, begin : begin + step])
         if isinstance(state, KVArena):
             after_step(state)
-    _wait_for(logits.device)
-    return logits
-
-
-def _wait_for(device: torch.device) -> None:
-    """Until what was launched has run: the time that it takes is measured, and the sampler waits for it anyway."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
+    # The time that it takes is measured, and the sampler waits for it anyway.
+    if logits.device.type == "cuda":
+        torch.cuda.synchronize(logits.device)
+    elif logits.device.type == "mps":
         torch.mps.synchronize()
+    return logits

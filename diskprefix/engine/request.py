@@ -17,8 +17,7 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 class SamplingParams:
     """How tokens are chosen. Names, ranges and defaults follow OpenAI; top_k, min_p and repetition_penalty follow vLLM.
 
-    `max_tokens` None means: up to the model's positions. `logprobs` None means none; k >= 0 reports the chosen token
-    and its k most likely alternatives. A `temperature` of 0 is greedy. `seed` None draws one.
+    `logprobs` k reports the chosen token and its k most likely alternatives. A `temperature` of 0 is greedy.
     """
 
     max_tokens: int | None = None
@@ -38,8 +37,6 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """`cache`: what it asks of the disk cache."""
-
     id: str
     prompt: Prompt
     sampling: SamplingParams

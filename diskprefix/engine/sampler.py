@@ -22,7 +22,7 @@ from diskprefix.tokens import TokenIds
 
 
 class PresenceFrequencyPenalty(LogitsProcessor):  # type: ignore[misc]
-    """OpenAI's penalties: subtract `presence` once and `frequency` per occurrence, for generated tokens only."""
+    """OpenAI's penalties, for generated tokens only: `presence` once and `frequency` for each occurrence."""
 
     def __init__(self, presence: float, frequency: float, prompt_tokens: int) -> None:
         self._presence = presence
@@ -30,7 +30,6 @@ class PresenceFrequencyPenalty(LogitsProcessor):  # type: ignore[misc]
         self._prompt_tokens = prompt_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """`input_ids` [1, n] holds prompt and reply; `scores` [1, vocab] float32."""
         generated = input_ids[0, self._prompt_tokens :]
         counts = torch.bincount(generated, minlength=scores.shape[-1])[: scores.shape[-1]]
         return scores - self._frequency * counts - self._presence * (counts > 0)
@@ -48,7 +47,6 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed((params.seed + choice) % 2**63)
-        # The processors read everything so far; without any of them there is nothing to keep.
         self._ids = torch.from_numpy(prompt).to(device, torch.long).unsqueeze(0) if self._processors else None
 
     def sample(self, logits: torch.Tensor) -> int:
@@ -76,10 +74,8 @@ class Sampler:
         return int(chosen)
 
     def logprobs(self, logits: torch.Tensor, token: int) -> tuple[TokenLogprob, ...]:
-        """The chosen token's log probability and the likeliest alternatives; empty when not asked for.
-
-        They are the model's own, before penalties and temperature. Texts are filled in by the caller.
-        """
+        """Returns the model's own log probabilities of the chosen token and of the likeliest alternatives, without
+        their texts; () if they are not asked for."""
         if self._num_logprobs is None:
             return ()
         values = logits.float().log_softmax(dim=-1)
@@ -90,7 +86,6 @@ class Sampler:
 
 
 def _explained(logits: torch.Tensor) -> DiskPrefixError:
-    """The error for scores from which no token can be chosen: the model's, or that of the request's parameters."""
     values = logits.float()
     if values.max().isfinite():
         return InvalidRequest(
@@ -104,7 +99,7 @@ def _explained(logits: torch.Tensor) -> DiskPrefixError:
 
 
 def _processors(params: SamplingParams, prompt_tokens: int) -> LogitsProcessorList:
-    """In vLLM's order: bias and penalties on the model's logits, then temperature, then the cuts."""
+    """Returns them in vLLM's order: bias and penalties, temperature, cuts."""
     processors = LogitsProcessorList()
     if params.logit_bias:
         processors.append(SequenceBiasLogitsProcessor([[[token], float(b)] for token, b in params.logit_bias.items()]))

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TypeAlias
 
 from diskprefix.engine.device import is_device_lost
 from diskprefix.engine.prefill import Cancelled
@@ -25,19 +25,11 @@ _SMOOTHING = 0.3
 """Weight of the newest request in the moving average that `Retry-After` is estimated from."""
 
 MAX_QUEUED_MEDIA_BYTES = 1 << 30
-"""What was made of images and sounds, of all requests that run or wait."""
+"""Limit for the prepared media of all requests that run or wait."""
 
 
-class Runs(Protocol):
-    """What the scheduler needs of an engine."""
-
-    def run(
-        self,
-        request: GenerateRequest,
-        emit: Callable[[Event], None],
-        is_cancelled: Callable[[], bool],
-        arrived_at: float,
-    ) -> None: ...
+Run: TypeAlias = Callable[[GenerateRequest, Callable[[Event], None], Callable[[], bool], float], None]
+"""See `Engine.run`."""
 
 
 @dataclass(eq=False)
@@ -57,21 +49,17 @@ class Ticket:
         return self._cancelled.is_set()
 
     def forget_media(self) -> None:
-        """When the request is over: its client may go on reading for long, and would keep all of it in memory."""
         self.request = replace(self.request, prompt=replace(self.request.prompt, media={}))
 
 
 class Scheduler:
     """Owns the engine thread. `emit` of a request is called from that thread.
 
-    When the accelerator is lost, the running and the waiting requests fail, the thread ends, and it calls `on_fatal`
-    with the error, once: the process cannot serve any more.
+    When the accelerator is lost, all requests fail, and the thread calls `on_fatal` with the error and ends.
     """
 
-    def __init__(
-        self, engine: Runs, max_queue: int, on_fatal: Callable[[DeviceLost], None] = lambda _error: None
-    ) -> None:
-        self._engine = engine
+    def __init__(self, run: Run, max_queue: int, on_fatal: Callable[[DeviceLost], None] = lambda _error: None) -> None:
+        self._run_request = run
         self._on_fatal = on_fatal
         self._lost: DeviceLost | None = None
         self._max_queue = max_queue
@@ -94,7 +82,7 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, request: GenerateRequest, emit: Callable[[Event], None]) -> Ticket:
-        """Queue a request. Raises `QueueFull` or, while stopping, `NotReady`."""
+        """Queues a request. Raises `QueueFull` or, while stopping, `NotReady`."""
         ticket = Ticket(request, emit)
         with self._changed:
             self._check_room(len(self._still_waiting()), self._max_queue)
@@ -148,7 +136,8 @@ class Scheduler:
         return max(1, math.ceil(self._mean_s * (num_ahead + 1)))
 
     def stop(self, timeout_s: float) -> bool:
-        """Refuse what waits, let the running request finish for `timeout_s`, then cancel it. True if it finished."""
+        """Refuses what waits, lets the running request finish for `timeout_s`, then cancels it. Returns whether it
+        finished."""
         with self._changed:
             self._refuse_all()
             finished = self._changed.wait_for(lambda: self._current is None, timeout_s)
@@ -200,7 +189,7 @@ class Scheduler:
     def _run(self, ticket: Ticket) -> None:
         try:
             if not ticket.cancelled:
-                self._engine.run(ticket.request, ticket.emit, lambda: ticket.cancelled, ticket.arrived_at)
+                self._run_request(ticket.request, ticket.emit, lambda: ticket.cancelled, ticket.arrived_at)
         except Cancelled:
             log.info("[engine] %s cancelled", ticket.request.id)
         except DiskPrefixError as error:

@@ -1,9 +1,7 @@
 """The memory that a sequence's state lives in, laid out so that a block moves with one copy.
 
-`KVArena` owns it: one tensor per group of per-token tensors, [tensors, 1, heads, capacity, head_dim], and one per group
-of states, [tensors, 1, *shape]. The layers that transformers sees are views of them. The memory is kept between
-requests: pages that were touched once are several times faster to fill (the first touch of fresh memory costs a page
-fault).
+The layers that transformers sees are views of it. The memory is kept between requests: pages that were touched once are
+several times faster to fill.
 """
 
 from __future__ import annotations
@@ -35,10 +33,8 @@ _PAD_TOKENS = 64
 
 
 def tensor_over(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor over the bytes of `payload`, without a copy; good while `payload` lives.
-
-    `torch.frombuffer` warns about every read-only buffer, such as a view of the store's memory map: hence ctypes.
-    """
+    """Returns a flat tensor over the bytes of `payload`, without a copy. It is good while `payload` lives."""
+    # `torch.frombuffer` warns about every read-only buffer, such as a view of the store's memory map: hence ctypes.
     address = np.frombuffer(payload, dtype=np.uint8).ctypes.data
     return torch.frombuffer((ctypes.c_uint8 * len(payload)).from_address(address), dtype=dtype)
 
@@ -46,8 +42,8 @@ def tensor_over(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
 class KVArena:
     """The state of one sequence. Not thread-safe: it belongs to the engine thread.
 
-    `free_bytes` tells how much memory of `device` may still be taken; without it, there is no limit but the machine's.
-    Groups are counted as in payloads (`store.pieces`): those of per-token tensors, then those of states.
+    `free_bytes` returns how much memory of `device` may still be taken. Groups are counted as in payloads
+    (`store.pieces`): those of per-token tensors, then those of states.
     """
 
     def __init__(
@@ -65,8 +61,9 @@ class KVArena:
         self._num_tokens = 0
         self._marked: tuple[int, list[torch.Tensor]] = 0, []
         self._tensors: list[torch.Tensor] = []
+        """By group of per-token tensors, shape [tensors, 1, heads, capacity, head_dim]."""
         self._rows: list[Bytes] = []
-        """The same memory by group, shape [rows, capacity × head_dim × itemsize], where it is main memory."""
+        """The same memory as bytes, shape [rows, capacity × head_dim × itemsize], where it is main memory."""
         layers = [make_layer(spec) for spec in layout.layers]
         self._token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
         self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
@@ -86,7 +83,7 @@ class KVArena:
         return self._token_layers[0].length if self._token_layers else self._num_tokens
 
     def forward(self, model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
-        """Run [1, n] more tokens and answer the next-token logits, shape [vocab], in the model's dtype."""
+        """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
         start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
         call: dict[str, Any] = {self.layout.cache_argument: self.cache.argument(model), "use_cache": True}
         if "position_ids" in self.layout.options:
@@ -103,7 +100,7 @@ class KVArena:
         return logits
 
     def truncate(self, num_tokens: int) -> None:
-        """Take the first `num_tokens` tokens in memory for the sequence; states, if there are any, are theirs."""
+        """Takes the first `num_tokens` tokens in memory for the sequence, and the states for theirs."""
         assert num_tokens <= self._capacity or num_tokens == 0 or not self._token_layers
         self._num_tokens = num_tokens
         if not num_tokens:
@@ -114,21 +111,20 @@ class KVArena:
             state_layer.set_has_state(num_tokens > 0)
 
     def mark(self) -> None:
-        """Remember this point for `rewind`. States are copied, as they are updated in place."""
+        """Remembers this point for `rewind`. States are copied, as they are updated in place."""
         self._marked = self.num_tokens, [tensor.clone() for tensor in self._states]
 
     def rewind(self) -> None:
-        """Go back to the marked point: the tokens before it were never overwritten."""
+        """Returns to the marked point: the tokens before it were never overwritten."""
         num_tokens, states = self._marked
         self.truncate(num_tokens)
         for state, marked in zip(self._states, states, strict=True):
             state.copy_(marked)
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` tokens in all; what is valid stays. New memory is touched here, once.
+        """Makes room for `num_tokens` tokens in all; what is valid stays. Raises `ContextTooLong` if it does not fit.
 
-        Raises `ContextTooLong` if there is not enough memory. While nothing is valid, the old memory is given back
-        before the new is taken: call `truncate(0)` first, once nobody reads the arena, and half of the peak is saved.
+        After `truncate(0)` the old memory is given back before the new is taken.
         """
         if num_tokens <= self._capacity or not self._token_layers:
             return
@@ -137,8 +133,7 @@ class KVArena:
         capacity = self._affordable_capacity(num_tokens, valid)
         if not valid:
             self._release()
-        # Outside inference mode, whatever the caller is in: reading threads are not in it, and torch lets nobody else
-        # write to tensors that were made in it.
+        # Reading threads are not in inference mode, and may not write to tensors that were made in it.
         with torch.inference_mode(False):
             grown = self._allocate(num_tokens, capacity)
             for before, after in zip(self._tensors, grown, strict=False):
@@ -148,12 +143,11 @@ class KVArena:
             self._bind()
 
     def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Callable[[Bytes], None]) -> None:
-        """Have `write` fill rows of a group; of per-token tensors for tokens `position` … `position + num_tokens`.
+        """Has `write` fill rows of a group; of per-token tensors for tokens `position` … `position + num_tokens`.
 
         A row is one head of one tensor, or a part of a state. `write` gets bytes of shape [rows, row_bytes], each row
-        contiguous: the arena's own memory where that is main memory. Different rows may be filled from different
-        threads at once. On the CPU all this is numpy's: torch would set a team of threads to work for each copy, which
-        is slower for one piece and disastrous while the model computes beside it.
+        contiguous. Different rows may be filled from different threads at once. On the CPU numpy copies: torch would
+        set a team of threads to work for each piece while the model computes beside it.
         """
         if group >= len(self.layout.groups):
             self._fill_state(group - len(self.layout.groups), rows, write)
@@ -167,14 +161,11 @@ class KVArena:
         _write_through(write, part)
 
     def logits_from(self, payload: Bytes) -> torch.Tensor:
-        """The next-token logits that a tail ends with, shape [vocab], on the arena's device. Takes `payload` over."""
+        """Returns the logits in a tail's payload, shape [vocab], on the arena's device. Takes `payload` over."""
         return torch.from_numpy(payload.reshape(-1)).view(self.layout.logits_dtype).to(self.device)
 
     def read_tokens(self, position: int, num_tokens: int) -> memoryview:
-        """A copy of those tokens' state as a raw payload (see `store.schema`).
-
-        May run beside the engine thread as long as nothing before `position + num_tokens` is written.
-        """
+        """Returns a copy of those tokens' state as a payload. May run beside a thread that writes later tokens."""
         payload = np.empty(self.layout.bytes_per_token * num_tokens, dtype=np.uint8)
         start = 0
         for group, tensor in zip(self.layout.groups, self._tensors, strict=True) if num_tokens else ():
@@ -184,8 +175,7 @@ class KVArena:
         return payload.data
 
     def read_states(self) -> memoryview:
-        """A copy of the states as they are now, as in a checkpoint's payload. For the engine thread: the next step
-        changes them."""
+        """Returns a copy of the states as in a checkpoint's payload. For the engine thread: each step changes them."""
         payload = np.empty(self.layout.state_bytes, dtype=np.uint8)
         start = 0
         for group, tensor in zip(self.layout.states, self._states, strict=True):
@@ -194,7 +184,7 @@ class KVArena:
         return payload.data
 
     def logits_bytes(self, logits: torch.Tensor) -> memoryview:
-        """Next-token logits, shape [vocab], as a tail's payload ends with them."""
+        """Returns next-token logits, shape [vocab], as in a tail's payload."""
         payload = np.empty(self.layout.logits_bytes, dtype=np.uint8)
         tensor_over(payload.data, self.layout.logits_dtype).copy_(logits)
         return payload.data
@@ -208,8 +198,7 @@ class KVArena:
             _write_through(write, part)
 
     def _affordable_capacity(self, num_tokens: int, valid: int) -> int:
-        """Larger by half at least, so that a long reply does not copy the arena again and again; if that is too much,
-        what is needed."""
+        """Grows by half at least, so that a long reply copies the arena seldom; if that does not fit, by the need."""
         exact = self._rounded(num_tokens)
         generous = max(exact, self._rounded(self._capacity + self._capacity // 2))
         if self._free_bytes is None:
@@ -221,7 +210,6 @@ class KVArena:
         return generous if self._size_bytes(generous) <= room else exact
 
     def _rounded(self, num_tokens: int) -> int:
-        """The capacity that is allocated for `num_tokens` tokens."""
         return -(-num_tokens // self._capacity_step) * self._capacity_step + _PAD_TOKENS
 
     def _size_bytes(self, capacity: int) -> int:
@@ -277,7 +265,7 @@ class KVArena:
 
 
 def _copy_into(payload: Bytes, part: torch.Tensor) -> None:
-    """Copy a tensor's values, one after the other, to flat bytes in main memory."""
+    """Copies a tensor's values to flat bytes in main memory."""
     if _in_main_memory(part):
         source = _bytes_of(part)
         payload.reshape(source.shape)[...] = source
@@ -286,17 +274,17 @@ def _copy_into(payload: Bytes, part: torch.Tensor) -> None:
 
 
 class _Staging(threading.local):
-    """Main memory on the way to another device, one piece of each thread: taken again for each, because to touch fresh
-    pages takes longer than to copy them; page-locked for CUDA, which else copies once more."""
+    """Main memory on the way to another device, kept for each thread because fresh pages are slow. It is page-locked
+    for CUDA, which copies once more otherwise."""
 
     memory: torch.Tensor | None = None
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """That many bytes, shape [num_bytes], uint8; good until the thread takes some again."""
+        """Returns bytes, shape [num_bytes], uint8, that are good until the next call in the thread."""
         if self.memory is None or len(self.memory) < num_bytes:
             self.memory = torch.empty(num_bytes, dtype=torch.uint8)
             if device.type == "cuda":
-                # Or memory is locked by way of the first GPU, which the model may have nothing to do with.
+                # Otherwise the first GPU is used, with which the model may have nothing to do.
                 with torch.cuda.device(device):
                     self.memory = self.memory.pin_memory()
         return self.memory[:num_bytes]
@@ -306,14 +294,13 @@ _staging = _Staging()
 
 
 def _write_through(write: Callable[[Bytes], None], part: torch.Tensor) -> None:
-    """Have `write` fill a tensor of shape [rows, …] on another device, by way of main memory."""
+    """Has `write` fill a tensor of shape [rows, …] on another device, by way of main memory."""
     staged = _staging.take(part.numel() * part.dtype.itemsize, part.device)
     write(staged.numpy().reshape(len(part), -1))
     part.copy_(staged.view(part.dtype).view(part.shape))
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    """The memory of a tensor in main memory, its last dimension in bytes."""
     return tensor.view(torch.uint8).numpy()
 
 
@@ -322,7 +309,7 @@ def _in_main_memory(tensor: torch.Tensor) -> bool:
 
 
 def make_cache(kind: CacheKind, layers: list[Any], num_tokens: Callable[[], int]) -> ModelCache:
-    """A cache over `layers`. `num_tokens` tells how many tokens the sequence has."""
+    """Returns a cache over `layers`. `num_tokens` returns how many tokens the sequence has."""
     match kind:
         case "dynamic":
             return ArenaCache(layers, num_tokens)

@@ -1,19 +1,17 @@
 """What a model takes for its cache: transformers' `Cache` over our layers, or what a model has of its own kind.
 
-Four architectures carry their state in other ways; their states are kept in our layers all the same, and handed over in
-the form that their code expects:
-
+    dynamic   what transformers' own `DynamicCache` does
     minimax   a `MiniMaxCache`: the states of its linear attention are in a list of their own
     rwkv      no cache, but a list of five tensors in and out, [1, hidden_size, layers] each
     xlstm     an `xLSTMCache`: three tensors for each layer
 
-All else is `dynamic`: what transformers' own `DynamicCache` does.
+`argument` is what the forward takes. `take` keeps what the forward returned, where it did not write to our memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache
@@ -24,25 +22,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class ModelCache(Protocol):
-    """One sequence's cache, over layers that have memory."""
-
-    def argument(self, model: PreTrainedModel, /) -> Any:
-        """What the forward takes."""
-
-    def take(self, output: Any, /) -> None:
-        """Keep what the forward gave back, where it did not write to our memory."""
-
-
 class ArenaCache(Cache):  # type: ignore[misc]
-    """For `dynamic`. It knows its length also where no layer counts tokens: `num_tokens` does."""
+    """For `dynamic`. Where a layer does not count tokens, `num_tokens` does."""
 
     def __init__(self, layers: list[Any], num_tokens: Callable[[], int]) -> None:
         Cache.__init__(self, layers=layers)
         self._num_tokens = num_tokens
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that the layer holds; those of the sequence where it does not count them."""
         layer = self.layers[layer_idx]
         return layer.length if isinstance(layer, TokenLayer) else self._num_tokens()
 
@@ -54,7 +41,7 @@ class ArenaCache(Cache):  # type: ignore[misc]
 
 
 class RwkvStates:
-    """For `rwkv`: one layer of ours holds the five tensors."""
+    """For `rwkv`. One layer of ours holds the five tensors."""
 
     def __init__(self, layer: StateLayer) -> None:
         self._layer = layer
@@ -94,3 +81,6 @@ class XlstmStates:
     def take(self, _output: Any) -> None:
         for layer in self._layers:
             layer.set_has_state(True)
+
+
+ModelCache: TypeAlias = ArenaCache | RwkvStates | XlstmStates

@@ -1,17 +1,13 @@
-"""Our cache layers for transformers: one class per kind of state, preallocated, standing in for transformers' own.
+"""Cache layers for transformers over the memory of a `kv.arena.KVArena`, one class for each kind of state.
 
-Each inherits from the class that it stands in for, so that code which asks for the class finds it, and answers what
-that would answer: the same values in the same shapes. Only the memory is another: views of a `kv.arena.KVArena`, which
-nothing grows token by token (transformers' own layers copy the whole cache with `torch.cat` at every step).
-
-A layer with a window keeps every token here, where transformers' own forgets what slid out: so the state of any grid
-point can be saved after the prompt was computed, also when the window is smaller than a step.
+Each inherits from transformers' own class and returns the same values. A layer with a window keeps every token, so that
+the state of any grid point can be saved after the prompt was computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from transformers.cache_utils import (
@@ -28,11 +24,8 @@ from diskprefix.kv.layout import LayerSpec
 
 
 class TokenLayer:
-    """Keys and values of every token so far, written in place.
-
-    `keys` and `values` are [1, heads, capacity, head_dim]; the first `length` tokens are valid. `grow` is called with
-    the number of tokens that must fit when they do not.
-    """
+    """Keys and values, [1, heads, capacity, head_dim], written in place. The first `length` tokens are valid. `grow` is
+    called with the number of tokens that must fit when they do not."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -41,17 +34,15 @@ class TokenLayer:
     grow: Callable[[int], None]
 
     def bind(self, part: str, tensor: torch.Tensor) -> None:
-        """Point a part of the layer at new memory; the caller has copied what is valid."""
         setattr(self, part, tensor)
         self.dtype, self.device = tensor.dtype, tensor.device
         self.is_initialized = True
 
     def set_length(self, num_tokens: int) -> None:
-        """Take the first `num_tokens` tokens in memory for valid, and no others."""
         self.length = num_tokens
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """The arena binds the layer before its first use; there is nothing to do here."""
+        """Does nothing: the arena binds the layer before its first use."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -66,7 +57,6 @@ class TokenLayer:
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
     def _first_visible(self) -> int:
-        """The first token that the next ones may look at, as transformers' own layer would have kept it."""
         return 0 if self.window is None else max(0, self.length - self.window + 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -80,8 +70,7 @@ class TokenLayer:
         self.set_length(0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens (transformers counts them below zero)."""
-        assert tokens_to_remove <= 0
+        assert tokens_to_remove <= 0, "transformers counts them below zero"
         self.set_length(self.length + tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -111,7 +100,7 @@ class IndexedLayer(TokenLayer, DynamicIndexedLayer):  # type: ignore[misc]
     """Sparse attention: an indexer with keys of its own, [1, capacity, dim], picks the tokens that are looked at."""
 
     indexed = 0
-    """Tokens that the indexer has keys of: those of a step may come before the layer's own or after."""
+    """Tokens that the indexer has keys of. It may be updated before the layer or after."""
 
     def bind(self, part: str, tensor: torch.Tensor) -> None:
         if part == "indexer":
@@ -125,7 +114,6 @@ class IndexedLayer(TokenLayer, DynamicIndexedLayer):  # type: ignore[misc]
         self.indexed = num_tokens
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Append [1, n, dim] and answer a view of all."""
         end = self.indexed + indexer_key_states.shape[1]
         if end > self.indexer_keys.shape[1]:
             self.grow(end)
@@ -141,7 +129,6 @@ class StateLayer:
     recurrent_states: dict[int, torch.Tensor | None]
 
     def bind_state(self, part: str, index: int, tensor: torch.Tensor) -> None:
-        """`part`: conv or recurrent. `tensor`: [1, *shape]."""
         if part == "conv":
             self.conv_states[index] = tensor
             self.is_conv_states_initialized[index] = True  # type: ignore[attr-defined]
@@ -152,7 +139,6 @@ class StateLayer:
         self.dtype, self.device = tensor.dtype, tensor.device
 
     def set_has_state(self, has_state: bool) -> None:
-        """Whether the states hold something: without, the next step starts from nothing and does not read them."""
         self.has_previous_state = dict.fromkeys(self.conv_states, has_state)
 
 
@@ -174,19 +160,8 @@ class LinearAndSlidingLayer(StateLayer, TokenLayer, LinearAttentionAndSlidingWin
         self.window = window
 
 
-CacheLayer: TypeAlias = (
-    FullAttentionLayer
-    | SlidingWindowLayer
-    | IndexedLayer
-    | LinearLayer
-    | LinearAndFullLayer
-    | LinearAndSlidingLayer
-    | DummyLayer
-)
-
-
-def make_layer(spec: LayerSpec) -> CacheLayer:
-    """An empty layer of that kind, without memory."""
+def make_layer(spec: LayerSpec) -> Any:
+    """Returns an empty layer of that kind, without memory."""
     match spec.kind:
         case "full":
             return FullAttentionLayer()

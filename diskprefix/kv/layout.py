@@ -1,16 +1,15 @@
 """Which tensors the state of a model is made of, and how payloads hold them.
 
-A layer keeps *per-token* tensors (keys, values, the keys of a sparse attention's indexer), *states* that exist at one
-position only (of convolutions and recurrences), both, or nothing (it uses another layer's). Per-token tensors can be
-cut into blocks anywhere; states are kept at checkpoints. Tensors of the same form make one *group*, so that a block is
-copied with one strided copy per group instead of one per tensor. `model.rehearsal` finds the layout of a model.
+Per-token tensors (keys, values, the keys of an indexer) can be cut into blocks anywhere. States (of convolutions and
+recurrences) exist at one position only, and are kept at checkpoints. Tensors of the same form make one *group*, which
+is copied at once. `model.rehearsal` finds the layout of a model.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
@@ -18,16 +17,15 @@ import torch
 LAYOUT_VERSION = 1
 
 LayerKind: TypeAlias = Literal["full", "sliding", "indexed", "linear", "linear+full", "linear+sliding", "none"]
-"""`sliding` includes chunked attention, which is the same for a cache. `linear` is every layer whose state exists at
-one position only: linear attention, Mamba, short convolutions. `none` keeps nothing."""
+"""`sliding` includes chunked attention, `linear` also Mamba and short convolutions. `none` keeps nothing."""
 CacheKind: TypeAlias = Literal["dynamic", "minimax", "rwkv", "xlstm"]
-"""The kind of cache that a model takes: see `kv.caches`."""
+"""See `kv.caches`."""
 CacheArgument: TypeAlias = Literal["past_key_values", "cache_params", "state"]
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer's kind; `window` in tokens where it is sliding, `num_states` its convolution and recurrent states."""
+    """`window` is in tokens. `num_states` counts convolution and recurrent states."""
 
     kind: LayerKind = "full"
     window: int | None = None
@@ -38,8 +36,7 @@ class LayerSpec:
 class TensorSpec:
     """Per-token state of one layer: shape [1, heads, tokens, head_dim] in the model's run.
 
-    `part` is keys, values or indexer (shape [1, tokens, head_dim] there). A layer with a `window` looks at no more than
-    that many tokens, the current one among them.
+    `part` is keys, values or indexer. A layer looks at no more than `window` tokens, the current one among them.
     """
 
     layer: int
@@ -60,10 +57,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """State of one layer at one position: shape [1, *shape] in the model's run.
-
-    `part`: conv or recurrent; `index` tells several of a layer apart.
-    """
+    """State of one layer at one position: shape [1, *shape] in the model's run. `part` is conv or recurrent."""
 
     layer: int
     part: str
@@ -107,7 +101,6 @@ class Group:
         return sum(spec.bytes_per_token for spec in self.specs)
 
     def first_needed(self, position: int) -> int:
-        """The first token that a run which continues at `position` looks at."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
@@ -139,9 +132,8 @@ class StateGroup:
 class Layout:
     """The state of one model. `unsupported` names what keeps it from being cached.
 
-    `cache_kind` is what its forward takes for a cache and `cache_argument` what it calls it, `options` which of
-    `position_ids` and `logits_to_keep` it takes. `is_one_pass`: its own code cannot add several tokens to a
-    state, so that a prompt must be computed in one step, and only its end is ever restored.
+    `options` are those of `position_ids` and `logits_to_keep` that its forward takes. `is_one_pass`: it cannot add
+    several tokens to a state, so a prompt is computed in one step, and only its end is ever restored.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -154,9 +146,6 @@ class Layout:
     cache_argument: CacheArgument = "past_key_values"
     options: tuple[str, ...] = ("position_ids", "logits_to_keep")
     is_one_pass: bool = False
-
-    def in_one_pass(self) -> Layout:
-        return replace(self, is_one_pass=True)
 
     @property
     def is_sliceable(self) -> bool:

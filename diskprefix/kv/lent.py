@@ -25,7 +25,7 @@ def take_back(lent: ArenaCache) -> None:
 
 
 class _StateSpaceCache(ArenaCache):
-    """A cache that transformers' `generate` cannot be given: it would add the whole prompt to the state once more."""
+    """transformers' `generate` would add the whole prompt to its state once more."""
 
     @property
     def _is_user_defined(self) -> bool:

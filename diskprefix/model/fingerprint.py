@@ -173,7 +173,6 @@ def _implementations(config: Any, attribute: str) -> str:
 
 
 def _adapters(model: Any) -> str:
-    """Returns adapter settings and content, as the digest of the weight files does not cover adapters."""
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
     if not configs:
         return ""
@@ -224,17 +223,12 @@ def _plain(value: Any) -> Any:
 
 
 def weights_digest(files: Sequence[Path]) -> str:
-    """Returns the identity of the content of a model's weight files: 32 hex digits.
-
-    Folders and times of the files do not matter; their order is that of their names. Digests are remembered.
-    """
+    """Returns the identity of the content of a model's weight files: 32 hex digits. Folders and times do not matter."""
     digests = [remembered_digest(file) for file in sorted(files, key=lambda file: file.name)]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:32]
 
 
 _digests = Memo("digests", version=2)
-_SETTLED_S = 2.0
-"""A file this young is not remembered: it could change again without a visible change of its modification time."""
 
 
 def remembered_digest(file: Path) -> str:
@@ -248,7 +242,8 @@ def remembered_digest(file: Path) -> str:
     if isinstance(record, dict) and record.get("stamp") == stamp and isinstance(record.get("digest"), str):
         return str(record["digest"])
     digest = file_digest(path)
-    if _stamp(path) == stamp and time.time() - path.stat().st_mtime > _SETTLED_S:
+    if _stamp(path) == stamp and time.time() - path.stat().st_mtime > 2.0:
+        # A younger file could change again without a visible change of its modification time.
         _digests.put(str(path), {"stamp": stamp, "digest": digest})
     return digest
 

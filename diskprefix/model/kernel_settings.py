@@ -36,18 +36,8 @@ _ENVIRONMENT = (
 """Variables that change numbers behind torch's back: its own settings do not show them. ATEN_CPU_CAPABILITY is not
 among them, as `cpu_kind` names what it selects."""
 
-_KERNEL_PACKAGES = {
-    "bitsandbytes": "bitsandbytes",
-    "causal_conv1d": "causal-conv1d",
-    "fla": "flash-linear-attention",
-    "flash_attn": "flash-attn",
-    "kernels": "kernels",
-    "mamba_ssm": "mamba-ssm",
-    "mambapy": "mambapy",
-    "torchao": "torchao",
-    "xformers": "xformers",
-}
-"""Modules, and the distributions that they come in, whose kernels transformers uses where they are installed."""
+_KERNELS = "bitsandbytes causal_conv1d fla flash_attn kernels mamba_ssm mambapy torchao xformers"
+"""The modules whose kernels transformers uses where they are installed."""
 
 
 def environment() -> dict[str, str]:
@@ -59,10 +49,10 @@ def environment() -> dict[str, str]:
 def kernel_packages() -> dict[str, str]:
     """Returns the installed packages of kernels with their versions. They are looked up once, as transformers does."""
     found: dict[str, str] = {}
-    for module, distribution in _KERNEL_PACKAGES.items():
+    for module in _KERNELS.split():
         if find_spec(module) is not None:
             try:
-                found[module] = version(distribution)
+                found[module] = version("flash-linear-attention" if module == "fla" else module)
             except PackageNotFoundError:
                 found[module] = "unknown"
     return found

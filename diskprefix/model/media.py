@@ -1,7 +1,6 @@
 """Images and audio for a multimodal model: read from bytes under limits, and prepared by the model's own processor.
 
-Nothing here opens a path or a URL: what a request shows the model comes with the request. The library that reads images
-is optional (`pip install 'diskprefix[media]'`); without it, or without the processor's files, a model still takes text.
+Nothing here opens a path or a URL. Without Pillow, or without the processor's files, a model still takes text.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ _PLAIN_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 @dataclass(frozen=True, eq=False)
 class MediaPrompt:
-    """`token_ids` with the placeholders of the media in them; `tensors` by the name under which the model takes them,
-    on the CPU."""
+    """`token_ids` have placeholders for the media; `tensors` are on the CPU, by the name of the model's argument."""
 
     token_ids: TokenIds
     tensors: dict[str, Any]
@@ -50,8 +48,7 @@ class MediaPrompt:
 class MediaProcessor:
     """A multimodal model's own processor. Safe to call from several threads.
 
-    `kinds` are the kinds of media that the model takes. `problem` says why a multimodal model takes none.
-    `placeholders` are the texts that stand for media in a prompt.
+    `kinds` are those of the media that the model takes; `problem` says why it takes none.
     """
 
     def __init__(self, processor: Any, problem: str | None = None) -> None:
@@ -111,8 +108,8 @@ class MediaProcessor:
     def read_audio(self, content: bytes, *, param: str, beside: Sequence[Samples] = ()) -> Samples:
         """Returns a WAV file as mono samples in [-1, 1] at the rate that the model wants, shape [samples].
 
-        Raises `InvalidRequest`, before anything is decoded, if `content` is not a PCM WAV file, is shorter than
-        `MIN_AUDIO_S`, is longer than the model takes, or exceeds `MAX_AUDIO_S` together with the sounds `beside` it.
+        Raises `InvalidRequest`, before anything is decoded, if `content` is not a PCM WAV file or is too short or too
+        long, also together with the sounds `beside` it.
         """
         try:
             sound = Wav.read(content)
@@ -131,8 +128,7 @@ class MediaProcessor:
         return sound.resampled(wanted)
 
     def prepare(self, text: str, images: Sequence[Image], audio: Sequence[Samples]) -> MediaPrompt:
-        """Returns the model's input for a rendered conversation and its media, which come in the order of their
-        placeholders in `text`.
+        """Returns the model's input for a rendered conversation and its media, in the order of their placeholders.
 
         Raises `InvalidRequest` if the processor refuses them, or if the tensors exceed `MAX_PREPARED_BYTES`.
         """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -89,7 +90,7 @@ def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
             key = hashlib.sha256(f"{__version__} {layout} {identity}".encode()).hexdigest()
             verdict = _rehearsals.get(key) if identity else None
             if verdict in _VERDICTS:
-                return layout.in_one_pass() if verdict == "one pass" else layout
+                return replace(layout, is_one_pass=True) if verdict == "one pass" else layout
             rehearsed = _rehearsed(model, layout)
             if identity:
                 _rehearsals.put(key, _VERDICTS[rehearsed.is_one_pass])
@@ -276,7 +277,7 @@ def _compared_with_one_pass(
         whole.forward(model, token_ids)
         ends = [_state_at(layout, found, at) for found in (states, whole.read_states(), dropped.read_states())]
         if _error(*ends) > _MOST_STATE_ERROR:
-            return layout.in_one_pass()
+            return replace(layout, is_one_pass=True)
     one_pass = model(input_ids=token_ids, use_cache=False).logits[0]
     if _error(logits, one_pass[-1], second_alone) > _MOST_LOGITS_ERROR:
         raise _Unsupported(f"{type(model).__name__} does not continue a sequence step by step")

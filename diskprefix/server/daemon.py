@@ -158,7 +158,7 @@ class Daemon:
         )
         renderer.warm_up()
         scheduler = Scheduler(
-            engine, self.settings.max_queue, on_fatal=lambda error: _call_soon(loop, self._failed, error)
+            engine.run, self.settings.max_queue, on_fatal=lambda error: _call_soon(loop, self._failed, error)
         )
         scheduler.start()
         seconds = engine.startup_timings | {"imports": imports_s + engine.startup_timings.get("imports", 0.0)}

@@ -80,7 +80,7 @@ def steps() -> Steps:
 
 
 def test_requests_run_one_at_a_time_in_order_of_arrival(steps: Steps) -> None:
-    scheduler = Scheduler(steps, 8)
+    scheduler = Scheduler(steps.run, 8)
     scheduler.start()
     for name in "abc":
         scheduler.submit(request(name), Events())
@@ -93,7 +93,7 @@ def test_requests_run_one_at_a_time_in_order_of_arrival(steps: Steps) -> None:
 
 
 def test_a_full_queue_refuses_with_a_hint(steps: Steps) -> None:
-    scheduler = Scheduler(steps, 2)
+    scheduler = Scheduler(steps.run, 2)
     scheduler.start()
     scheduler.submit(request("running"), Events())
     steps.wait_until(lambda: bool(steps.started))
@@ -111,7 +111,7 @@ def test_a_full_queue_refuses_with_a_hint(steps: Steps) -> None:
 
 def test_what_waiting_requests_hold_of_images_is_limited(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diskprefix.engine.scheduler.MAX_QUEUED_MEDIA_BYTES", 100)
-    scheduler = Scheduler(steps, 8)
+    scheduler = Scheduler(steps.run, 8)
     scheduler.start()
     scheduler.submit(request("running", media_bytes=60), Events())
     steps.wait_until(lambda: bool(steps.started))
@@ -129,7 +129,7 @@ def test_what_waiting_requests_hold_of_images_is_limited(steps: Steps, monkeypat
 
 def test_the_images_of_a_request_that_is_over_are_let_go_of(steps: Steps) -> None:
     """Its ticket lives on until its client has read all of the answer."""
-    scheduler = Scheduler(steps, 8)
+    scheduler = Scheduler(steps.run, 8)
     scheduler.start()
     tickets = [scheduler.submit(request(name, media_bytes=60), Events()) for name in "ab"]
     tickets[1].cancel()
@@ -142,14 +142,14 @@ def test_the_images_of_a_request_that_is_over_are_let_go_of(steps: Steps) -> Non
 
 
 def test_requests_that_are_still_being_read_are_counted_and_told(steps: Steps) -> None:
-    scheduler = Scheduler(steps, 4)
+    scheduler = Scheduler(steps.run, 4)
     scheduler.require_room([SHARED] * 4, SHARED)
     with pytest.raises(QueueFull, match=r"^5 requests are waiting already"):
         scheduler.require_room([SHARED] * 5, SHARED)
 
 
 def test_a_caller_with_a_key_has_half_of_the_queue_whatever_its_salts(steps: Steps) -> None:
-    scheduler = Scheduler(steps, 4)
+    scheduler = Scheduler(steps.run, 4)
     scheduler.start()
     scheduler.submit(request("running", BOB), Events())
     steps.wait_until(lambda: bool(steps.started))
@@ -165,7 +165,7 @@ def test_a_caller_with_a_key_has_half_of_the_queue_whatever_its_salts(steps: Ste
 
 
 def test_the_share_of_the_smallest_queue_is_one_place(steps: Steps) -> None:
-    scheduler = Scheduler(steps, 1)
+    scheduler = Scheduler(steps.run, 1)
     scheduler.require_room([ALICE], ALICE)
     scheduler.require_room([BOB], ALICE)
     with pytest.raises(QueueFull):
@@ -173,7 +173,7 @@ def test_the_share_of_the_smallest_queue_is_one_place(steps: Steps) -> None:
 
 
 def test_cancelling_stops_a_running_request_and_the_next_one_runs(steps: Steps) -> None:
-    scheduler = Scheduler(steps, 8)
+    scheduler = Scheduler(steps.run, 8)
     scheduler.start()
     first, events = scheduler.submit(request("a"), Events()), Events()
     scheduler.submit(request("b"), events)
@@ -191,7 +191,7 @@ def test_cancelling_stops_a_running_request_and_the_next_one_runs(steps: Steps) 
     [(ContextTooLong("too long"), "too long"), (ZeroDivisionError("secret detail"), "internal error")],
 )
 def test_a_failure_is_an_event_and_the_thread_lives_on(steps: Steps, failure: Exception, message: str) -> None:
-    scheduler = Scheduler(steps, 8)
+    scheduler = Scheduler(steps.run, 8)
     scheduler.start()
     steps.go.set()
     for _ in range(2):
@@ -207,7 +207,7 @@ def test_a_failure_is_an_event_and_the_thread_lives_on(steps: Steps, failure: Ex
 
 
 def test_stopping_refuses_what_waits_and_cancels_what_takes_too_long(steps: Steps) -> None:
-    scheduler = Scheduler(steps, 8)
+    scheduler = Scheduler(steps.run, 8)
     scheduler.start()
     running, waiting = Events(), Events()
     scheduler.submit(request("a"), running)
@@ -232,7 +232,7 @@ def test_a_lost_device_fails_all_requests_and_is_reported_once(steps: Steps) -> 
         fatal.append(error)
         reported.set()
 
-    scheduler = Scheduler(steps, 8, on_fatal)
+    scheduler = Scheduler(steps.run, 8, on_fatal)
     scheduler.start()
     running, waiting = Events(), Events()
     scheduler.submit(request("running"), running)
@@ -259,7 +259,7 @@ def test_an_error_of_one_request_is_not_fatal(steps: Steps, failure: Exception) 
     fatal: list[DeviceLost] = []
     steps.failure = failure
     steps.go.set()
-    scheduler = Scheduler(steps, 8, fatal.append)
+    scheduler = Scheduler(steps.run, 8, fatal.append)
     scheduler.start()
     failed, served = Events(), Events()
     scheduler.submit(request("failed"), failed)

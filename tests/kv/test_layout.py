@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def test_a_prefix_is_restorable_at_any_block_or_at_checkpoints_or_at_the_end_of_
     assert layout_of(None, 4).state_kind == "sliceable"
     assert layout_of(None, state=16).state_kind == "checkpoints"
     assert layout_of(state=16).state_kind == "checkpoints"
-    assert layout_of(None, state=16).in_one_pass().state_kind == "one_pass"
+    assert replace(layout_of(None, state=16), is_one_pass=True).state_kind == "one_pass"
 
 
 @pytest.mark.parametrize(
