@@ -32,12 +32,7 @@ class CacheReport:
     that were not computed, `source` where their state came from. `saved`: `none` there was nothing to save, `queued`
     the writer has it, `stored` it is stored already, `dropped` there was no room for it.
 
-    `miss_reason` says why nothing was restored; it is None if something was. `not_stored`: no block of the prompt is
-    stored. `diverged`: the prompt differs from every recent one within its first block. `too_short`: it has fewer
-    than `--kv-cache-min-tokens` tokens. `no_checkpoint`: its blocks are stored, but no checkpoint to continue from.
-    `whole_prompt_only`: the model's state can be restored for an exact repeat only. `faster_to_compute`: computing the
-    prompt is faster here than restoring it. `off`: the scope is off. `media`: the prompt holds images or sounds.
-    `unsupported`: the model has layers that cannot be cached. `error`: the cache failed; the log says how.
+    `miss_reason` says why nothing was restored; it is None if something was. server/README.md explains each reason.
 
     `matched` is the number of prompt tokens found in the store. If more were found than restored, `refused` says why:
     `no_logits` means that at least one token must be computed for the next-token logits, `damaged` that what was found

@@ -44,7 +44,11 @@ class History:
         self._groups.append(group)
         self._num_tokens += len(prompt)
         while len(self._groups) > self._max_prompts or self._num_tokens > self._max_tokens:
-            self._forget_the_oldest()
+            oldest_group = self._groups.popleft()
+            window = self._windows[oldest_group]
+            self._num_tokens -= len(window.popleft())
+            if not window:
+                del self._windows[oldest_group]
 
     def recent(self, n: int, group: bytes = b"") -> tuple[TokenIds, ...]:
         """The `n` newest prompts of a group, newest first; fewer if fewer are remembered. The arrays are read-only."""
@@ -58,10 +62,3 @@ class History:
     def __len__(self) -> int:
         """Prompts, whatever their groups."""
         return len(self._groups)
-
-    def _forget_the_oldest(self) -> None:
-        group = self._groups.popleft()
-        window = self._windows[group]
-        self._num_tokens -= len(window.popleft())
-        if not window:
-            del self._windows[group]

@@ -79,9 +79,7 @@ class PrefixCache(CacheResources):
         Overwrites the beginning of the arena; does nothing if that has no memory yet.
         """
         num_tokens = min(self.settings.block_size, arena.capacity)
-        if not num_tokens:
-            return
-        if not self.payload_layout.groups:
+        if not num_tokens or not self.payload_layout.groups:
             return
         cut = self.payload_layout.cuts(num_tokens, Kind.BLOCK)[0]
         rows = slice(0, cut.piece.num_rows)
@@ -95,13 +93,7 @@ class PrefixCache(CacheResources):
 
         list(self.readers.map(read, range(READER_THREADS)))
 
-    def begin(
-        self,
-        prompt: Prompt,
-        options: CacheOptions,
-        *,
-        goes_on: bool = False,
-    ) -> CachedRequest:
+    def begin(self, prompt: Prompt, options: CacheOptions, *, goes_on: bool = False) -> CachedRequest:
         """Start a request. Waits until the arena is free to be overwritten.
 
         `goes_on`: the prompt ends at a grid point and is only a beginning, so its next-token logits are neither needed
@@ -121,15 +113,17 @@ class PrefixCache(CacheResources):
 
         Reads the store, which may wait for the disk.
         """
+        state, error = self.health
         try:
-            counts, error = self.store.counts(), self.store.problem or self.writer.error
+            counts = self.store.counts()
         except CacheError as failure:
-            counts, error = dict.fromkeys(("entries", "blocks", "prompts", "used_bytes", "file_bytes"), 0), str(failure)
+            counts = dict.fromkeys(("entries", "blocks", "prompts", "used_bytes", "file_bytes"), 0)
+            state, error = "degraded", str(failure)
         return {
             "scope": str(self.default_scope),
             "dir": str(self.store.path),
             "store_id": self.store.store_id.hex(),
-            "state": "degraded" if error else "unsupported" if self.layout.unsupported else "ok",
+            "state": state,
             "error": error,
             "entries": counts["entries"],
             "blocks": counts["blocks"],

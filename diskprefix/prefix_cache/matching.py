@@ -45,6 +45,7 @@ class Found(Generic[M]):
         self.blocks = [match for match in self.blocks if match.node.end <= node.position]
 
 
+@dataclass(frozen=True)
 class Matcher(Generic[M]):
     """Finds one prompt's nodes through `find`, which answers a node's match if it is stored.
 
@@ -52,35 +53,26 @@ class Matcher(Generic[M]):
     restored to its end without them.
     """
 
-    def __init__(
-        self,
-        nodes: PromptNodes,
-        find: Callable[[Node], M | None],
-        state: StateKind,
-        *,
-        reuse_generated: bool = False,
-        needs_logits: bool = True,
-    ) -> None:
-        self._nodes = nodes
-        self._find = find
-        self._state = state
-        self._reuse_generated = reuse_generated
-        self._needs_logits = needs_logits
+    nodes: PromptNodes
+    find: Callable[[Node], M | None]
+    state: StateKind
+    reuse_generated: bool = False
+    needs_logits: bool = True
 
     def match(self, found: Found[M]) -> None:
         """Put the longest chain of stored nodes that the prompt starts with into `found`, which is empty."""
-        parent, generated = self._nodes.root, False
-        for index in range(self._nodes.num_blocks):
+        parent, generated = self.nodes.root, False
+        for index in range(self.nodes.num_blocks):
             match = None
             if not generated:
-                match = self._find(self._nodes.block(parent, index))
-            if match is None and (generated or self._reuse_generated):
-                match = self._find(self._nodes.block(parent, index, generated=True))
+                match = self.find(self.nodes.block(parent, index))
+            if match is None and (generated or self.reuse_generated):
+                match = self.find(self.nodes.block(parent, index, generated=True))
             if match is None:
                 return
             found.blocks.append(match)
             parent, generated = match.node.name, match.node.generated
-        found.tail = self._find(self._nodes.tail(parent, len(found.blocks), generated=generated))
+        found.tail = self.find(self.nodes.tail(parent, len(found.blocks), generated=generated))
 
     def restorable(self, found: Found[M]) -> list[M]:
         """The nodes of the longest prefix that can be restored; of those that end at the same token, the last one has
@@ -92,16 +84,16 @@ class Matcher(Generic[M]):
         if found.tail is not None:
             return [*found.blocks, found.tail]
         blocks = found.blocks
-        if self._needs_logits and len(blocks) * self._nodes.block_size == len(self._nodes.token_ids):
+        if self.needs_logits and len(blocks) * self.nodes.block_size == len(self.nodes.token_ids):
             blocks = blocks[:-1]
-        if self._state == "one_pass":
+        if self.state == "one_pass":
             return []
-        if self._state == "sliceable":
+        if self.state == "sliceable":
             return blocks
         for num_blocks in range(len(blocks), 0, -1):
             last = blocks[num_blocks - 1].node
             if last.end not in found.checkpoints:
-                found.checkpoints[last.end] = self._find(self._nodes.checkpoint(last))
+                found.checkpoints[last.end] = self.find(self.nodes.checkpoint(last))
             if (match := found.checkpoints[last.end]) is not None:
                 return [*blocks[:num_blocks], match]
         return []

@@ -1,9 +1,7 @@
 """What each tenant sees of the cache: its root, its recent prompts, and which of its blocks were seen before.
 
-Clients choose salts, so there may be any number of tenants. The memory of all of them together is bounded: the tenant
-that was used longest ago is dropped, and read from the store when it comes back. Reading it means to hash millions of
-tokens, so `load` does that on the thread that takes the request in, before the request is queued. The engine's thread
-only looks up what is loaded, so a tenant that comes and goes delays nobody else.
+The memory of all tenants together is bounded; README.md says how. Reading a tenant from the store means to hash
+millions of tokens, so `load` does that on the thread that takes the request in, never on the engine's.
 """
 
 from __future__ import annotations

@@ -46,17 +46,17 @@ class Progress:
     restorable: int = 0
 
 
+@dataclass
 class Planner:
     """Plans what one request stores of its prompt, whose `nodes` may grow by its reply.
 
     `prompt_tokens`: where the prompt ends. What stands behind it was decoded.
     """
 
-    def __init__(self, nodes: PromptNodes, progress: Progress, state: StateKind, prompt_tokens: int) -> None:
-        self.nodes = nodes
-        self.progress = progress
-        self._state = state
-        self._prompt_tokens = prompt_tokens
+    nodes: PromptNodes
+    progress: Progress
+    state: StateKind
+    prompt_tokens: int
 
     def plan(self, selection: Selection, states_at: Container[int]) -> Plan:
         """What of the prompt the policy wants and is not stored yet. `states_at`: where states were taken."""
@@ -89,7 +89,7 @@ class Planner:
         alone save nothing; they count their own tokens, so that they have a cost too.
         """
         for node in nodes:
-            if node.kind == Kind.BLOCK or self._state == "sliceable":
+            if node.kind == Kind.BLOCK or self.state == "sliceable":
                 yield node.num_tokens
             else:
                 yield node.end - self.progress.restorable
@@ -98,7 +98,7 @@ class Planner:
     def _block(self, index: int, before: Node | None) -> tuple[Node, bool]:
         """Block number `index` after the block `before`, and whether it is stored already, or will be."""
         stored = self.progress.blocks
-        is_of_reply = (index + 1) * self.nodes.block_size > self._prompt_tokens
+        is_of_reply = (index + 1) * self.nodes.block_size > self.prompt_tokens
         generated = is_of_reply or not self.progress.exact
         # What was decoded and reaches further than was restored is not what this run computed.
         if index < len(stored) and stored[index].generated <= generated:
@@ -109,7 +109,7 @@ class Planner:
 
     def _boundary_tip(self, block: Node, states_at: Container[int]) -> bytes | None:
         """The node that a saved boundary ends with; None where the states at it were not computed by this run."""
-        if self._state == "sliceable":
+        if self.state == "sliceable":
             return block.name
         checkpoint = self.nodes.checkpoint(block).name
         return checkpoint if block.end in states_at or checkpoint == self.progress.tip else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -28,30 +28,22 @@ from diskprefix.tokens import TokenIds
 log = logging.getLogger("diskprefix")
 
 
+@dataclass(kw_only=True)
 class Publisher:
     """Publishes what one request stores. `store_id` is that of the store that the request began with."""
 
-    def __init__(
-        self,
-        cache: CacheResources,
-        namespace: TenantNamespace,
-        prompt: Prompt,
-        options: CacheOptions,
-        *,
-        store_id: bytes,
-    ) -> None:
-        self._cache = cache
-        self._namespace = namespace
-        self._prompt = prompt
-        self._options = options
-        self._store_id = store_id
-        self.token_s = 0.0
-        """How long computing a token took, in seconds."""
+    cache: CacheResources
+    namespace: TenantNamespace
+    prompt: Prompt
+    options: CacheOptions
+    store_id: bytes
+    token_s: float = 0.0
+    """How long computing a token took, in seconds."""
 
     def fit(self, plan: Plan, nodes: PromptNodes) -> Plan:
         """Returns what of the plan the write buffer has room for: its longest beginning."""
         sizes = list(accumulate(nodes.payload_bytes(node) for node in plan.nodes))
-        fitting = plan.beginning(bisect_right(sizes, self._cache.writer.room_bytes), self._cache.layout.state_kind)
+        fitting = plan.beginning(bisect_right(sizes, self.cache.writer.room_bytes), self.cache.layout.state_kind)
         if fitting is plan:
             return plan
         log.warning(
@@ -60,7 +52,7 @@ class Publisher:
             plan.num_tokens,
         )
         if not fitting.nodes:
-            self._cache.counters["refused"] += 1
+            self.cache.counters["refused"] += 1
         return fitting
 
     def submit(
@@ -81,9 +73,9 @@ class Publisher:
         has the publication: what is extended must stay until then. `prompt` is added to the store's history.
         """
         nodes = planner.nodes
-        captures = self._captures(arena, logits, plan.nodes, planner, states)
+        captures = list(self._captures(arena, logits, plan.nodes, planner, states))
         size = sum(nodes.payload_bytes(node) for node in plan.nodes)
-        self._cache.writer.reserve(size)
+        self.cache.writer.reserve(size)
         planner.progress.submitted.update(node.name for node in plan.nodes)
         publication = self._publication(plan, prompt)
         pinned = take_pins()
@@ -91,32 +83,39 @@ class Publisher:
         def copy() -> None:
             try:
                 new_nodes = tuple(capture() for capture in captures)
-                self._cache.writer.submit(replace(publication, nodes=new_nodes), reserved_bytes=size)
+                self.cache.writer.submit(replace(publication, nodes=new_nodes), reserved_bytes=size)
             except BaseException:
-                self._cache.writer.release(size)
+                self.cache.writer.release(size)
                 raise
             finally:
                 self.unpin(pinned)
 
-        self._cache.start_capture(copy)
+        self.cache.start_capture(copy)
 
     def unpin(self, names: list[bytes]) -> None:
         """Let the store evict these nodes again."""
         for name in names:
-            self._cache.store.unpin(name)
+            self.cache.store.unpin(name)
 
     def _publication(self, plan: Plan, prompt: TokenIds | None) -> Publication:
         """Without its nodes, which are captured later."""
+        entry = EntryRecord(
+            root=self.namespace.root,
+            num_tokens=plan.num_tokens,
+            scope=str(self.options.scope),
+            preview=self.prompt.text,
+            created_at=time.time(),
+        )
         return Publication(
-            store_id=self._store_id,
-            root=self._namespace.root,
-            root_record=self._namespace.record,
+            store_id=self.store_id,
+            root=self.namespace.root,
+            root_record=self.namespace.record,
             nodes=(),
             tip=plan.tip,
-            entry=None if plan.tip is None else self._entry(plan.num_tokens),
+            entry=entry if plan.tip is not None else None,
             prompt=prompt,
             history_limit=MAX_VALUE,
-            prompt_group=self._options.group,
+            prompt_group=self.options.group,
             ttl_s=self._ttl_at(plan.num_tokens),
         )
 
@@ -127,9 +126,8 @@ class Publisher:
         wanted: tuple[Node, ...],
         planner: Planner,
         states: dict[int, memoryview],
-    ) -> list[Callable[[], NewNode]]:
+    ) -> Iterator[Callable[[], NewNode]]:
         """For each node, what copies it out of the arena. States are copied now: decoding changes them."""
-        captures: list[Callable[[], NewNode]] = []
         for node, saved_tokens in zip(wanted, planner.saved_tokens(wanted), strict=True):
             parts: list[memoryview] = []
             if node.kind == Kind.CHECKPOINT:
@@ -137,8 +135,7 @@ class Publisher:
             elif node.kind == Kind.TAIL:
                 assert logits is not None
                 parts = [arena.read_states(), arena.logits_bytes(logits)]
-            captures.append(partial(self._captured, arena, node, parts, self.token_s * saved_tokens, planner.nodes))
-        return captures
+            yield partial(self._captured, arena, node, parts, self.token_s * saved_tokens, planner.nodes)
 
     def _captured(
         self, arena: KVArena, node: Node, parts: list[memoryview], seconds: float, nodes: PromptNodes
@@ -162,14 +159,5 @@ class Publisher:
             ttl_s=self._ttl_at(node.end),
         )
 
-    def _entry(self, num_tokens: int) -> EntryRecord:
-        return EntryRecord(
-            root=self._namespace.root,
-            num_tokens=num_tokens,
-            scope=str(self._options.scope),
-            preview=self._prompt.text,
-            created_at=time.time(),
-        )
-
     def _ttl_at(self, position: int) -> float | None:
-        return ttl_at(position, self._prompt.marks, self._options.ttl_s)
+        return ttl_at(position, self.prompt.marks, self.options.ttl_s)

@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -130,18 +130,12 @@ class Recorder:
     """Appends requests to a file, from a thread of its own: `note` only hands them over.
 
     Whatever goes wrong with the file later is logged, once until it works again, and never fails a request. A file that
-    was moved away or deleted is begun anew, so its log may be rotated. `secret_of` answers the store's secret.
-    `default_scope` is the daemon's. `know` is for any thread, `weigh`, `note` and `close` are for one.
+    was moved away or deleted is begun anew. `secret_of` answers the store's secret. `know` is for any thread, `weigh`,
+    `note` and `close` are for one.
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        secret_of: Callable[[], int],
-        block_size: int,
-        min_tokens: int,
-        default_scope: Scope,
+        self, path: Path, *, secret_of: Callable[[], int], block_size: int, min_tokens: int, default_scope: Scope
     ) -> None:
         """Opens the file, private to its owner where it is new. Raises `SettingsError` if it cannot be written, if it
         is no recording, or if another daemon writes it."""
@@ -153,7 +147,7 @@ class Recorder:
         self._own_key = secrets.token_bytes(_KEY_BYTES)
         self._partings = RadixTree()
         self._is_failing = False
-        self._bytes_per_token = self._state_bytes = self._logits_bytes = 0
+        self._weights: dict[str, Any] = {}
         self._fd = _open(path)
         self._looked_at = time.monotonic()
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
@@ -163,7 +157,7 @@ class Recorder:
 
     def weigh(self, *, bytes_per_token: int, state_bytes: int, logits_bytes: int) -> None:
         """Say what the model's state weighs; it stands in each line from now on."""
-        self._bytes_per_token, self._state_bytes, self._logits_bytes = bytes_per_token, state_bytes, logits_bytes
+        self._weights = {"bytes_per_token": bytes_per_token, "state_bytes": state_bytes, "logits_bytes": logits_bytes}
 
     def know(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
         """Have new prompts be cut where they leave these, which are from before this process, oldest first."""
@@ -204,9 +198,7 @@ class Recorder:
             system_end=prompt.system_end,
             marks=[RecordedMark(mark.position, mark.ttl_s) for mark in prompt.marks],
             remembered=remembered,
-            bytes_per_token=self._bytes_per_token,
-            state_bytes=self._state_bytes,
-            logits_bytes=self._logits_bytes,
+            **self._weights,
             restored=report.restored,
             source=report.source,
             miss_reason=report.miss_reason,

@@ -50,7 +50,9 @@ class CachedRequest:
         self._goes_on = goes_on
         names = cache.store.names
         self._secret = names.secret
-        self._publisher = Publisher(cache, namespace, prompt, options, store_id=names.store_id)
+        self._publisher = Publisher(
+            cache=cache, namespace=namespace, prompt=prompt, options=options, store_id=names.store_id
+        )
         self._nodes = self._nodes_of(prompt.token_ids)
         self._bypass: Literal["media", "unsupported", "off"] | None = None
         if prompt.media:
@@ -63,7 +65,8 @@ class CachedRequest:
         """What is kept; known once `restore` was called."""
         self.is_published = False
         """Whether the prompt was computed to its end and could be kept, were there a scope and a store for it."""
-        self._restored = Restored()
+        self.restored = Restored()
+        """What `restore` brought back, and how long it took."""
         self._progress = Progress()
         self._states: dict[int, memoryview] = {}
         """Copies of the states by the position that they were taken at, for checkpoints."""
@@ -76,20 +79,15 @@ class CachedRequest:
         """What the prompt's state is stored under."""
         return self._namespace.root
 
-    @property
-    def restored(self) -> Restored:
-        """What `restore` brought back, and how long it took."""
-        return self._restored
-
     def restore(self, arena: KVArena) -> Restored:
         """Copy the longest restorable prefix into the arena, which has room for the prompt; of a miss, nothing. Then
         select what to save."""
         arena.truncate(0)
         if self._bypass is None:
             with self._guarded("nothing is restored"):
-                self._restored = self._try_restore(arena)
-            arena.truncate(self._restored.num_tokens)
-        restored = self._restored
+                self.restored = self._try_restore(arena)
+            arena.truncate(self.restored.num_tokens)
+        restored = self.restored
         self._progress = Progress(
             blocks=restored.blocks,
             tip=restored.tip,
@@ -120,14 +118,15 @@ class CachedRequest:
         if self._bypass is not None:
             return
         assert arena.num_tokens == len(self._prompt.token_ids), "state length must equal key length"
-        if self._is_refused():
-            return
         self._saved = "dropped"
+        if self._cache.store.problem is not None:
+            self._cache.counters["refused"] += 1
+            return
         with self._guarded("the prompt is not saved"):
             self._saved = self._publish(arena, logits, prefill_s)
 
     def _publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> Saved:
-        computed = len(self._prompt.token_ids) - self._restored.num_tokens
+        computed = len(self._prompt.token_ids) - self.restored.num_tokens
         self._publisher.token_s = prefill_s / computed if computed else 0.0
         if computed:
             self._cache.cost_model.note_prefill(computed, prefill_s)
@@ -178,7 +177,7 @@ class CachedRequest:
     def close(self) -> CacheReport:
         """Release what the request held, count it, and say what happened."""
         self._publisher.unpin(self._take_pins())
-        restored, layout = self._restored, self._cache.layout
+        restored, layout = self.restored, self._cache.layout
         if restored.num_tokens:
             self._cache.counters["hits"] += 1
             self._cache.counters["restored_tokens"] += restored.num_tokens
@@ -225,39 +224,27 @@ class CachedRequest:
 
     def _has_room_for_states(self) -> bool:
         """Whether one more copy of the states fits what may wait to be written."""
-        writer, num_bytes = self._cache.writer, self._cache.layout.state_bytes
-        return self._cache.store.problem is None and (len(self._states) + 1) * num_bytes <= writer.room_bytes
-
-    def _is_refused(self) -> bool:
-        """Whether the store takes nothing now; then that is noted."""
-        refused = self._cache.store.problem is not None
-        if refused:
-            self._saved = "dropped"
-            self._cache.counters["refused"] += 1
-        return refused
+        num_bytes = (len(self._states) + 1) * self._cache.layout.state_bytes
+        return self._cache.store.problem is None and num_bytes <= self._cache.writer.room_bytes
 
     def _select(self) -> Selection:
         if self._bypass is not None:
             return self.selection
-        settings, layout = self._cache.settings, self._cache.layout
-        scope = self._options.scope
-        sighting = Sighting()
+        settings, scope = self._cache.settings, self._options.scope
+        sighting, window = Sighting(), DEFAULT_WINDOW
         if scope.kind == "auto":
-            sighting = self._namespace.admission.look(
-                self._prompt.token_ids, self._nodes.block_names(), settings.block_size
-            )
+            names, window = self._nodes.block_names(), scope.value
+            sighting = self._namespace.admission.look(self._prompt.token_ids, names, settings.block_size)
         selection = select(
             scope,
             self._prompt,
-            self._namespace.history.recent(
-                scope.value if scope.kind == "auto" else DEFAULT_WINDOW, self._options.group
-            ),
+            self._namespace.history.recent(window, self._options.group),
             block_size=settings.block_size,
             min_tokens=settings.kv_cache_min_tokens,
             cold_max=settings.kv_cache_cold_max,
             interval=settings.kv_cache_interval,
-            state=layout.state_kind,
-            restored=self._restored.num_tokens,
+            state=self._cache.layout.state_kind,
+            restored=self.restored.num_tokens,
             sighting=sighting,
         )
         if self._goes_on:
@@ -287,7 +274,8 @@ class CachedRequest:
             self._pinned = restoration.pinned
         self._miss_reason = None
         if restored.tip is not None:
-            cache.writer.touch(restored.tip, time.time(), self._ttl_at(restored.num_tokens))
+            ttl_s = ttl_at(restored.num_tokens, self._prompt.marks, self._options.ttl_s)
+            cache.writer.touch(restored.tip, time.time(), ttl_s)
         if restored.source == "disk":
             cache.cost_model.note_restore(restored.num_bytes, restored.restore_ms / 1e3)
         return restored
@@ -305,9 +293,6 @@ class CachedRequest:
 
     def _planner(self) -> Planner:
         return Planner(self._nodes, self._progress, self._cache.layout.state_kind, len(self._prompt.token_ids))
-
-    def _ttl_at(self, position: int) -> float | None:
-        return ttl_at(position, self._prompt.marks, self._options.ttl_s)
 
     def _remembered(self) -> TokenIds | None:
         """The prompt, added to the history; None when it is too short to be worth a place in the window, or is only to

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter
@@ -65,10 +65,6 @@ class _Match(NamedTuple):
     node: Node
     queued: NewNode | None = None
 
-    @property
-    def source(self) -> Source:
-        return "disk" if self.queued is None else "memory"
-
 
 class _Load(NamedTuple):
     """One piece to be brought into the arena. `stored` is encoded if it comes from the file, raw if it was queued, None
@@ -82,59 +78,49 @@ class _Load(NamedTuple):
     is_cold: bool
 
 
+@dataclass
 class Restoration:
     """Restores one prompt. `run` is for the engine thread. `allows` says whether so many tokens are worth restoring.
     `reuse_generated` and `needs_logits`: see `Matcher`."""
 
-    def __init__(
-        self,
-        nodes: PromptNodes,
-        layout: Layout,
-        store: Store,
-        writer: Writer,
-        readers: Executor,
-        *,
-        allows: Callable[[int], bool],
-        reuse_generated: bool = False,
-        needs_logits: bool = True,
-    ) -> None:
-        self._nodes = nodes
-        self._layout = layout
-        self._store = store
-        self._writer = writer
-        self._readers = readers
-        self._allows = allows
-        self._reuse_generated = reuse_generated
-        self._needs_logits = needs_logits
-        self._is_slower = False
-        self.pinned: list[bytes] = []
-        """The last node that matched and the one that is restored to, pinned in the store; the caller unpins them."""
+    nodes: PromptNodes
+    layout: Layout
+    store: Store
+    writer: Writer
+    readers: Executor
+    allows: Callable[[int], bool]
+    reuse_generated: bool = False
+    needs_logits: bool = True
+    _is_slower: bool = False
+    pinned: list[bytes] = field(default_factory=list)
+    """The last node that matched and the one that is restored to, pinned in the store; the caller unpins them."""
 
     def run(self, arena: KVArena) -> Restored:
         """Restore into `arena`, which has room for the prompt. Raises `CacheError`; what is in the arena is then
         undefined. A damaged node is removed, and the next shorter prefix that can be is restored."""
         started = time.perf_counter()
         # Before the snapshot: a node that is written in between is then seen twice, never not at all.
-        pending = self._writer.pending
+        pending = self.writer.pending
         found: Found[_Match] = Found()
-        with self._store.snapshot() as snapshot:
+        with self.store.snapshot() as snapshot:
             matcher = Matcher(
-                self._nodes,
+                self.nodes,
                 partial(self._find_sound, pending, snapshot, found),
-                self._layout.state_kind,
-                reuse_generated=self._reuse_generated,
-                needs_logits=self._needs_logits,
+                self.layout.state_kind,
+                self.reuse_generated,
+                self.needs_logits,
             )
             matcher.match(found)
             self._pin(found.deepest)
             matches = self._worth_restoring(matcher, found)
             matched = time.perf_counter()
-            loader = _Loader(self._nodes, self._layout, matches, snapshot, self._store.watch.mapped, arena)
-            while matches and (bad := loader.run(self._readers)) is not None:
+            while True:
+                loader = _Loader(self.nodes, self.layout, matches, snapshot, self.store.watch.mapped, arena)
+                if not matches or (bad := loader.run(self.readers)) is None:
+                    break
                 self._quarantine(*bad)
                 found.drop(bad[0])
                 matches = self._worth_restoring(matcher, found)
-                loader = _Loader(self._nodes, self._layout, matches, snapshot, self._store.watch.mapped, arena)
         loaded = time.perf_counter()
         num_tokens = matches[-1].node.end if matches else 0
         deepest = found.deepest
@@ -155,13 +141,13 @@ class Restoration:
     def _pin(self, node: Node | None) -> None:
         """Before anything is loaded: the request will continue what it restores."""
         if node is not None and node.name not in self.pinned:
-            self._store.pin(node.name)
+            self.store.pin(node.name)
             self.pinned.append(node.name)
 
     def _worth_restoring(self, matcher: Matcher[_Match], found: Found[_Match]) -> list[_Match]:
         """The nodes to restore, the last of them pinned; none where computing is faster."""
         matches = matcher.restorable(found)
-        self._is_slower = bool(matches) and not self._allows(matches[-1].node.end)
+        self._is_slower = bool(matches) and not self.allows(matches[-1].node.end)
         if self._is_slower:
             return []
         self._pin(matches[-1].node if matches else None)
@@ -176,10 +162,10 @@ class Restoration:
         deepest = found.deepest
         if deepest is None or deepest.end == num_tokens:
             return None
-        if self._layout.is_one_pass:
+        if self.layout.is_one_pass:
             return "whole_prompt_only"
-        at_end = deepest.end == len(self._nodes.token_ids)
-        return "no_logits" if at_end and deepest.end - num_tokens <= self._nodes.block_size else "no_checkpoint"
+        at_end = deepest.end == len(self.nodes.token_ids)
+        return "no_logits" if at_end and deepest.end - num_tokens <= self.nodes.block_size else "no_checkpoint"
 
     def _find_sound(
         self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, found: Found[_Match], node: Node
@@ -188,7 +174,7 @@ class Restoration:
 
         A name is not a proof: the tokens, the parent and the place are compared too.
         """
-        token_ids = self._nodes.token_bytes(node)
+        token_ids = self.nodes.token_bytes(node)
         queued = pending.get(node.name)
         if queued is not None and _is_queued(queued, node, token_ids):
             return _Match(node, queued)
@@ -203,30 +189,25 @@ class Restoration:
     def _quarantine(self, node: Node, error: StoreCorrupt) -> None:
         what = "checkpoint" if node.kind == Kind.CHECKPOINT else "block"
         log.warning("[disk-cache] %s %s is damaged and will be removed: %s", what, node.name.hex(), error)
-        self._writer.quarantine(node.name, node.parent)
+        self.writer.quarantine(node.name, node.parent)
 
 
+@dataclass
 class _Loader:
     """Verifies, decodes and copies pieces on the reading threads, which take them one after the other."""
 
-    def __init__(
-        self,
-        nodes: PromptNodes,
-        layout: Layout,
-        matches: list[_Match],
-        snapshot: Snapshot,
-        mapped: set[bytes],
-        arena: KVArena,
-    ) -> None:
-        self._mapped = mapped
-        self.logits: torch.Tensor | None = None
-        self.num_bytes = 0
-        self._nodes = nodes
-        self._matches = matches
-        self._snapshot = snapshot
-        self._arena = arena
-        end = matches[-1].node.end if matches else 0
-        self._first_needed = [group.first_needed(end) for group in layout.groups]
+    nodes: PromptNodes
+    layout: Layout
+    matches: list[_Match]
+    snapshot: Snapshot
+    mapped: set[bytes]
+    arena: KVArena
+    logits: torch.Tensor | None = None
+    num_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        end = self.matches[-1].node.end if self.matches else 0
+        self._first_needed = [group.first_needed(end) for group in self.layout.groups]
         self._loads = self._in_order()
         self._taking = threading.Lock()
         self._bad: dict[int, StoreCorrupt] = {}
@@ -241,12 +222,12 @@ class _Loader:
         if not self._bad:
             return None
         match, error = min(self._bad.items(), key=itemgetter(0))
-        return self._matches[match].node, error
+        return self.matches[match].node, error
 
     def _in_order(self) -> Iterator[_Load]:
         """All pieces of the matches. One thread at a time: a snapshot serves no two at once."""
-        for match, (node, queued) in enumerate(self._matches):
-            cuts = self._nodes.cuts(node)
+        for match, (node, queued) in enumerate(self.matches):
+            cuts = self.nodes.cuts(node)
             needed = [number for number, cut in enumerate(cuts) if self._is_needed(node, cut)]
             if queued is not None:
                 starts = list(accumulate((cut.piece.num_bytes for cut in cuts), initial=0))
@@ -256,7 +237,7 @@ class _Loader:
                 continue
             is_cold = bool(needed) and not self._is_mapped(node, needed)
             for number in needed:
-                stored = self._snapshot.piece(node.name, number)
+                stored = self.snapshot.piece(node.name, number)
                 yield _Load(match, number, cuts[number], stored, is_queued=False, is_cold=is_cold)
 
     def _is_needed(self, node: Node, cut: Cut) -> bool:
@@ -271,12 +252,12 @@ class _Loader:
         The ends speak for the whole: to populate what is mapped already, or to look at each piece, would cost a fifth
         of a restore.
         """
-        if node.name not in self._mapped:
-            if len(self._mapped) >= _MAPPED_NODES:
-                self._mapped.clear()
-            self._mapped.add(node.name)
+        if node.name not in self.mapped:
+            if len(self.mapped) >= _MAPPED_NODES:
+                self.mapped.clear()
+            self.mapped.add(node.name)
             return False
-        ends = [self._snapshot.piece(node.name, number) for number in (needed[0], needed[-1])]
+        ends = [self.snapshot.piece(node.name, number) for number in (needed[0], needed[-1])]
         return all(end is not None and is_in_memory(end) for end in ends)
 
     def _take(self) -> None:
@@ -292,7 +273,7 @@ class _Loader:
                 self._bad.setdefault(load.match, error)
 
     def _load(self, load: _Load) -> None:
-        node, cut, stored = self._matches[load.match].node, load.cut, load.stored
+        node, cut, stored = self.matches[load.match].node, load.cut, load.stored
         if stored is None:
             raise StoreCorrupt("a piece of its payload is missing")
 
@@ -304,13 +285,13 @@ class _Loader:
                     populate(stored)
                 decode_piece(stored, cut.piece, piece_seed(node.name, load.number), out)
 
-        if cut.group == self._nodes.layout.logits_group:
+        if cut.group == self.nodes.layout.logits_group:
             logits = np.empty((1, cut.piece.row_bytes), dtype=np.uint8)
             write(logits)
-            self.logits = self._arena.logits_from(logits)
+            self.logits = self.arena.logits_from(logits)
         else:
             rows = slice(cut.first_row, cut.first_row + cut.piece.num_rows)
-            self._arena.fill(node.position, node.num_tokens, cut.group, rows, write)
+            self.arena.fill(node.position, node.num_tokens, cut.group, rows, write)
 
 
 def _is_queued(queued: NewNode, node: Node, token_ids: bytes) -> bool:
@@ -321,4 +302,4 @@ def _is_queued(queued: NewNode, node: Node, token_ids: bytes) -> bool:
 def _source(matches: list[_Match]) -> Source:
     if not matches:
         return "none"
-    return "disk" if any(match.source == "disk" for match in matches) else "memory"
+    return "disk" if any(match.queued is None for match in matches) else "memory"

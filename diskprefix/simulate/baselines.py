@@ -46,9 +46,7 @@ def whole_snapshots(
 class _WholeSnapshots:
     def __init__(self, policy: Policy, geometry: Geometry, window: int) -> None:
         self.totals = Totals()
-        self._policy = policy
-        self._geometry = geometry
-        self._window = window
+        self._policy, self._geometry, self._window = policy, geometry, window
         self._stored: OrderedDict[bytes, int] = OrderedDict()
         """The bytes of each snapshot by its key, the least recently used first."""
         self._used_bytes = 0

@@ -160,7 +160,9 @@ class Simulator:
 
     def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Progress:
         found: Found[_Stored] = Found()
-        matcher = Matcher(nodes, self._find, self._geometry.state_kind)
+        matcher = Matcher(
+            nodes, lambda node: _Stored(node) if node.name in self.store else None, self._geometry.state_kind
+        )
         matcher.match(found)
         matches = matcher.restorable(found)
         blocks = [match.node for match in found.blocks]
@@ -172,30 +174,27 @@ class Simulator:
             blocks=blocks, tip=tip.name, restored=tip.end, has_tail=found.tail is not None, restorable=tip.end
         )
 
-    def _find(self, node: Node) -> _Stored | None:
-        return _Stored(node) if node.name in self.store else None
-
     def _publish(self, request: TraceRequest, nodes: PromptNodes, progress: Progress, selection: Selection) -> int:
         planner = Planner(nodes, progress, self._geometry.state_kind, len(nodes.token_ids))
         # What was restored is not computed, so no checkpoint can be taken there.
         plan = planner.plan(selection, {at for at in selection.checkpoints if at > progress.restored})
-        marks, per_token = request.prompt.marks, self._policy.seconds_per_token
+        marks, ttl_s, per_token = request.prompt.marks, request.ttl_s, self._policy.seconds_per_token
         entries = [
             NewEntry(
                 node,
                 self._bytes_of(node.num_tokens, node.kind),
-                per_token * saved_tokens,
+                per_token * saved,
                 ttl_at(node.end, marks, request.ttl_s),
             )
-            for node, saved_tokens in zip(plan.nodes, planner.saved_tokens(plan.nodes), strict=True)
+            for node, saved in zip(plan.nodes, planner.saved_tokens(plan.nodes), strict=True)
         ]
         if not entries and plan.tip is None:
             return 0
-        if not self.store.publish(entries, plan.tip, ttl_at(plan.num_tokens, marks, request.ttl_s), request.when):
+        if not self.store.publish(entries, plan.tip, ttl_at(plan.num_tokens, marks, ttl_s), request.when):
             return 0
         if request.save:
-            for name, ttl_s in marked_nodes(nodes, marks, request.ttl_s):
-                self.store.touch(name, request.when, 0, ttl_s)
+            for name, marked_ttl_s in marked_nodes(nodes, marks, ttl_s):
+                self.store.touch(name, request.when, 0, marked_ttl_s)
         totals = self.totals
         for entry in entries:
             totals.written_bytes += entry.num_bytes

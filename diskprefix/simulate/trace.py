@@ -14,11 +14,10 @@ from diskprefix.prompt import Prompt
 class TraceRequest:
     """One request.
 
-    `when`: seconds since the trace began. `output_tokens`: length of the reply. `scope`: what the request itself asked
-    for; None for the scope that is simulated. `group`, `save` and `ttl_s` are those of `CacheOptions`. `tenant` names
-    whose state it is; requests of different tenants share nothing. `is_shared`: it is that of requests with neither key
-    nor salt, as the one without a name always is. `remembered`: whether the prompt counts as a recent one for later
-    requests; false for one that failed or was cancelled.
+    `when`: seconds since the trace began. `scope`: what the request itself asked for; None for the scope that is
+    simulated. `group`, `save` and `ttl_s` are those of `CacheOptions`. Requests of different tenants share nothing.
+    `is_shared`: the tenant has neither key nor salt, as the one without a name always is. `remembered`: whether the
+    prompt counts as a recent one for later requests; false for one that failed or was cancelled.
     """
 
     when: float
