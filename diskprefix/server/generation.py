@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -22,19 +23,19 @@ log = logging.getLogger("diskprefix")
 
 ReplyEvent: TypeAlias = TextEvent | FinishEvent | DoneEvent
 
-MAX_WAITING_BYTES = 4 * 1024**2
-"""What may wait for a client that reads more slowly than the engine generates; about 100 000 tokens of plain text.
+MAX_WAITING_BYTES = 16 * 1024**2
+"""What may wait for a client that reads more slowly than the engine generates; about 65 000 tokens of plain text.
 
 The engine does not wait for a client, because other requests wait for the engine.
 """
-_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 36, 400
-"""Memory that a token id and a `TokenLogprob` take, roughly."""
+_BYTES_PER_EVENT, _BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 160, 36, 400
+"""Memory that a `TextEvent` without its text, a token id and a `TokenLogprob` take, roughly."""
 
 
 class EventBuffer:
     """The events of one request that wait to be sent, in order, within `MAX_WAITING_BYTES`.
 
-    Texts of the same choice that wait one behind the other are joined, so that a client which falls behind gets fewer,
+    `get` joins the texts of one choice that wait one behind the other, so that a client which falls behind gets fewer,
     longer chunks. `put` may be called from any thread, `get` on the event loop.
     """
 
@@ -58,25 +59,42 @@ class EventBuffer:
             if self._num_bytes > MAX_WAITING_BYTES:
                 self._is_full = True
                 event = ErrorEvent(DiskPrefixError("the client reads too slowly", code="client_too_slow"))
-            last = self._waiting[-1] if self._waiting else None
-            if isinstance(event, TextEvent) and isinstance(last, TextEvent) and event.choice == last.choice:
-                text, token_ids = last.text + event.text, last.token_ids + event.token_ids
-                self._waiting[-1] = TextEvent(last.choice, text, token_ids, last.logprobs + event.logprobs)
-                return True
+            was_empty = not self._waiting
             self._waiting.append(event)
-        self._loop.call_soon_threadsafe(self._filled.set)
+        if was_empty:
+            self._loop.call_soon_threadsafe(self._filled.set)
         return not self._is_full
 
     async def get(self) -> Event | None:
-        """Returns the next event and removes it; waits for one if there is none."""
-        while True:
-            with self._lock:
-                if self._waiting:
-                    event = self._waiting.popleft()
-                    self._num_bytes -= _size(event)
-                    return event
-                self._filled.clear()
+        """Returns the next event, or the texts that wait next as one event, and removes it. Waits if there is none."""
+        while not (taken := self._take()):
             await self._filled.wait()
+        texts = [event for event in taken if isinstance(event, TextEvent)]
+        return _joined(texts) if len(texts) > 1 else taken[0]
+
+    def _take(self) -> list[Event | None]:
+        """Removes and returns the next event, and the texts of the same choice behind it if it is a text."""
+        taken: list[Event | None] = []
+        with self._lock:
+            while self._waiting and (not taken or _is_continued(taken[0], self._waiting[0])):
+                taken.append(self._waiting.popleft())
+                self._num_bytes -= _size(taken[-1])
+            if not taken:
+                self._filled.clear()
+        return taken
+
+
+def _is_continued(event: Event | None, following: Event | None) -> bool:
+    return isinstance(event, TextEvent) and isinstance(following, TextEvent) and event.choice == following.choice
+
+
+def _joined(texts: list[TextEvent]) -> TextEvent:
+    return TextEvent(
+        texts[0].choice,
+        "".join(event.text for event in texts),
+        tuple(token_id for event in texts for token_id in event.token_ids),
+        tuple(logprob for event in texts for logprob in event.logprobs),
+    )
 
 
 def _size(event: Event | None) -> int:
@@ -84,7 +102,8 @@ def _size(event: Event | None) -> int:
     if not isinstance(event, TextEvent):
         return 0
     num_logprobs = sum(1 + len(logprob.top) for logprob in event.logprobs)
-    return len(event.text) + _BYTES_PER_TOKEN * len(event.token_ids) + _BYTES_PER_LOGPROB * num_logprobs
+    num_bytes = _BYTES_PER_EVENT + _BYTES_PER_TOKEN * len(event.token_ids) + _BYTES_PER_LOGPROB * num_logprobs
+    return num_bytes + sys.getsizeof(event.text)
 
 
 class Generation:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, say_hel
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 NUM_EVENTS = 1000
+NUM_PUTS = 100_000
 TEXT = "0123456789" * 100
 
 
@@ -63,11 +65,35 @@ def test_waiting_texts_of_one_choice_are_joined_and_keep_their_order_among_the_o
 
 def test_what_does_not_fit_becomes_an_error_and_nothing_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "MAX_WAITING_BYTES", 10_000)
-    event = TextEvent(0, "x" * 1000, ())
-    *texts, last = taken([event] * 12 + [done()], num_puts=10)
-    assert texts == [TextEvent(0, "x" * 10_000, ())]
+    text = "x" * (1000 - sys.getsizeof("") - generation._BYTES_PER_EVENT)
+    *texts, last = taken([TextEvent(0, text, ())] * 12 + [done()], num_puts=10)
+    assert texts == [TextEvent(0, text * 10, ())]
     assert isinstance(last, ErrorEvent)
     assert last.error.code == "client_too_slow"
+
+
+class CountedText(str):
+    """A text, or what is joined from it, that counts the characters that `+` copies."""
+
+    num_copied: ClassVar[int]
+
+    def __add__(self, other: str) -> CountedText:
+        CountedText.num_copied += len(self) + len(other)
+        assert CountedText.num_copied < 10 * NUM_PUTS, "the work grows faster than the number of texts"
+        return CountedText(str(self) + str(other))
+
+
+def test_putting_copies_nothing_of_what_waits_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_WAITING_BYTES", 1 << 40)
+    CountedText.num_copied = 0
+    events: list[Event | None] = [TextEvent(0, CountedText("x"), (token,)) for token in range(NUM_PUTS)]
+    assert taken(events, num_puts=NUM_PUTS) == [TextEvent(0, "x" * NUM_PUTS, tuple(range(NUM_PUTS)))]
+
+
+def test_the_limit_counts_bytes_and_not_characters() -> None:
+    text = "\N{GRINNING FACE}" * (generation.MAX_WAITING_BYTES // 4)
+    assert sys.getsizeof(text) > generation.MAX_WAITING_BYTES
+    taken([TextEvent(0, text, ())], num_puts=0)
 
 
 def test_what_was_taken_makes_room() -> None:
