@@ -8,19 +8,8 @@ from typing import Any, Literal, TypeAlias
 from diskprefix.policy.select import Selection
 
 Source: TypeAlias = Literal["none", "memory", "disk"]
-MissReason: TypeAlias = Literal[
-    "not_stored",
-    "diverged",
-    "too_short",
-    "no_checkpoint",
-    "whole_prompt_only",
-    "faster_to_compute",
-    "off",
-    "media",
-    "unsupported",
-    "error",
-]
 Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "whole_prompt_only", "damaged", "faster_to_compute"]
+MissReason: TypeAlias = Literal[Refused, "not_stored", "diverged", "too_short", "off", "media", "unsupported", "error"]
 Saved: TypeAlias = Literal["none", "queued", "stored", "dropped"]
 
 
@@ -34,9 +23,8 @@ class CacheReport:
 
     `miss_reason` says why nothing was restored; it is None if something was. server/README.md explains each reason.
 
-    `matched` is the number of prompt tokens found in the store. If more were found than restored, `refused` says why:
-    `no_logits` means that at least one token must be computed for the next-token logits, `damaged` that what was found
-    did not verify; the other words are those of `miss_reason`. `retained` gives, for each kind of state, the range of
+    `matched` is the number of prompt tokens found in the store. If not all that is stored was restored, `refused` says
+    why, in the words of `miss_reason`. `retained` gives, for each kind of state, the range of
     tokens [first, end) whose state was loaded. `exact`: the restored state is, bit for bit, what a prefill computes;
     False only for the state of a reply that was decoded. `restore_ms`: reading, verifying and copying the state.
     """

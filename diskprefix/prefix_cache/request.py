@@ -283,7 +283,7 @@ class CachedRequest:
     def _explain_miss(self, restored: Restored) -> MissReason:
         """`diverged` only if the prompt leaves everything seen within its first block: from there on a block could
         have been restored, had it been stored."""
-        if restored.refused in ("no_checkpoint", "whole_prompt_only", "faster_to_compute"):
+        if restored.refused is not None:
             return restored.refused
         if len(self._prompt.token_ids) < self._cache.settings.kv_cache_min_tokens:
             return "too_short"

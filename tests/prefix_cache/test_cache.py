@@ -317,6 +317,26 @@ def test_a_prompt_that_was_seen_but_not_kept_has_not_diverged(runner: Runner) ->
         assert (report.miss_reason, report.diverged_at, report.saved) == ("not_stored", None, "none")
 
 
+def test_a_prompt_of_one_stored_block_misses_for_its_logits(runner: Runner) -> None:
+    prompt = random_prompt(33, 2 * BLOCK)
+    runner.run(prompt, "full")
+    report = runner.run(prompt[:BLOCK].copy(), "full").report
+    assert (report.restored, report.matched, report.miss_reason) == (0, BLOCK, "no_logits")
+
+
+@pytest.mark.parametrize("database", ["nodes", "payloads"])
+def test_a_miss_for_a_damaged_first_block_says_so(runner: Runner, database: str) -> None:
+    prompt = random_prompt(34, 3 * BLOCK)
+    runner.run(prompt, "full")
+    runner.flush()
+    store = runner.cache.store
+    name = chain(store.secret, runner.cache.root, prompt, BLOCK)[0]
+    with store.changes() as changes:
+        changes._put(database, name if database == "nodes" else piece_key(name, 0), b"garbage")
+    report = runner.run(prompt, "full").report
+    assert (report.restored, report.matched, report.miss_reason) == (0, 0, "damaged")
+
+
 def test_a_hit_in_the_buffer_counts_once_the_prompt_is_stored(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = threading.Event()
     publish = runner.cache.store.publish
