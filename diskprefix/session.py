@@ -1,4 +1,4 @@
-"""The library: a session around a transformers model with a prefix cache, without the server.
+"""The library: a session around a transformers model with a prefix cache. diskprefix/README.md has an example.
 
 Sessions on the same folder with the same weights find what another one saved, also in other processes. A session
 identifies weights by their content in memory, the daemon by their files: they may share a folder but not prefixes.

@@ -20,7 +20,6 @@ import torch
 from transformers import AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-import diskprefix.session
 from diskprefix import PrefixCacheSession
 from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, SettingsError, StoreUnavailable
 from tests import forked, session_worker
@@ -665,13 +664,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def examples() -> list[str]:
-    """The example of the module, and of the page on architecture."""
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "diskprefix" / "README.md").read_text(encoding="utf-8"), re.DOTALL
-    )
-    document = diskprefix.session.__doc__ or ""
-    lines = [line.removeprefix("    ") for line in document.splitlines() if line.startswith("    ") or not line]
-    return [*(block for block in blocks if "PrefixCacheSession" in block), "\n".join(lines).strip() + "\n"]
+    """The examples of the page on architecture."""
+    page = (ROOT / "diskprefix" / "README.md").read_text(encoding="utf-8")
+    return [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "PrefixCacheSession" in block]
 
 
 @pytest.mark.parametrize("example", examples())
