@@ -17,17 +17,37 @@ _ACCELERATOR_ERROR: type[Exception] | None = getattr(torch, "AcceleratorError", 
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Returns whether `error`, or an error that it followed from, comes from the driver of the accelerator.
+    """Returns whether the accelerator can compute nothing more, where `error` comes from its driver.
 
-    CUDA repeats such an error at every later call of the process, so only a new process helps. Running out of memory is
-    no such error: the next request may fit.
+    Such an error may also concern one call only, like one with an argument out of range. So the devices are tried: CUDA
+    repeats the errors after which only a new process helps at every later call. Running out of memory is no such error:
+    the next request may fit.
     """
+    if not _follows_from_driver(error):
+        return False
+    try:
+        probe_devices()
+    except RuntimeError as failure:
+        return not is_out_of_memory(failure)
+    return False
+
+
+def probe_devices() -> None:
+    """Waits for all CUDA devices on which this process has memory, and computes on them. Raises what torch raises."""
+    for index in range(torch.cuda.device_count()):
+        if torch.cuda.memory_reserved(index):
+            torch.cuda.synchronize(index)
+            torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
+
+
+def _follows_from_driver(error: BaseException) -> bool:
     found: BaseException | None = error
-    # An error of ours explains its cause itself.
+    # An error of ours explains its cause itself. An error of another kind that merely came up while one of the driver
+    # was handled has a cause of its own.
     while found is not None and not isinstance(found, DiskPrefixError):
         if _is_from_driver(found):
             return True
-        found = found.__cause__ or found.__context__
+        found = found.__cause__ or (found.__context__ if isinstance(found, RuntimeError) else None)
     return False
 
 

@@ -221,6 +221,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether Python, torch or a driver reports with `error` that no memory is left, on any device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    # cuBLAS allocates memory of its own, and torch raises a plain RuntimeError when that fails.
-    said = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    # cuBLAS, cuDNN and the like allocate memory of their own, and torch raises a plain RuntimeError when that fails.
+    said = ("can't allocate memory", "out of memory", "_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in said)

@@ -223,7 +223,14 @@ def test_stopping_refuses_what_waits_and_cancels_what_takes_too_long(steps: Step
         scheduler.submit(request("c"), Events())
 
 
-def test_a_lost_device_fails_all_requests_and_is_reported_once(steps: Steps) -> None:
+def test_a_lost_device_fails_all_requests_and_is_reported_once(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed_on: list[str] = []
+
+    def probe() -> None:
+        probed_on.append(threading.current_thread().name)
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr("diskprefix.engine.device.probe_devices", probe)
     steps.failure = torch.AcceleratorError("CUDA error: device-side assert triggered")
     fatal: list[DeviceLost] = []
     reported = threading.Event()
@@ -248,11 +255,17 @@ def test_a_lost_device_fails_all_requests_and_is_reported_once(steps: Steps) -> 
         scheduler.submit(request("later"), Events())
     assert scheduler.stop(30)
     assert (steps.started, len(fatal), scheduler.running) == (["running"], 1, False)
+    assert probed_on == ["engine"]
 
 
 @pytest.mark.parametrize(
     "failure",
-    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("shapes do not match"), NonFiniteLogits("NaN")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        torch.AcceleratorError("CUDA error: invalid configuration argument"),
+        RuntimeError("shapes do not match"),
+        NonFiniteLogits("NaN"),
+    ],
     ids=str,
 )
 def test_an_error_of_one_request_is_not_fatal(steps: Steps, failure: Exception) -> None:

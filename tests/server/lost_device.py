@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 import diskprefix.app
+import diskprefix.engine.device
 import diskprefix.server.process
 from diskprefix.cli import main
 from diskprefix.engine.request import GenerateRequest
@@ -17,6 +18,10 @@ from tests.server.scripted import Emit, ScriptedEngine
 
 
 def lose_device(_request: GenerateRequest, _emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
+    fail()
+
+
+def fail() -> None:
     raise RuntimeError("CUDA error: device-side assert triggered\nIt may have happened in an earlier call.")
 
 
@@ -25,5 +30,6 @@ if __name__ == "__main__":
     if "NEVER_CLOSES" in os.environ:
         diskprefix.server.process._DEVICE_LOST_S = 0.5
         engine.close = threading.Event().wait  # type: ignore[method-assign]
+    diskprefix.engine.device.probe_devices = fail
     diskprefix.app.load_engine = engine.load
     main()

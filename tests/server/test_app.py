@@ -119,10 +119,13 @@ def test_a_degraded_cache_is_named_by_health_and_does_not_stop_requests(
         assert client.post(CHAT, json=HELLO).status_code == 200
 
 
-def test_a_lost_accelerator_is_not_healthy_and_refuses_requests(server: AppServer, engine: ScriptedEngine) -> None:
+def test_a_lost_accelerator_is_not_healthy_and_refuses_requests(
+    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lose_device(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    monkeypatch.setattr("diskprefix.engine.device.probe_devices", lose_device)
     engine.script = lose_device
     with server.client() as client:
         assert client.post(CHAT, json=HELLO).json()["error"]["code"] == "device_lost"
