@@ -40,9 +40,10 @@ def compact(target: Path | None, kv_cache_dir: Path, as_json: bool) -> None:
     \b
     Exit codes: 0 done, 2 wrong usage, 4 the store is in use or damaged, or the disk is too full.
     """
-    require_store(kv_cache_dir)
-    with advised(), progress("compacting", compacted_bytes(kv_cache_dir)) as advance:
-        result = copy_store(kv_cache_dir, target, advance) if target else compact_folder(kv_cache_dir, advance)
+    target = target and target.absolute()
+    folder = require_store(kv_cache_dir)
+    with advised(), progress("compacting", compacted_bytes(folder)) as advance:
+        result = copy_store(folder, target, advance) if target else compact_folder(folder, advance)
     if as_json:
         print_json({"file": str((target or kv_cache_dir) / DATA)} | asdict(result))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from diskprefix.store.maintenance.exchange import (
     require_room,
     verify_payloads,
 )
+from diskprefix.store.owner import become_owner
 from diskprefix.tenant import short_tenant
 
 
@@ -71,12 +72,13 @@ def import_(
     settings = build_settings(flags | {"kv_cache_dir": kv_cache_dir})
     with ExitStack() as stack:
         readers = [stack.enter_context(EntryReader.open(path)) for path in files]
+        folder = become_owner(kv_cache_dir)
         if not force:
-            _require_known_models(kv_cache_dir, readers)
+            _require_known_models(folder, readers)
         with progress("verifying", _raw_bytes(readers)) as advance:
             for reader in readers:
                 verify_payloads(reader, advance)
-        results = _planned(kv_cache_dir, readers) if dry_run else _imported(settings, readers)
+        results = _planned(folder, readers) if dry_run else _imported(replace(settings, kv_cache_dir=folder), readers)
     if as_json:
         entries = [{"file": str(path)} | asdict(result) for path, result in zip(files, results, strict=True)]
         print_json({"dry_run": dry_run, "entries": entries})

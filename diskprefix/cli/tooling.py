@@ -18,6 +18,7 @@ from diskprefix.printable import printable_only
 from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir
 from diskprefix.store.folder import DATA
 from diskprefix.store.listing import EntryInfo
+from diskprefix.store.owner import become_owner
 from diskprefix.store.store import Store
 
 if TYPE_CHECKING:
@@ -46,19 +47,24 @@ def store_options(command: Decorated) -> Decorated:
     )(json_option(command))
 
 
-def require_store(folder: Path) -> None:
-    """Raises `StoreUnavailable` if there is no store in `folder`, so that a command that looks does not create one."""
-    file = folder / DATA
+def require_store(folder: Path) -> Path:
+    """Returns the path by which to open the store in `folder`: see `become_owner`.
+
+    Raises `StoreUnavailable` if there is no store, so that a command that looks does not create one.
+    """
+    path = become_owner(folder)
+    file = path / DATA
     if not file.is_file() or not file.stat().st_size:
         raise StoreUnavailable(f"{folder} holds no diskprefix store; give its folder with --kv-cache-dir")
+    return path
 
 
 @contextmanager
 def opened_store(folder: Path, *, write: bool = False) -> Iterator[Store]:
     """Open the store in `folder`, read-only unless `write`, and close it at the end. Raises `CacheError`."""
-    require_store(folder)
+    path = require_store(folder)
     with advised():
-        store = Store.open(folder, read_only=not write)
+        store = Store.open(path, read_only=not write)
     try:
         yield store
     finally:

@@ -33,7 +33,6 @@ from diskprefix.store.folder import (
     put_in_place,
     require_writable,
 )
-from diskprefix.store.owner import owner_rights
 from diskprefix.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
@@ -59,8 +58,7 @@ def compacted_bytes(path: Path) -> int:
     Raises `StoreCorrupt`; `StoreUnavailable` if there is no store, or a file that is not ours.
     """
     with _translated(path):
-        with owner_rights(path) as folder:
-            report = check_file(folder / DATA, name=path / DATA)
+        report = check_file(path / DATA)
         if report.state == FileState.BUSY:
             return (path / DATA).stat().st_size
     if b"meta" not in report.entries:
@@ -99,6 +97,7 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
     lock = FolderLock(path, patience_s=0, create=False)
     try:
         with _translated(target):
+            check_folder(target)
             target.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(target)
             if os.path.lexists(target / DATA):
@@ -111,17 +110,16 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
 def _write_copy(source: Path, target: Path, advance: Callable[[int], None]) -> Compacted:
     """Write the copy in a folder of its own inside `target`, then move it to its place."""
     num_bytes, before_bytes = compacted_bytes(source), (source / DATA).stat().st_size
-    with owner_rights(target) as folder:
-        work = folder / REPLACEMENT
+    work = target / REPLACEMENT
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(mode=0o700)
+    try:
+        _require_room(target, work, num_bytes)
+        _copy(source, work, num_bytes, advance)
+        check_file(work / DATA)
+        put_in_place(target)
+    finally:
         shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(mode=0o700)
-        try:
-            _require_room(target, work, num_bytes)
-            _copy(source, work, num_bytes, advance)
-            check_file(work / DATA)
-            put_in_place(folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
     return Compacted(before_bytes, (target / DATA).stat().st_size)
 
 

@@ -19,8 +19,7 @@ from typing import Any
 import lmdb
 
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
-from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, may_write
-from diskprefix.store.owner import owner_rights
+from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable
 
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 _PAGE_BYTES = 4096
@@ -41,7 +40,6 @@ class Environment:
         self.path = path
         self.read_only = read_only
         self.databases: dict[str, Any] = {}
-        self._folder = str(path)
         self.broken: str | None = None
         """Why the environment cannot be used before it is closed and opened again; None if it can."""
         self.has_lock = True
@@ -51,15 +49,12 @@ class Environment:
         self._closed = False
         self._idle = threading.Condition()
         try:
-            with self._translated(), owner_rights(path) as folder:
-                self.has_lock = not read_only or may_write(folder / LMDB_LOCK)
-                self._folder = str(folder)
+            with self._translated():
+                self.has_lock = not read_only or os.access(path / LMDB_LOCK, os.W_OK)
                 self._env = lmdb.open(
-                    self._folder,
+                    str(path),
                     # For reading: room for what a daemon may add meanwhile. It takes address space only.
-                    map_size=2 * (folder / DATA).stat().st_size + 2**30
-                    if read_only
-                    else _map_size(folder, budget_bytes),
+                    map_size=2 * (path / DATA).stat().st_size + 2**30 if read_only else _map_size(path, budget_bytes),
                     max_dbs=max_databases,
                     readonly=read_only,
                     create=not read_only,
@@ -68,7 +63,7 @@ class Environment:
                     # Otherwise the ends of pages hold what the process had in memory, also of other tenants.
                     meminit=True,
                 )
-                self._file = os.stat(folder / DATA)
+                self._file = os.stat(path / DATA)
         except OSError as error:
             raise FolderUnavailable(path, error) from error
 
@@ -148,14 +143,12 @@ class Environment:
         except lmdb.MapFullError as error:
             raise StoreFull(f"{self.path}: the store is full") from error
         except _DAMAGED as error:
-            self.broken = (
-                f"{self.path / DATA} is damaged or no store ({self._text(error)}); move it away to start afresh"
-            )
+            self.broken = f"{self.path / DATA} is damaged or no store ({error}); move it away to start afresh"
             raise StoreCorrupt(self.broken) from error
         except struct.error as error:
             raise StoreCorrupt(f"{self.path}: a record has a wrong length ({error})") from error
         except lmdb.Error as error:
-            problem = f"--kv-cache-dir {self.path}: {self._text(error)}; repair it or choose another folder"
+            problem = f"--kv-cache-dir {self.path}: {error}; repair it or choose another folder"
             if isinstance(error, lmdb.PanicError):
                 self.broken = problem
             # A write that a full disk cuts short is EIO here.
@@ -163,10 +156,6 @@ class Environment:
             if number in PASSING:
                 raise FolderUnavailable(self.path, OSError(number, str(error))) from error
             raise StoreUnavailable(problem) from error
-
-    def _text(self, error: lmdb.Error) -> str:
-        """Returns LMDB's message without the path by which the folder was opened."""
-        return str(error).removeprefix(f"{self._folder}: ")
 
     def _begin(self, write: bool) -> Any:
         """Begin a transaction. If another process let the file grow beyond the map, enlarge the map first."""

@@ -73,8 +73,8 @@ class FileReport:
     entries: dict[bytes, int] = field(default_factory=dict)
 
 
-def check_file(path: Path, *, name: Path | None = None) -> FileReport:
-    """Check the structure of an LMDB data file. Errors call it `name`, or `path`.
+def check_file(path: Path) -> FileReport:
+    """Check the structure of an LMDB data file.
 
     Raises `StoreCorrupt` if LMDB could crash, hang or err on the file; the message is one line that names the page.
     Raises `OSError` if the file cannot be opened, or is a symbolic link.
@@ -91,7 +91,7 @@ def check_file(path: Path, *, name: Path | None = None) -> FileReport:
                 return _check(fd)
             except StoreCorrupt as error:
                 if _identity(fd) == before:
-                    raise StoreCorrupt(f"{name or path} is damaged: {error}") from error
+                    raise StoreCorrupt(f"{path} is damaged: {error}") from error
         return FileReport(state=FileState.BUSY)
     finally:
         os.close(fd)

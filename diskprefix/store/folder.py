@@ -3,8 +3,6 @@
 Every process that has the store open holds a shared lock on `diskprefix.lock`. A process that replaces `data.mdb` (to
 compact it, or to move a damaged file aside) needs the lock exclusively, because LMDB does not expect that its file is
 replaced. The kernel holds the lock (`flock`), so it ends with the process.
-
-A function with a parameter `folder` is called inside `owner_rights`, with the path that this yields.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from diskprefix.errors import StoreUnavailable
-from diskprefix.store.owner import owner_rights
+from diskprefix.store.owner import require_trusted_path
 
 DATA, LMDB_LOCK, LOCK = "data.mdb", "lock.mdb", "diskprefix.lock"
 REPLACEMENT = "replacement"
@@ -71,42 +69,32 @@ def reserve_lmdb_lock(folder: Path, *, create: bool) -> None:
         os.close(fd)
 
 
-def may_write(place: Path) -> bool:
-    """Whether this thread may write to a file or a folder, with the rights that it has now."""
-    return os.access(place, os.W_OK, effective_ids=True)
-
-
 def require_writable(path: Path) -> None:
     """Raises `FolderUnavailable` if no file can be created in the folder. Creates the store's lock file."""
     try:
-        with owner_rights(path) as folder:
-            os.close(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600))
+        os.close(os.open(path / LOCK, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600))
     except OSError as error:
         raise FolderUnavailable(path, error) from error
 
 
 def check_folder(path: Path) -> None:
     """Check who can write to the folder and to the files of its store: that user could plant state from which a model
-    answers.
+    answers. For root, check also who could replace the folder.
 
-    Raises `StoreUnavailable` if the group or others may write to one of them, if one belongs to another user than the
-    folder must belong to, or if a file is a link or no regular file. A folder that does not exist passes.
+    Raises `StoreUnavailable` if others may write to one of them, if one belongs to another user, or if a file is a link
+    or no regular file. What does not exist passes.
     """
+    if os.geteuid() == 0:
+        require_trusted_path(path, {0})
     try:
-        with owner_rights(path) as folder:
-            owner = os.stat(folder).st_uid
-            trusted = {owner} if os.geteuid() == 0 else {os.geteuid(), 0}
-            _check_place(path, "", os.stat(folder), trusted)
-            for name in (DATA, LMDB_LOCK, LOCK):
-                with suppress(FileNotFoundError):
-                    _check_place(path, name, os.lstat(folder / name), trusted)
-    except FileNotFoundError:
-        return
+        for name in ("", DATA, LMDB_LOCK, LOCK):
+            with suppress(FileNotFoundError):
+                _check_place(path, name, os.lstat(path / name) if name else os.stat(path))
     except OSError as error:
         raise FolderUnavailable(path, error) from error
 
 
-def _check_place(path: Path, name: str, found: os.stat_result, trusted: set[int]) -> None:
+def _check_place(path: Path, name: str, found: os.stat_result) -> None:
     """Check the folder itself, where `name` is empty, or the file `name` in it."""
     place, problem = path / name, None
     if name and not stat.S_ISREG(found.st_mode):
@@ -114,8 +102,8 @@ def _check_place(path: Path, name: str, found: os.stat_result, trusted: set[int]
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(found.st_mode)
         problem = f"others may write to {place} (mode {mode:o}); chmod {'600' if name else '700'} it"
-    elif found.st_uid not in trusted:
-        problem = f"{place} belongs to another user (uid {found.st_uid})"
+    elif found.st_uid not in (os.geteuid(), 0):
+        problem = f"{place} belongs to another user (uid {found.st_uid}); run this as that user"
     if problem:
         raise StoreUnavailable(f"--kv-cache-dir {path}: {problem}, or choose another folder")
 
@@ -183,20 +171,16 @@ class FolderLock:
 
     def _open(self) -> int | None:
         """Open the lock file, for reading only where it cannot be written. Returns None where there is none."""
-        create = os.O_CREAT if self._create else 0
+        file = self._path / LOCK
         try:
-            with owner_rights(self._path) as folder:
-                try:
-                    return _open_regular(folder / LOCK, os.O_RDWR | create)
-                except OSError as error:
-                    is_absent = error.errno == errno.ENOENT and not self._create
-                    if not is_absent and error.errno not in (*PASSING, errno.EACCES, errno.EPERM):
-                        raise
-                with suppress(OSError):
-                    return _open_regular(folder / LOCK, os.O_RDONLY)
-                return None
+            return _open_regular(file, os.O_RDWR | (os.O_CREAT if self._create else 0))
         except OSError as error:
-            raise FolderUnavailable(self._path, error) from error
+            is_absent = error.errno == errno.ENOENT and not self._create
+            if not is_absent and error.errno not in (*PASSING, errno.EACCES, errno.EPERM):
+                raise FolderUnavailable(self._path, error) from error
+        with suppress(OSError):
+            return _open_regular(file, os.O_RDONLY)
+        return None
 
     def _is_current(self, fd: int) -> bool:
         """Whether the locked file is still the one in the folder. Another process may have removed it meanwhile."""

@@ -24,11 +24,9 @@ from diskprefix.store.folder import (
     FolderUnavailable,
     check_folder,
     make_folder,
-    may_write,
     require_writable,
     reserve_lmdb_lock,
 )
-from diskprefix.store.owner import owner_rights
 from diskprefix.store.schema import DATABASES
 
 log = logging.getLogger("diskprefix")
@@ -55,21 +53,21 @@ def open_environment(path: Path, access: Access) -> tuple[Environment, FolderLoc
     """
     if access.read_only and not os.path.lexists(path / DATA):
         raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
+    check_folder(path)
     if not access.read_only:
         make_folder(path)
-    check_folder(path)
+        check_folder(path)
     if not access.read_only:
         require_writable(path)
     lock = FolderLock(path, _LOCK_PATIENCE_S, create=not access.read_only)
     try:
         is_alone = not access.read_only and lock.try_exclusive()
-        with owner_rights(path) as folder:
-            if is_alone:
-                # A process that was killed while it wrote a replacement left it behind. The old file is in place.
-                shutil.rmtree(folder / REPLACEMENT, ignore_errors=True)
-            _require_sound(path, folder)
-            if may_write(folder):
-                reserve_lmdb_lock(folder, create=not access.read_only)
+        if is_alone:
+            # A process that was killed while it wrote a replacement left it behind. The old file is in place.
+            shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
+        _require_sound(path)
+        if os.access(path, os.W_OK):
+            reserve_lmdb_lock(path, create=not access.read_only)
         env = Environment(
             path, budget_bytes=access.budget_bytes, read_only=access.read_only, max_databases=len(DATABASES)
         )
@@ -92,9 +90,8 @@ def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
     try:
         if not lock.try_exclusive():
             return
-        with owner_rights(path) as folder:
-            (folder / DATA).replace(folder / DAMAGED)
-            (folder / LMDB_LOCK).unlink(missing_ok=True)
+        (path / DATA).replace(path / DAMAGED)
+        (path / LMDB_LOCK).unlink(missing_ok=True)
     except FileNotFoundError:
         return
     except OSError as failure:
@@ -108,9 +105,9 @@ def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
     )
 
 
-def _require_sound(path: Path, folder: Path) -> None:
+def _require_sound(path: Path) -> None:
     """Raises `StoreCorrupt` for a damaged file, `StoreUnavailable` for the file of another program."""
-    entries = check_file(folder / DATA, name=path / DATA).entries
+    entries = check_file(path / DATA).entries
     if any(entries.values()) and not entries.get(b"meta"):
         raise foreign_file(path)
 

@@ -1,88 +1,95 @@
-"""The rights of a folder's owner, for a root process that works in the folder of another user.
+"""Root and the folders of other users.
 
-The owner of a folder can replace any file in it by a link at any moment, also between a check and a use. So root takes
-the owner's rights on files (`setfsuid`) for as long as it works there. Only Linux has this call; elsewhere root
-is refused. See "Who may use the folder" in `README.md`.
+The owner of a folder can replace any file in it by a link, also between a check and a use, and LMDB opens its files by
+their paths. So root never works in a folder that another user controls. A command on the store of another user gives up
+root's rights for good first, and goes on as that user.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
+import stat
 from pathlib import Path
 
 from diskprefix.errors import StoreUnavailable
 
-_QUERY = 0xFFFFFFFF
-"""An id that no user has: `setfsuid` and `setfsgid` change nothing and return the present one."""
+_MAX_LINKS = 40
 
 
-@contextmanager
-def owner_rights(path: Path) -> Iterator[Path]:
-    """Run a block with the rights on files that the owner of folder `path` has, where this process is root and the
-    owner is another user. Only the calling thread has them, and blocks may be nested.
+def become_owner(path: Path) -> Path:
+    """Turn a process of root's, for good, into one of the user who owns folder `path`.
 
-    Yields the path by which the block reaches the folder. It stays valid if `path` is renamed, and needs no right on
-    the folders above. For everybody else the block runs as it is and the path is `path`.
-
-    Raises `OSError` if the folder cannot be opened, `StoreUnavailable` if a link to it is not to be trusted or the
-    rights cannot be taken.
+    Returns the path by which the process reaches the folder from then on. That is `path`, or the working directory
+    where the owner may not enter a folder above, as with the cache of a systemd service with `DynamicUser=`. Does
+    nothing in processes of other users, for a folder of root's, and where there is no folder. Raises `StoreUnavailable`
+    if a third user could replace the folder, or if the owner cannot run this installation.
     """
-    if os.geteuid() != 0:
-        yield path
-        return
-    if not sys.platform.startswith("linux"):
-        if path.stat().st_uid != 0:
-            raise StoreUnavailable(f"--kv-cache-dir {path}: another user owns the folder; run this as that user")
-        yield path
-        return
-    before = _rights()
-    _take(0, 0)
+    if os.geteuid() != 0 or not path.is_dir():
+        return path
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            folder = os.fstat(fd)
-            _refuse_planted_links(path, folder.st_uid)
-            if folder.st_uid == 0:
-                yield path
-            else:
-                # Root has every right without them; they would add to the owner's.
-                with suppress(PermissionError):
-                    os.setgroups([])
-                _take(folder.st_uid, folder.st_gid)
-                yield Path(f"/proc/self/fd/{fd}")
-        finally:
-            os.close(fd)
+        owner = os.fstat(folder)
+        if owner.st_uid == 0:
+            return path
+        require_trusted_path(path, {0, owner.st_uid})
+        _become(owner.st_uid, owner.st_gid, path)
+        if os.access(path, os.X_OK):
+            return path
+        os.fchdir(folder)
+        return Path()
     finally:
-        _take(*before)
+        os.close(folder)
 
 
-@cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None)
-    libc.setfsuid.restype = libc.setfsgid.restype = ctypes.c_uint
-    return libc
+def _become(uid: int, gid: int, path: Path) -> None:
+    try:
+        os.setgroups([])
+        os.setgid(gid)
+        os.setuid(uid)
+    except PermissionError as error:
+        raise StoreUnavailable(f"root cannot become user {uid}, who owns {path}; run this as that user") from error
+    # Modules that are imported from here on are read with the owner's rights.
+    if not all(os.access(file, os.R_OK) for file in (__file__, os.__file__)):
+        raise StoreUnavailable(
+            f"user {uid}, who owns {path}, cannot read this installation of diskprefix; use one that all users can read"
+        )
 
 
-def _rights() -> tuple[int, int]:
-    return _libc().setfsuid(_QUERY), _libc().setfsgid(_QUERY)
+def require_trusted_path(path: Path, trusted: set[int]) -> None:
+    """Raises `StoreUnavailable` if a user who is not in `trusted` could replace a part of `path`, or of a link on it.
+
+    Parts that do not exist pass.
+    """
+    problem = _distrusted(Path.cwd() / path, trusted, _MAX_LINKS)
+    if problem:
+        raise StoreUnavailable(
+            f"--kv-cache-dir {path}: {problem}, who could exchange it; run this as that user or choose another folder"
+        )
 
 
-def _take(uid: int, gid: int) -> None:
-    # The group first: only root may change it.
-    _libc().setfsgid(gid)
-    _libc().setfsuid(uid)
-    if _rights() != (uid, gid):
-        raise StoreUnavailable(f"root cannot take the rights of user {uid}, who owns the folder; run this as that user")
+def _distrusted(path: Path, trusted: set[int], links_left: int) -> str | None:
+    """Returns which part of `path` other users control, or None."""
+    place = Path(path.anchor)
+    for part in path.parts[1:]:
+        place /= part
+        try:
+            found = place.lstat()
+        except FileNotFoundError:
+            return None
+        if found.st_uid not in trusted:
+            return f"{place} belongs to another user (uid {found.st_uid})"
+        if stat.S_ISLNK(found.st_mode):
+            target = place.parent / place.readlink()
+            problem = (
+                _distrusted(target, trusted, links_left - 1) if links_left else f"{place} is one of too many links"
+            )
+            if problem:
+                return problem
+        elif found.st_mode & _others_write(found) and not found.st_mode & stat.S_ISVTX:
+            return f"{place} may be written to by other users (mode {stat.S_IMODE(found.st_mode):o})"
+    return None
 
 
-def _refuse_planted_links(path: Path, owner: int) -> None:
-    """Raises `StoreUnavailable` if a link in `path` belongs neither to root nor to the folder's owner: whoever made it
-    would choose the folder in which root works."""
-    for place in (path, *path.parents):
-        if place.is_symlink() and place.lstat().st_uid not in (0, owner):
-            raise StoreUnavailable(f"--kv-cache-dir {path}: {place} is a link that another user made; give its target")
+def _others_write(found: os.stat_result) -> int:
+    """Returns the bits of the mode that let other users write. Root's group is root's."""
+    return stat.S_IWOTH if found.st_gid == 0 else stat.S_IWGRP | stat.S_IWOTH

@@ -23,7 +23,6 @@ from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.identity import Names
 from diskprefix.store.opening import Access
-from diskprefix.store.owner import owner_rights
 from diskprefix.store.schema import CodecRecord, EntryRecord, RootRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
@@ -281,8 +280,7 @@ class Store:
 
     def _measured_codec(self, available_bytes: int) -> CodecRecord:
         try:
-            with owner_rights(self.path) as folder:
-                speeds = measure(folder)
+            speeds = measure(self.path)
         except OSError:
             speeds = measure(None)
         codec, reason = choose(speeds, budget_bytes=self.budget_bytes, available_memory_bytes=available_bytes)

@@ -114,17 +114,6 @@ def test_only_its_owner_may_read_the_new_file_and_nothing_else_is_left(folder: P
     assert stat.S_IMODE((folder / "data.mdb").stat().st_mode) == 0o600
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can compact the store of somebody else")
-def test_a_store_stays_its_owners_when_root_compacts_it(folder: Path, tmp_path: Path) -> None:
-    for place in (folder, *folder.iterdir()):
-        os.chown(place, 4711, 4712)
-    copy_store(folder, tmp_path / "copy")
-    compact_folder(folder)
-    found = (folder / "data.mdb").stat()
-    assert (found.st_uid, found.st_gid) == (4711, 4712)
-    assert (tmp_path / "copy" / "data.mdb").stat().st_uid == 0
-
-
 HOLD = """
 import sys
 from pathlib import Path
