@@ -157,7 +157,7 @@ class Runner:
         not run through the model."""
         token_ids = prompt.token_ids
         with torch.inference_mode():
-            self.cache.load(options.tenant)
+            self.cache.load(options.tenant).result()
             cached = self.cache.begin(prompt, options)
             self.arena.truncate(0)
             self.arena.reserve(len(token_ids))

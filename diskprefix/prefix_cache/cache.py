@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 from diskprefix.cache_options import CacheOptions
@@ -60,18 +61,18 @@ class PrefixCache(CacheResources):
             layout_text=layout.describe(),
             on_history=on_history,
         )
-        self.load(SHARED)
+        self.load(SHARED).result()
         self.root = self.namespaces.get(SHARED).root
         """What is stored under for callers with neither key nor salt."""
         key = f"{self.root.hex()} {device} {store.store_id.hex()}"
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
 
-    def load(self, tenant: Tenant) -> None:
-        """Have the tenant's recent prompts in memory when its request begins. For any thread; may take a second.
+    def load(self, tenant: Tenant) -> Future[None]:
+        """Have the tenant's recent prompts in memory when its request begins, which is to wait for the returned future.
 
-        A request that begins without this is served as if the tenant had no recent prompts.
+        See `TenantNamespaces.load`. Without it, a request is served as if the tenant had no recent prompts.
         """
-        self.namespaces.load(tenant)
+        return self.namespaces.load(tenant)
 
     def warm_up(self, arena: KVArena) -> None:
         """Start the reading threads and take their way once, so that the first restore is as fast as any other.
@@ -156,6 +157,7 @@ class PrefixCache(CacheResources):
         self.cost_model.remember()
         flushed = self.writer.close(timeout_s)
         self.readers.shutdown()
+        self.namespaces.close()
         if not self.writer.is_alive:
             self.store.close()
         return flushed

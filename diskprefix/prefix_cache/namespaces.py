@@ -1,7 +1,7 @@
 """What each tenant sees of the cache: its root, its recent prompts, and which of its blocks were seen before.
 
 The memory of all tenants together is bounded; README.md says how. Reading a tenant from the store means to hash
-millions of tokens, so `load` does that on the thread that takes the request in, never on the engine's.
+millions of tokens, so `load` does that on threads of its own, never on the engine's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from diskprefix.errors import CacheError
@@ -30,6 +31,7 @@ _MAX_BYTES = 128 << 20
 _MAX_TENANTS = 256
 """Bounds of what is kept in memory, over all tenants. The tenant that was used last is kept whatever its size, which
 `History` and `AdmissionFilter` bound."""
+_READING_THREADS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,45 +78,66 @@ class TenantNamespaces:
         self._loaded: OrderedDict[Tenant, TenantNamespace] = OrderedDict()
         """The one that was used longest ago comes first."""
         self._lock = threading.Lock()
-        """Of `_loaded` and `_purged_at`; never held while the store's prompts are read."""
-        self._loading = threading.Lock()
-        """One tenant is read at a time."""
+        """Of `_loaded`, `_loading` and `_purged_at`; never held while the store's prompts are read."""
+        self._loading: dict[Tenant, Future[None]] = {}
+        """The tenants that are being read, or wait for a thread to be read."""
+        self._threads = ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="tenant")
         self._purged_at: bytes | None = None
 
-    def load(self, tenant: Tenant) -> None:
-        """Read the tenant's recent prompts from the store unless they are in memory. May take a second."""
+    def load(self, tenant: Tenant) -> Future[None]:
+        """Have the tenant's recent prompts read from the store unless they are in memory. May take a second.
+
+        Returns a future that is done when they are in memory, or could not be read: the next `load` tries again. All
+        who wait for a tenant share its future, and must not cancel it. Prompts that still wait to be written are not
+        read: they are missing from a tenant that was dropped and is read again so soon.
+        """
         self._forget_what_was_purged()
-        if self._use(tenant) is not None:
-            return
-        with self._loading:
+        with self._lock:
             if self._use(tenant) is not None:
-                return
-            purged_at = self._purged_at
-            namespace = self._new(tenant)
-            self._read_into(namespace)
-            with self._lock:
-                # What was read may have been purged meanwhile.
-                if self._purged_at == purged_at:
-                    self._loaded[tenant] = namespace
-                    self._drop_the_oldest()
+                loaded: Future[None] = Future()
+                loaded.set_result(None)
+                return loaded
+            if tenant not in self._loading:
+                self._loading[tenant] = self._threads.submit(self._load, tenant)
+            return self._loading[tenant]
+
+    def close(self) -> None:
+        """Wait for the tenants that are being read, and end the threads."""
+        self._threads.shutdown()
 
     def get(self, tenant: Tenant) -> TenantNamespace:
         """The tenant's namespace. If it is not loaded, or not any more, one without recent prompts: then the request
         is served as a tenant's first one is, and what it adds to the history counts from the next `load` on."""
         self._forget_what_was_purged()
-        namespace = self._use(tenant)
+        with self._lock:
+            namespace = self._use(tenant)
         if namespace is None:
             log.debug("[disk-cache] the recent prompts of a tenant are not in memory: going on without them")
             return self._new(tenant)
         return namespace
 
+    def _load(self, tenant: Tenant) -> None:
+        purged_at, namespace, is_read = self._purged_at, self._new(tenant), False
+        try:
+            self._read_into(namespace)
+            is_read = True
+        except CacheError as error:
+            log.warning("[disk-cache] the recent prompts cannot be read: %s", error)
+        finally:
+            with self._lock:
+                del self._loading[tenant]
+                # What was read may have been purged meanwhile.
+                if is_read and self._purged_at == purged_at:
+                    self._loaded[tenant] = namespace
+                    self._drop_the_oldest()
+
     def _use(self, tenant: Tenant) -> TenantNamespace | None:
-        with self._lock:
-            namespace = self._loaded.get(tenant)
-            if namespace is not None:
-                self._loaded.move_to_end(tenant)
-                self._drop_the_oldest()
-            return namespace
+        """The caller holds the lock."""
+        namespace = self._loaded.get(tenant)
+        if namespace is not None:
+            self._loaded.move_to_end(tenant)
+            self._drop_the_oldest()
+        return namespace
 
     def _drop_the_oldest(self) -> None:
         num_bytes = sum(namespace.num_bytes for namespace in self._loaded.values())
@@ -147,12 +170,8 @@ class TenantNamespaces:
         return TenantNamespace(root_hash(identity), record, history, AdmissionFilter(is_trusting=tenant == SHARED))
 
     def _read_into(self, namespace: TenantNamespace) -> None:
-        prompts: list[tuple[bytes, TokenIds]] = []
-        try:
-            with self._store.snapshot() as snapshot:
-                prompts = snapshot.recent_prompts(namespace.root, MAX_VALUE)
-        except CacheError as error:
-            log.warning("[disk-cache] the recent prompts cannot be read: %s", error)
+        with self._store.snapshot() as snapshot:
+            prompts = snapshot.recent_prompts(namespace.root, MAX_VALUE)
         if self._on_history is not None:
             self._on_history(namespace.root, (token_ids for _, token_ids in prompts))
         for group, token_ids in prompts:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
+from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 from fastapi import APIRouter
@@ -108,18 +110,18 @@ async def _read(request: Request, serving: Serving, body: AnyRequest, api: Api) 
         reuse_generated=daemon.settings.reuse_generated,
     )
 
-    def make_prompt() -> Prompt:
+    def make_prompt() -> tuple[Prompt, Future[None] | None]:
         if isinstance(body, ChatRequest):
             prompt = serving.renderer.chat(body.conversation)
         else:
             prompt = serving.renderer.completion(body.prompt)
-        if not prompt.media:
-            # Not on the engine's thread: it takes long for a tenant who was not here lately.
-            serving.engine.cache.load(cache.tenant)
-        return prompt
+        return prompt, None if prompt.media else serving.engine.cache.load(cache.tenant)
 
     has_media = isinstance(body, ChatRequest) and holds_media(body.messages)
-    prompt = await daemon.prepare(make_prompt, has_media=has_media)
+    prompt, loading = await daemon.prepare(make_prompt, has_media=has_media)
+    if loading is not None:
+        # It takes long for a tenant who was not here lately. Others may wait for it too when this client goes away.
+        await asyncio.shield(asyncio.wrap_future(loading))
     check_context(prompt, body, serving.engine.max_positions)
     return GenerateRequest(id=f"{api.id_prefix}{uuid.uuid4().hex}", prompt=prompt, sampling=sampling, cache=cache)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from diskprefix.cache_options import CacheOptions
+from diskprefix.errors import StoreUnavailable
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache import namespaces as module
 from diskprefix.prefix_cache.namespaces import TenantNamespaces
@@ -53,7 +54,7 @@ def test_all_that_is_remembered_of_tenants_is_bounded_in_bytes(
     total = 0
     for number in range(60):
         tenant = SHARED.with_salt(str(number))
-        namespaces.load(tenant)
+        namespaces.load(tenant).result()
         one = namespaces.get(tenant)
         for prompt in range(8):
             token_ids = random_prompt(100 * number + prompt, num_tokens)
@@ -71,32 +72,37 @@ def test_all_that_is_remembered_of_tenants_is_bounded_in_bytes(
 def test_no_more_tenants_are_remembered_than_there_may_be(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_TENANTS", 3)
     for name in "abcd":
-        runner.cache.load(SHARED.with_salt(name))
+        runner.cache.load(SHARED.with_salt(name)).result()
     assert [tenant for tenant, _ in held(runner.cache.namespaces)] == [SHARED.with_salt(name) for name in "bcd"]
 
 
 def test_the_engine_reads_no_history_and_a_tenant_that_was_dropped_delays_nobody(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alice was dropped, and the disk does not answer while she is read: Bob is served, and so is she, as if new."""
+    """Alice was dropped, and the disk does not answer while she is read: Bob is served, and so is she, as if new. Carol
+    comes for the first time, and is read meanwhile."""
     prompt = random_prompt(1, 4 * BLOCK)
     longer = np.concatenate([prompt, random_prompt(2, 2 * BLOCK)])
     assert (ask(runner, ALICE, prompt), ask(runner, ALICE, prompt)) == ("no_history", "shared_prefix")
-    runner.cache.load(BOB)
+    runner.cache.load(BOB).result()
     runner.cache.namespaces._loaded.pop(ALICE)
     disk, is_reading, readers = threading.Event(), threading.Event(), []
+    alice = runner.cache.namespaces.get(ALICE).root
     read = Snapshot.recent_prompts
 
     def slow(self: Snapshot, root: bytes, limit: int) -> list[tuple[bytes, TokenIds]]:
         readers.append(threading.current_thread().name)
-        is_reading.set()
-        assert disk.wait(30)
+        if root == alice:
+            is_reading.set()
+            assert disk.wait(30)
         return read(self, root, limit)
 
     monkeypatch.setattr(Snapshot, "recent_prompts", slow)
-    loader = threading.Thread(target=runner.cache.load, args=(ALICE,), name="a request of Alice")
-    loader.start()
+    loading = runner.cache.load(ALICE)
     assert is_reading.wait(30)
+    assert runner.cache.load(ALICE) is loading, "she is read once"
+    runner.cache.load(SHARED.with_salt("carol")).result(30)
+    assert not loading.done()
     # What the engine's thread does of requests that were prepared.
     for tenant, num_recent in ((BOB, 0), (ALICE, 0)):
         cached = runner.cache.begin(Prompt(longer), CacheOptions(scope=AUTO, tenant=tenant))
@@ -105,8 +111,8 @@ def test_the_engine_reads_no_history_and_a_tenant_that_was_dropped_delays_nobody
         assert cached.selection.recent == num_recent
         cached.close()
     disk.set()
-    loader.join(30)
-    assert readers == ["a request of Alice"]
+    loading.result(30)
+    assert [name.startswith("tenant") for name in readers] == [True, True]
     assert ask(runner, ALICE, longer) == "continues", "her history is back"
 
 
@@ -123,8 +129,26 @@ def test_what_was_purged_while_it_was_read_is_not_remembered(runner: Runner, mon
         return prompts
 
     monkeypatch.setattr(Snapshot, "recent_prompts", purged_meanwhile)
-    namespaces.load(ALICE)
+    namespaces.load(ALICE).result()
     assert len(namespaces.get(ALICE).history) == 0
+
+
+def test_a_tenant_that_could_not_be_read_is_read_by_its_next_request(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_prompt(1, 4 * BLOCK)
+    ask(runner, ALICE, prompt)
+    runner.cache.namespaces._loaded.pop(ALICE)
+
+    def unreadable(*_: object) -> None:
+        raise StoreUnavailable("the disk is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshot, "recent_prompts", unreadable)
+        runner.cache.load(ALICE).result()
+        assert len(runner.cache.namespaces.get(ALICE).history) == 0
+    runner.cache.load(ALICE).result()
+    assert len(runner.cache.namespaces.get(ALICE).history) == 1
 
 
 def test_a_restart_reads_what_was_seen_before(runner: Runner) -> None:
@@ -132,5 +156,5 @@ def test_a_restart_reads_what_was_seen_before(runner: Runner) -> None:
     ask(runner, ALICE, prompt)
     before = runner.cache.namespaces.get(ALICE).num_bytes
     runner.reopen()
-    runner.cache.load(ALICE)
+    runner.cache.load(ALICE).result()
     assert runner.cache.namespaces.get(ALICE).num_bytes == before > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +145,7 @@ class ScriptedCache:
         self.is_readable = threading.Event()
         self.is_readable.set()
         self.is_waited_for = threading.Event()
+        self.loading: dict[Tenant, Future[None]] = {}
 
     @property
     def health(self) -> tuple[str, str | None]:
@@ -155,9 +157,14 @@ class ScriptedCache:
             assert self.is_readable.wait(30)
         return self._engine.stats
 
-    def load(self, tenant: Tenant) -> None:
-        """Stands in for `PrefixCache.load`."""
+    def load(self, tenant: Tenant) -> Future[None]:
+        """Stands in for `PrefixCache.load`. Of a tenant in `loading`, it is done when the test says so."""
         self._engine.loaded.append(tenant)
+        if tenant in self.loading:
+            return self.loading[tenant]
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def until_cancelled(_request: GenerateRequest, _emit: Emit, is_cancelled: Callable[[], bool]) -> None:

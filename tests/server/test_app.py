@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +21,7 @@ from diskprefix.cache_options import group_of
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError, ModelError, StoreUnavailable
 from diskprefix.server import body as reading
+from diskprefix.tenant import SHARED
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import (
     CHOSEN,
@@ -32,6 +34,7 @@ from tests.server.scripted import (
     started_app,
     until_cancelled,
 )
+from tests.server.test_media import one_thread
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -91,6 +94,24 @@ def test_health_is_503_while_loading_and_requests_are_told_to_come_back(
         go_on.set()
         wait_until(lambda: client.get("/health").status_code == 200, "the daemon is ready")
         assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+def test_a_tenant_that_is_read_slowly_takes_no_thread_that_another_needs(
+    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.script = say_hello
+    slow = SHARED.with_salt("slow")
+    loading = engine.cache.loading[slow] = Future()
+    monkeypatch.setattr(asyncio.BaseEventLoop, "run_in_executor", one_thread(asyncio.BaseEventLoop.run_in_executor))
+    with server.client() as client, ThreadPoolExecutor(2) as clients:
+        waiting = [clients.submit(client.post, CHAT, json=HELLO | {"cache_salt": "slow"}) for _ in range(2)]
+        try:
+            wait_until(lambda: engine.loaded.count(slow) == 2, "two requests wait for their tenant")
+            assert client.post(CHAT, json=HELLO).status_code == 200
+            assert not any(request.done() for request in waiting)
+        finally:
+            loading.set_result(None)
+        assert [request.result().status_code for request in waiting] == [200, 200]
 
 
 @pytest.mark.parametrize("error", [ModelError("no such model"), RuntimeError("secret detail")])
