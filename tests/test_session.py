@@ -531,6 +531,22 @@ def test_save_returns_when_it_is_on_the_disk(model: PreTrainedModel, tmp_path: P
         assert (stats["entries"], stats["blocks"], stats["pending_bytes"]) == (1, 6, 0)
 
 
+@pytest.mark.parametrize("call", ["generate", "prefill"])
+def test_a_prompt_whose_logits_are_not_finite_is_not_saved(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_llama()
+    with PrefixCacheSession(model, settings=tiny_settings(tmp_path), scope="full") as session:
+        forward = model.lm_head.forward
+        monkeypatch.setattr(model.lm_head, "forward", lambda hidden: forward(hidden) * float("nan"))
+        ids = torch.from_numpy(random_prompt(1, 3 * BLOCK + 1)).unsqueeze(0).long()
+        session.prefill(ids) if call == "prefill" else session.generate(ids, max_new_tokens=1, do_sample=False)
+        with pytest.raises(CacheError, match="1 prompts were not saved"):
+            session.save()
+        assert session.stats()["blocks"] == 0
+    assert "its next-token logits are not finite" in caplog.text
+
+
 def test_save_says_what_the_store_refused(model: PreTrainedModel, tmp_path: Path) -> None:
     with open_session(model, tmp_path / "kv", kv_cache_write_buffer=0) as session:
         assert session.generate(PROMPT, max_new_tokens=2).shape == (1, len(PROMPT) + 2)

@@ -111,8 +111,9 @@ class CachedRequest:
         """Have captured and written what the policy wants, with the entry and the history; waits for no disk.
 
         `logits` are the next-token logits at the prompt's end, shape [vocab], as the model gave them (None if it goes
-        on, and was restored); `prefill_s` is how long computing what was not restored took, in seconds. Until the next
-        `begin` the arena may grow but must not be changed before the prompt's end.
+        on, and was restored); nothing is saved where they are not finite. `prefill_s` is how long computing what was
+        not restored took, in seconds. Until the next `begin` the arena may grow but must not be changed before the
+        prompt's end.
         """
         self.is_published = not self._prompt.media
         if self._bypass is not None:
@@ -121,6 +122,10 @@ class CachedRequest:
         self._saved = "dropped"
         if self._cache.store.problem is not None:
             self._cache.counters["refused"] += 1
+            return
+        if logits is not None and not logits.max().isfinite():
+            self._cache.counters["refused"] += 1
+            log.warning("[disk-cache] the prompt is not saved: its next-token logits are not finite")
             return
         with self._guarded("the prompt is not saved"):
             self._saved = self._publish(arena, logits, prefill_s)
