@@ -113,12 +113,12 @@ class Evictor:
             changes.put_meta("evicted_at", _F64.pack(self._clock()))
 
     def _evict(self, victims: list[bytes]) -> None:
-        """Delete nodes, children first. A node that was continued or pinned since it was chosen stays."""
+        """Delete nodes, children first. A node that was continued or pinned since it was chosen stays; see `pin`."""
         for some in batches(victims, NODES_AT_ONCE):
             with self._watch.changes() as changes:
                 for name in some:
                     usage = changes.usage(name)
-                    if usage is not None and not usage.children and name not in self.pinned():
+                    if usage is not None and not usage.children and name not in self._pins:
                         changes.delete_node(name, changes.parent(name))
         if victims:
             self.let_freed_pages_age()

@@ -155,7 +155,11 @@ class Store:
         return self.watch.changes()
 
     def pin(self, name: bytes) -> None:
-        """Keep a node, and so all its ancestors, from eviction by this process until `unpin`."""
+        """Keep a node, and so all its ancestors, from eviction by this process until `unpin`.
+
+        Does not wait for the disk: the transaction that is being written may still delete the node, though a snapshot
+        has it. To publish what continues it then raises `PrefixGone`.
+        """
         self.evictor.pin(name)
 
     def unpin(self, name: bytes) -> None:
