@@ -259,7 +259,8 @@ class Settings:
             if setting.choices and value not in setting.choices:
                 raise SettingsError(f"{flag}: {value!r} is not one of {', '.join(setting.choices)}", param=flag)
             if setting.kind in ("integer", "size", "duration") and not least <= value <= most:
-                raise SettingsError(f"{flag}: {value} is out of range ({least} to {most})", param=flag)
+                shown = format_size if setting.kind == "size" else str
+                raise SettingsError(f"{flag}: {value} is out of range ({shown(least)} to {shown(most)})", param=flag)
 
 
 SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings)}

@@ -23,13 +23,17 @@ DEFAULT_WINDOW = 30
 MAX_VALUE = 1_000_000
 WINDOW_PARAM = "prefix_cache.window"
 
+WORDS: tuple[Literal["off", "full"], ...] = ("off", "full")
+"""The scopes without a number."""
 ACCEPTED = (
-    "accepted are off, full, auto, auto:N (N recent requests) and N (the first N prompt tokens), "
+    f"accepted are {', '.join(WORDS)}, auto, auto:N (N recent requests) and N (the first N prompt tokens), "
     f"with N from 1 to {MAX_VALUE}"
 )
 
 # ASCII, because \d would take the digits of every script.
-_SCOPE = re.compile(r"(?P<word>off|full)|(?P<auto>auto)(?::(?P<window>\d+))?|(?P<tokens>\d+)", re.ASCII | re.IGNORECASE)
+_SCOPE = re.compile(
+    rf"(?P<word>{'|'.join(WORDS)})|(?P<auto>auto)(?::(?P<window>\d+))?|(?P<tokens>\d+)", re.ASCII | re.IGNORECASE
+)
 _MAX_SHOWN_CHARS = 40
 _JSON_NAMES: dict[type, str] = {
     bool: "a boolean",
@@ -52,7 +56,7 @@ class Scope:
 
     def __post_init__(self) -> None:
         numbered = self.kind in ("auto", "tokens")
-        known = numbered or self.kind in ("off", "full")
+        known = numbered or self.kind in WORDS
         if not known or not (1 <= self.value <= MAX_VALUE if numbered else self.value == 0):
             raise InvalidScope(f"scope {self.kind} cannot have the value {_shown(self.value)}; {ACCEPTED}")
 
@@ -89,7 +93,7 @@ def parse_scope(value: object, *, param: str) -> Scope:
     if match is None:
         raise _refused(value, param)
     if match["word"]:
-        return Scope("off" if match["word"].lower() == "off" else "full")
+        return Scope(WORDS[WORDS.index(match["word"].lower())])
     number = _number(match["window"] or match["tokens"] or str(DEFAULT_WINDOW))
     if number is None:
         raise _refused(value, param)

@@ -301,7 +301,7 @@ def test_each_request_is_foretold(
 
 def an_hour() -> list[Turn]:
     """Many turns: after the first ones, what is seldom of use is not kept at once any more."""
-    random = np.random.default_rng(5)
+    random = np.random.default_rng(6)
     turns = []
     for number in range(70):
         scope = SCOPES[number // 3 % len(SCOPES)] if number % 3 == 2 else None
