@@ -26,7 +26,11 @@ def limited(max_connections: int) -> type[LimitedConnection]:
 
 
 class LimitedConnection(H11Protocol):
-    """uvicorn's connection. One above the limit gets a 503 at once; one without a request is closed after a while."""
+    """uvicorn's connection. One without a request is closed after a while.
+
+    One above the limit takes the place of the connection that has been idle for the longest time. If none is idle, it
+    gets a 503 at once.
+    """
 
     max_connections: ClassVar[int]
     refused: ClassVar[set[LimitedConnection]]
@@ -34,9 +38,10 @@ class LimitedConnection(H11Protocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._headers_timer: asyncio.TimerHandle | None = None
+        self._idle_since = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self.max_connections:
+        if len(self.connections) >= self.max_connections and not self._close_longest_idle():
             self._refuse(transport)
             return
         super().connection_made(transport)
@@ -51,6 +56,10 @@ class LimitedConnection(H11Protocol):
         if self._is_in_request:
             self._stop_headers_timer()
 
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_headers_timer()
         self.refused.discard(self)
@@ -60,6 +69,19 @@ class LimitedConnection(H11Protocol):
     def _is_in_request(self) -> bool:
         """Whether the head of a request has arrived that is not yet answered."""
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nothing is lost if the connection is closed, and closing it takes effect at once."""
+        is_sent = self.transport.get_write_buffer_size() == 0
+        return is_sent and not self._is_in_request and not self.transport.is_closing()
+
+    def _close_longest_idle(self) -> bool:
+        """Returns False if no connection is idle."""
+        idle = [other for other in self.connections if isinstance(other, LimitedConnection) and other._is_idle]
+        if idle:
+            min(idle, key=lambda other: other._idle_since).transport.close()
+        return bool(idle)
 
     def _start_headers_timer(self) -> None:
         if self._headers_timer is None:
@@ -86,7 +108,8 @@ class LimitedConnection(H11Protocol):
 
 def _refusal(max_connections: int) -> bytes:
     error = NotReady(
-        f"the daemon has {max_connections} open connections and takes no more (--max-connections); try again later",
+        f"the daemon serves requests on {max_connections} connections and takes no more (--max-connections); "
+        "try again later",
         code="too_many_connections",
     )
     body = json.dumps(error_body(error)).encode()

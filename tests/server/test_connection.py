@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.server import connection as limits
 from tests.server.daemon_process import wait_until
-from tests.server.scripted import AppServer, scripted_app
+from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.fixture
-def server(chat_model: Path) -> Iterator[AppServer]:
-    with scripted_app(chat_model, max_connections=3) as running:
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def server(chat_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
+    with scripted_app(chat_model, engine, max_connections=3) as running:
         yield running
 
 
@@ -38,33 +44,107 @@ def answer_of(connection: socket.socket) -> tuple[str, str]:
     return head.split("\r\n")[0], body
 
 
-def test_connections_above_the_limit_get_a_503_that_says_so_and_others_are_served(server: AppServer) -> None:
+def connect_busy(server: AppServer) -> socket.socket:
+    """A connection with a request whose body the server waits for."""
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection = connect(server, head + b"Content-Length: 10\r\nExpect: 100-continue\r\n\r\n")
+    assert connection.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    return connection
+
+
+def connect_used(server: AppServer) -> socket.socket:
+    """A connection that is idle after a request."""
+    connection = connect(server, GET + b"\r\n")
+    received = b""
+    while not received.endswith(b"}"):
+        received += connection.recv(65536)
+    assert received.startswith(b"HTTP/1.1 200 OK")
+    return connection
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether a request is served on an idle connection."""
+    connection.sendall(GET + b"\r\n")
+    try:
+        return connection.recv(15) == b"HTTP/1.1 200 OK"
+    except ConnectionResetError:
+        return False
+
+
+@pytest.mark.parametrize("first", [b"", GET], ids=["nothing sent", "half a head sent"])
+def test_at_the_limit_the_connection_that_is_idle_longest_is_closed_for_a_new_one(
+    server: AppServer, first: bytes
+) -> None:
     with ExitStack() as stack:
-        # One that has sent nothing, one that has sent half of its headers, and one that is idle after a request.
-        for data in (b"", GET, GET + b"\r\n"):
-            last = stack.enter_context(connect(server, data))
-        assert last.recv(15) == b"HTTP/1.1 200 OK"
+        longest = stack.enter_context(connect(server, first))
+        others = [stack.enter_context(connect_used(server)) for _ in range(2)]
+        new = stack.enter_context(connect_used(server))
+        assert longest.recv(1) == b""
+        assert all(map(is_open, [*others, new]))
+
+
+def test_a_connection_is_idle_from_the_end_of_its_last_request(server: AppServer) -> None:
+    with ExitStack() as stack:
+        oldest, second, third = (stack.enter_context(connect_used(server)) for _ in range(3))
+        assert is_open(oldest)
+        stack.enter_context(connect_used(server))
+        assert second.recv(1) == b""
+        assert is_open(third)
+
+
+def test_a_connection_with_a_request_is_not_closed_for_a_new_one(server: AppServer) -> None:
+    with ExitStack() as stack:
+        busy = [stack.enter_context(connect_busy(server)) for _ in range(2)]
+        for _ in range(5):
+            stack.enter_context(connect_used(server))
+        for connection in busy:
+            connection.sendall(b"0123456789")
+            assert connection.recv(24) == b"HTTP/1.1 400 Bad Request"
+
+
+def test_a_connection_whose_client_has_not_taken_the_whole_response_is_not_idle(
+    server: AppServer, engine: ScriptedEngine
+) -> None:
+    def talk(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
+        emit(TextEvent(0, "x" * 1_000_000, (1,)))
+        emit(FinishEvent(0, "stop"))
+        emit(done())
+
+    engine.script = talk
+    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    body = b'{"messages": [{"role": "user", "content": "hello"}]}'
+    with ExitStack() as stack:
+        for _ in range(3):
+            connection = stack.enter_context(socket.socket())
+            connection.settimeout(30)
+            # Small buffers in the kernel: it soon takes no more.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            received = b""
+            while b"xxx" not in received:
+                received += connection.recv(1024)
+        with connect(server, GET + b"\r\n") as refused:
+            assert answer_of(refused)[0] == "HTTP/1.1 503 Service Unavailable"
+
+
+def test_if_all_connections_are_in_requests_a_new_one_gets_a_503_that_says_so(server: AppServer) -> None:
+    with ExitStack() as stack, server.client() as client:
+        for _ in range(3):
+            stack.enter_context(connect_busy(server))
         for _ in range(10):
             with connect(server) as refused:
                 status, body = answer_of(refused)
             assert status == "HTTP/1.1 503 Service Unavailable"
             assert json.loads(body)["error"]["code"] == "too_many_connections"
             assert "--max-connections" in json.loads(body)["error"]["message"]
-        last.sendall(GET + b"\r\n")
-        received = b""
-        while b"HTTP/1.1 200 OK" not in received:
-            received += last.recv(65536)
-    with server.client() as client:
-        wait_until(lambda: client.get("/health").status_code == 200, "a connection is taken when others are closed")
-
-
-def test_a_client_that_sends_before_it_reads_is_told_why_it_is_refused(server: AppServer) -> None:
-    with ExitStack() as stack, server.client() as client:
-        for _ in range(3):
-            stack.enter_context(connect(server))
+        # Also a client that sends before it reads is told why.
         answer = client.post("/v1/chat/completions", content=b"x" * 100_000)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "too_many_connections"
+    with server.client() as client:
+        wait_until(lambda: client.get("/health").status_code == 200, "a connection is taken when others are closed")
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET", GET])
