@@ -155,7 +155,8 @@ class Settings:
     )
     max_connections: int = _server(
         256,
-        "The number of connections that may be open, those without a request included. More get a 503 if all of them are in requests.",
+        "The number of connections that may be open, those without a request included. More get a 503 if all of them "
+        "are in requests.",
         bounds=(1, 100_000),
     )
     api_keys: Path | None = _server(
