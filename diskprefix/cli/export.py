@@ -53,12 +53,13 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
     Exit codes: 0 done; 2 wrong usage, no such ENTRY, one that cannot be exported, or the file
     exists; 4 the store cannot be opened or is damaged, or the file cannot be written.
     """
-    # Opening the store may change the working directory: see `become_owner`.
-    where, output = Path.cwd(), output and output.absolute()
+    where = Path.cwd()
     with opened_store(kv_cache_dir) as store:
         with store.snapshot() as snapshot:
             info = find_entry(list_entries(snapshot), entry)
-        path = output or where
+        path = output or Path()
+        # Opening the store may change the working directory: see `become_owner`.
+        path = path if Path.cwd() == where else where / path
         if path.is_dir():
             path = path / f"{short_id(info.id)}.safetensors"
         if not path.parent.is_dir():

@@ -80,10 +80,10 @@ def switches(model: Any) -> dict[str, Any]:
         "fp16_reduced_precision_reduction": (lambda: cuda.matmul.allow_fp16_reduced_precision_reduction, True),
         "bf16_reduced_precision_reduction": (lambda: cuda.matmul.allow_bf16_reduced_precision_reduction, True),
         "fp16_accumulation": (lambda: cuda.matmul.allow_fp16_accumulation, False),
-        "cuda_matmul_fp32": (lambda: cuda.matmul.fp32_precision, "none"),
+        "cuda_matmul_fp32": (lambda: _fp32(cuda.matmul), "ieee"),
         "mkldnn": (lambda: mkldnn.enabled, True),
         "mkldnn_deterministic": (lambda: mkldnn.deterministic, False),
-        "mkldnn_matmul_fp32": (lambda: mkldnn.matmul.fp32_precision, "none"),
+        "mkldnn_matmul_fp32": (lambda: _fp32(mkldnn.matmul), "ieee"),
         "cudnn": (lambda: cudnn.enabled, True),
         "cudnn_tf32": (lambda: cudnn.allow_tf32, True),
         "cudnn_benchmark": (lambda: cudnn.benchmark, False),
@@ -96,6 +96,12 @@ def switches(model: Any) -> dict[str, Any]:
     }
     found = {name: (_read(read, default), default) for name, (read, default) in settings.items()}
     return {name: value for name, (value, default) in found.items() if value != default}
+
+
+def _fp32(backend: Any) -> str:
+    """The precision of float32 products. torch says `none` before it is set, and means `ieee`."""
+    precision = str(backend.fp32_precision)
+    return "ieee" if precision == "none" else precision
 
 
 def _read(read: Callable[[], Any], default: Any) -> Any:

@@ -74,7 +74,7 @@ def _distrusted(path: Path, trusted: set[int], links_left: int) -> str | None:
         place /= part
         try:
             found = place.lstat()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         if found.st_uid not in trusted:
             return f"{place} belongs to another user (uid {found.st_uid})"

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from diskprefix.cache_options import CacheOptions, group_of
 from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.policy.select import Selection
+from diskprefix.prefix_cache import publish as publish_module
 from diskprefix.prefix_cache import request as request_module
 from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.prompt import Mark, Prompt, raw_boundaries
@@ -342,9 +343,11 @@ def test_under_a_small_budget_both_stay_within_it_and_restore_about_the_same(
     requests = crowded(180)
     num_prompt_tokens = sum(len(request.prompt.token_ids) for request in requests)
     now = [1e9]
-    monkeypatch.setattr(request_module, "time", SimpleNamespace(time=lambda: now[0]))
+    for module in (request_module, publish_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now[0]))
     daemon = Daemon(tmp_path, tiny_llama(torch.float32), block_size=64, kv_cache_budget=BUDGET_BYTES)
-    for part in (daemon.runner.cache.store, daemon.runner.cache.store.evictor):
+    store = daemon.runner.cache.store
+    for part in (store, store.evictor, store.watch):
         monkeypatch.setattr(part, "_clock", lambda: now[0])
     policy = replace(POLICY, scope=scope, block_size=64, budget_bytes=BUDGET_BYTES, seconds_per_token=0.0)
     simulator = Simulator(policy, geometry_of(daemon.runner))
