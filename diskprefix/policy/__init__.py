@@ -1,5 +1,5 @@
 """What is worth keeping of a prompt. Pure functions and small values: no I/O, no clock, no torch, no tokenizer.
 
-`scope` reads the grammar, `boundary` finds the positions where a prompt may be cut, `history` remembers recent prompts,
-and `select` puts the three together into one `Selection`.
+`scope` reads the grammar, `history` holds recent prompts, `admission` knows more of them by the names of their blocks,
+and `select` makes one `Selection` of all three.
 """

@@ -53,7 +53,7 @@ class TenantNamespaces:
     """The namespaces of the tenants that were used last. `load` is for any thread; `get` and what it returns are for
     the engine's thread.
 
-    `identity` returns the text whose hash is the tenant's root (see `kv.fingerprint`). `on_history` is given a root and
+    `identity` returns the text whose hash is the tenant's root: see `model.fingerprint`. `on_history` gets a root and
     the prompts, oldest first, that were read from the store for it.
     """
 
