@@ -102,11 +102,12 @@ def _open_store(settings: Settings) -> Store:
     from diskprefix.model.memory import available_bytes
     from diskprefix.store.store import Store
 
-    store = Store.open_for_serving(
+    store = Store(
         settings.kv_cache_dir,
         budget_bytes=settings.kv_cache_budget,
         on_corruption=settings.kv_cache_on_corruption,
         min_free_bytes=settings.kv_cache_min_free,
+        serving=True,
     )
     try:
         store.use_codec(settings.kv_cache_codec, available_bytes(torch.device("cpu")))

@@ -365,11 +365,12 @@ def _is_off(name: str, value: Any) -> bool:
 
 def _open_store(settings: Settings) -> Store:
     try:
-        return Store.open_for_serving(
+        return Store(
             settings.kv_cache_dir,
             budget_bytes=settings.kv_cache_budget,
             on_corruption=settings.kv_cache_on_corruption,
             min_free_bytes=settings.kv_cache_min_free,
+            serving=True,
         )
     except StoreUnavailable as error:
         if "already open in this process" in str(error):

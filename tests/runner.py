@@ -98,11 +98,12 @@ class Runner:
 
     def open(self) -> None:
         """New memory too: nothing may be left over from before."""
-        store = Store.open_for_serving(
+        store = Store(
             self.settings.kv_cache_dir,
             budget_bytes=self.settings.kv_cache_budget,
             on_corruption=self.settings.kv_cache_on_corruption,
             min_free_bytes=self.settings.kv_cache_min_free,
+            serving=True,
         )
         store.use_codec(self.settings.kv_cache_codec, 0)
         scope = parse_scope("full", param="scope")

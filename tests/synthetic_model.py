@@ -105,7 +105,7 @@ class Restorer:
         """Raises `CacheError`."""
         restored, pinned = self.restore_pinned(token_ids)
         for name in pinned:
-            self._model.store.unpin(name)
+            self._model.store.evictor.unpin(name)
         return restored
 
     def restore_pinned(self, token_ids: TokenIds) -> tuple[Restored, list[bytes]]:

@@ -64,7 +64,7 @@ def opened_store(folder: Path, *, write: bool = False) -> Iterator[Store]:
     """Open the store in `folder`, read-only unless `write`, and close it at the end. Raises `CacheError`."""
     path = require_store(folder)
     with advised():
-        store = Store.open(path, read_only=not write)
+        store = Store(path, read_only=not write)
     try:
         yield store
     finally:

@@ -95,7 +95,7 @@ class Publisher:
     def unpin(self, names: list[bytes]) -> None:
         """Let the store evict these nodes again."""
         for name in names:
-            self.cache.store.unpin(name)
+            self.cache.store.evictor.unpin(name)
 
     def _publication(self, plan: Plan, prompt: TokenIds | None) -> Publication:
         """Without its nodes, which are captured later."""

@@ -115,7 +115,7 @@ class Restoration:
             matches = self._worth_restoring(matcher, found)
             matched = time.perf_counter()
             while True:
-                loader = _Loader(self.nodes, self.layout, matches, snapshot, self.store.watch.mapped, arena)
+                loader = _Loader(self.nodes, self.layout, matches, snapshot, self.store.mapped, arena)
                 if not matches or (bad := loader.run(self.readers)) is None:
                     break
                 self._quarantine(*bad)
@@ -141,7 +141,7 @@ class Restoration:
     def _pin(self, node: Node | None) -> None:
         """Before anything is loaded: the request will continue what it restores."""
         if node is not None and node.name not in self.pinned:
-            self.store.pin(node.name)
+            self.store.evictor.pin(node.name)
             self.pinned.append(node.name)
 
     def _worth_restoring(self, matcher: Matcher[_Match], found: Found[_Match]) -> list[_Match]:

@@ -6,14 +6,13 @@ import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable
 
 from diskprefix.errors import StoreFull
 from diskprefix.settings import format_size
 from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
 from diskprefix.store.folder import FolderUnavailable
-from diskprefix.store.watch import FolderWatch
+from diskprefix.store.store_file import StoreFile
 
 _F64 = struct.Struct("<d")
 _HISTORY_SHARE = 16
@@ -27,16 +26,20 @@ class Evictor:
     after the next `expire`.
     """
 
-    def __init__(self, watch: FolderWatch, min_free_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, file: StoreFile, min_free_bytes: int) -> None:
         """`min_free_bytes` of the disk stay free; 0 for no such limit."""
         self.may_have_own_ttls = True
-        self._watch = watch
+        self._file = file
         self._min_free_bytes = min_free_bytes
-        self._clock = clock
         self._pins: Counter[bytes] = Counter()
         self._pins_lock = threading.Lock()
 
     def pin(self, name: bytes) -> None:
+        """Keep a node, and so all its ancestors, from eviction by this process until `unpin`.
+
+        Does not wait for the disk: the transaction that is being written may still delete the node, though a snapshot
+        has it. To publish what continues it then raises `PrefixGone`.
+        """
         with self._pins_lock:
             self._pins[name] += 1
 
@@ -55,8 +58,8 @@ class Evictor:
 
         Raises `StoreFull`, and evicts nothing, if evicting all that may be evicted is not enough.
         """
-        with self._watch.snapshot() as snapshot:
-            used, usable, budget = snapshot.used_bytes(), self.usable_bytes(), self._watch.budget_bytes
+        with self._file.snapshot() as snapshot:
+            used, usable, budget = snapshot.used_bytes(), self.usable_bytes(), self._file.budget_bytes
             wanted = bytes_to_free(used=used, need=need_bytes, usable=usable, budget=budget)
             if not wanted:
                 return 0
@@ -67,7 +70,7 @@ class Evictor:
                 snapshot.parent,
                 bytes_wanted=wanted,
                 pinned=keep | self.pinned(),
-                now=self._clock(),
+                now=self._file.clock(),
                 saves_nothing=snapshot.saves_nothing(),
             )
             freed = sum(int(table.records["stored_bytes"][table.row_of[name]]) for name in victims)
@@ -85,8 +88,8 @@ class Evictor:
 
         A node that a request asked to keep for another time goes after that time. Returns the number of removed nodes.
         """
-        with self._watch.snapshot() as snapshot:
-            table, now = snapshot.usages(), self._clock()
+        with self._file.snapshot() as snapshot:
+            table, now = snapshot.usages(), self._file.clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)
             prompts = snapshot.prompts_before(now - ttl_s) if ttl_s else []
         self.may_have_own_ttls = table.has_own_ttls
@@ -101,21 +104,21 @@ class Evictor:
 
     def usable_bytes(self) -> int:
         """What the pages that hold data may take of the budget, or of the space on the disk if that is less."""
-        return usable_bytes(min(self._watch.budget_bytes, self._disk_limit()))
+        return usable_bytes(min(self._file.budget_bytes, self._disk_limit()))
 
     def may_grow(self, need_bytes: int) -> bool:
         """Whether `min_free_bytes` of the disk stay free even if none of the file's free pages can be used."""
-        return not self._min_free_bytes or self._watch.environment.file_bytes() + need_bytes <= self._disk_limit()
+        return not self._min_free_bytes or self._file.environment.file_bytes() + need_bytes <= self._disk_limit()
 
     def let_freed_pages_age(self) -> None:
         """Commit an empty transaction: LMDB reuses pages only from the second one after the one that freed them."""
-        with self._watch.changes() as changes:
-            changes.put_meta("evicted_at", _F64.pack(self._clock()))
+        with self._file.changes() as changes:
+            changes.put_meta("evicted_at", _F64.pack(self._file.clock()))
 
     def _evict(self, victims: list[bytes]) -> None:
         """Delete nodes, children first. A node that was continued or pinned since it was chosen stays; see `pin`."""
         for some in batches(victims, NODES_AT_ONCE):
-            with self._watch.changes() as changes:
+            with self._file.changes() as changes:
                 for name in some:
                     usage = changes.usage(name)
                     if usage is not None and not usage.children and name not in self._pins:
@@ -126,21 +129,21 @@ class Evictor:
     def _forget(self, prompts: list[bytes]) -> None:
         """Remove remembered prompts, given by their keys, and the records of roots that have nothing left."""
         if prompts:
-            with self._watch.changes() as changes:
+            with self._file.changes() as changes:
                 changes.forget(prompts)
 
     def _disk_limit(self) -> int:
         """How large the file may become so that `min_free_bytes` of the disk stay free."""
         if not self._min_free_bytes:
-            return self._watch.budget_bytes
+            return self._file.budget_bytes
         try:
-            disk = os.statvfs(self._watch.path)
+            disk = os.statvfs(self._file.path)
         except OSError as error:
-            raise FolderUnavailable(self._watch.path, error) from error
-        return self._watch.environment.file_bytes() + max(0, disk.f_bavail * disk.f_frsize - self._min_free_bytes)
+            raise FolderUnavailable(self._file.path, error) from error
+        return self._file.environment.file_bytes() + max(0, disk.f_bavail * disk.f_frsize - self._min_free_bytes)
 
     def _limit(self) -> str:
-        if self._disk_limit() < self._watch.budget_bytes:
+        if self._disk_limit() < self._file.budget_bytes:
             floor = format_size(self._min_free_bytes)
             return f"the disk, of which {floor} stay free; free some, or lower --kv-cache-min-free"
-        return f"--kv-cache-budget {format_size(self._watch.budget_bytes)}; raise it or save a shorter prefix"
+        return f"--kv-cache-budget {format_size(self._file.budget_bytes)}; raise it or save a shorter prefix"

@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from diskprefix.errors import StoreCorrupt, StoreFormatError, StoreUnavailable
-from diskprefix.settings import OnCorruption
 from diskprefix.store.environment import Environment
 from diskprefix.store.filecheck import check_file
 from diskprefix.store.folder import (
@@ -36,41 +34,29 @@ DAMAGED = "damaged.mdb"
 _LOCK_PATIENCE_S = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Access:
-    """How a store is to be opened. With `budget_bytes` 0, as tools do, the budget is the one in the file."""
-
-    budget_bytes: int = 0
-    read_only: bool = False
-    on_corruption: OnCorruption = "refuse"
-
-
-def open_environment(path: Path, access: Access) -> tuple[Environment, FolderLock]:
+def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple[Environment, FolderLock]:
     """Open the environment in folder `path`, created unless read-only, and the lock that goes with it.
 
     For reading, no file is created. Raises `StoreUnavailable` (`FolderUnavailable` where the problem may end by
     itself), or `StoreCorrupt`.
     """
-    if access.read_only and not os.path.lexists(path / DATA):
+    if read_only and not os.path.lexists(path / DATA):
         raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
     check_folder(path)
-    if not access.read_only:
+    if not read_only:
         make_folder(path)
         check_folder(path)
-    if not access.read_only:
         require_writable(path)
-    lock = FolderLock(path, _LOCK_PATIENCE_S, create=not access.read_only)
+    lock = FolderLock(path, _LOCK_PATIENCE_S, create=not read_only)
     try:
-        is_alone = not access.read_only and lock.try_exclusive()
+        is_alone = not read_only and lock.try_exclusive()
         if is_alone:
             # A process that was killed while it wrote a replacement left it behind. The old file is in place.
             shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
         _require_sound(path)
         if os.access(path, os.W_OK):
-            reserve_lmdb_lock(path, create=not access.read_only)
-        env = Environment(
-            path, budget_bytes=access.budget_bytes, read_only=access.read_only, max_databases=len(DATABASES)
-        )
+            reserve_lmdb_lock(path, create=not read_only)
+        env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
         lock.share()
     except OSError as error:
         lock.close()

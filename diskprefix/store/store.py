@@ -10,23 +10,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailable
 from diskprefix.settings import OnCorruption, format_size
-from diskprefix.store.changes import Changes, NewNode, Use
+from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.choice import choose, measure
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
-from diskprefix.store.identity import Names
-from diskprefix.store.opening import Access
 from diskprefix.store.schema import CodecRecord, EntryRecord, RootRecord, decode_record, encode_record
-from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store_file import StoreFile
 from diskprefix.store.tree import PrefixTree
-from diskprefix.store.watch import FolderWatch
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
@@ -71,60 +67,48 @@ class Publication:
         return sum(len(node.payload) for node in self.nodes)
 
 
-class Store:
-    """A store that is open. Create one with `Store.open`, close it with `close`.
+class Store(StoreFile):
+    """A store that is open. `close` closes it.
 
     `codec` is how payloads are written from now on, and `codec_reason` says why; stored payloads say themselves how
-    they were written. `watch` is the folder, `evictor` the part that makes room. Methods raise `StoreUnavailable` when
-    LMDB or the file system fails.
+    they were written. `evictor` is the part that makes room. Methods raise `StoreUnavailable` when LMDB or the file
+    system fails.
     """
 
-    def __init__(self, path: Path, access: Access, min_free_bytes: int, clock: Callable[[], float]) -> None:
-        self.path = path
-        self.codec = Codec.RAW
-        self.codec_reason = ""
-        self.watch = FolderWatch(path, access, clock)
-        self.evictor = Evictor(self.watch, min_free_bytes, clock)
-        self._clock = clock
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         path: Path,
         *,
         budget_bytes: int = 0,
         read_only: bool = False,
         on_corruption: OnCorruption = "refuse",
         min_free_bytes: int = 0,
+        serving: bool = False,
         clock: Callable[[], float] = time.time,
-    ) -> Store:
+    ) -> None:
         """Open the store in folder `path`, and create it unless `read_only`. Without `budget_bytes`, which tools leave
         out, the budget is the one of the last daemon.
 
         Raises `StoreUnavailable` (the folder cannot be created, read or written, others may write to it, or its file
         belongs to another program). With `on_corruption` "refuse", raises `StoreFormatError` for a store of another
         format and `StoreCorrupt` for a damaged file; with "quarantine", that file is moved aside.
+
+        `serving` is for a daemon: evict until the budget holds. A read-only or full file system is no error then,
+        because `maintain` tries again.
         """
-        access = Access(budget_bytes=budget_bytes, read_only=read_only, on_corruption=on_corruption)
-        store = cls(path, access, min_free_bytes, clock)
-        store.watch.attach()
-        return store
-
-    @classmethod
-    def open_for_serving(
-        cls, path: Path, *, budget_bytes: int, on_corruption: OnCorruption, min_free_bytes: int
-    ) -> Store:
-        """`open` for a daemon, and evict until the budget holds. A read-only or full file system is no error: the
-        daemon starts, and `maintain` tries again. For other problems, raises as `open` does."""
-        access = Access(budget_bytes=budget_bytes, on_corruption=on_corruption)
-        store = cls(path, access, min_free_bytes, time.time)
-        store.watch.attach_if_possible()
-        store._fit_budget_or_log()
-        return store
-
-    @property
-    def names(self) -> Names:
-        return self.watch.names
+        super().__init__(
+            path,
+            budget_bytes=budget_bytes,
+            read_only=read_only,
+            on_corruption=on_corruption,
+            serving=serving,
+            clock=clock,
+        )
+        self.codec = Codec.RAW
+        self.codec_reason = ""
+        self.evictor = Evictor(self, min_free_bytes)
+        if serving:
+            self._fit_budget_or_log()
 
     @property
     def store_id(self) -> bytes:
@@ -133,37 +117,6 @@ class Store:
     @property
     def secret(self) -> int:
         return self.names.secret
-
-    @property
-    def budget_bytes(self) -> int:
-        return self.watch.budget_bytes
-
-    @property
-    def problem(self) -> str | None:
-        """Why nothing can be saved, or not even read; None if there is no problem."""
-        return self.watch.problem
-
-    def close(self) -> None:
-        self.watch.detach()
-
-    def snapshot(self) -> AbstractContextManager[Snapshot]:
-        """A consistent read view. Keep it open briefly: pages that are freed meanwhile cannot be reused before."""
-        return self.watch.snapshot()
-
-    def changes(self) -> AbstractContextManager[Changes]:
-        """A write transaction: committed at the end, rolled back by an exception. One at a time in all processes."""
-        return self.watch.changes()
-
-    def pin(self, name: bytes) -> None:
-        """Keep a node, and so all its ancestors, from eviction by this process until `unpin`.
-
-        Does not wait for the disk: the transaction that is being written may still delete the node, though a snapshot
-        has it. To publish what continues it then raises `PrefixGone`.
-        """
-        self.evictor.pin(name)
-
-    def unpin(self, name: bytes) -> None:
-        self.evictor.unpin(name)
 
     def publish(self, publication: Publication) -> int:
         """Write a publication in one transaction, after evicting what it needs. Returns the number of evicted nodes.
@@ -184,7 +137,7 @@ class Store:
             return evicted
         # The free pages are too young, or an open reader may still read them, or they are too scattered for a payload.
         # Only in the last case it helps to evict more, so the others are waited out first.
-        if not self.watch.environment.wait_for_readers():
+        if not self.environment.wait_for_readers():
             raise StoreUnavailable(
                 f"{self.path}: an open reader keeps evicted pages from being reused; end the process that reads "
                 "(a suspended `diskprefix inspect`?)"
@@ -212,22 +165,18 @@ class Store:
         with self.changes() as changes:
             return sum(changes.delete_node(*node) for node in PrefixTree(changes).subtrees({name: parent}))
 
-    def expire(self, ttl_s: float) -> int:
-        """Remove what was not used for `ttl_s` seconds; see `Evictor.expire`. Returns the number of removed nodes."""
-        return self.evictor.expire(ttl_s)
-
     def counts(self) -> dict[str, int]:
         """Returns `Snapshot.counts`, and the bytes in use (`used_bytes`) and of the whole file (`file_bytes`)."""
         with self.snapshot() as snapshot:
             return snapshot.counts() | {"used_bytes": snapshot.used_bytes(), "file_bytes": self.file_bytes()}
 
     def file_bytes(self) -> int:
-        return self.watch.environment.file_bytes()
+        return self.environment.file_bytes()
 
     def fit_budget(self) -> int:
         """Evict until the budget holds, and make the file smaller if no other process has it open. Needed after the
         budget was lowered. Returns the number of evicted nodes."""
-        if self.watch.environment.read_only:
+        if self.environment.read_only:
             return 0
         evicted = self.evictor.make_room(0, frozenset())
         file_bytes = self.file_bytes()
@@ -237,15 +186,15 @@ class Store:
                 format_size(file_bytes),
                 format_size(self.budget_bytes),
             )
-            self.watch.compact()
+            self.compact()
         return evicted
 
     def maintain(self) -> bool:
-        """Open the folder again if needed; see `FolderWatch.maintain`. The writing thread calls this now and then.
+        """Open the folder again if needed; see `reopen`. The writing thread calls this now and then.
 
         Returns whether the store was opened again and can be written. Never raises.
         """
-        if not self.watch.maintain():
+        if not self.reopen():
             return False
         self.evictor.may_have_own_ttls = True
         self._fit_budget_or_log()
@@ -307,7 +256,7 @@ class Store:
                 for node in publication.nodes:
                     changes.put_node(publication.root, node, self.codec)
                 if publication.tip is not None:
-                    changes.touch(publication.tip, Use(self._clock(), 0, recorded_ttl(publication.ttl_s)))
+                    changes.touch(publication.tip, Use(self.clock(), 0, recorded_ttl(publication.ttl_s)))
                     if publication.entry is not None:
                         changes.put_entry(publication.tip, publication.entry)
                 if publication.prompt is not None:

@@ -95,7 +95,7 @@ class Writer:
         assert publication.payload_bytes == reserved_bytes
         with self._changed:
             if publication.base is not None:
-                self._store.pin(publication.base)
+                self._store.evictor.pin(publication.base)
             self._queue.append(publication)
             self._pending = MappingProxyType(dict(self._pending) | {n.name: n for n in publication.nodes})
             self._changed.notify_all()
@@ -229,7 +229,7 @@ class Writer:
         now = time.monotonic()
         if now >= self._expired_at + expiry_interval_s(self._ttl_s, has_own_ttls=self._store.evictor.may_have_own_ttls):
             self._expired_at = now
-            self.expired += self._store.expire(self._ttl_s)
+            self.expired += self._store.evictor.expire(self._ttl_s)
 
     def _look(self) -> None:
         """Report what is wrong with the folder, once."""
@@ -261,5 +261,5 @@ class Writer:
             gone = {node.name for node in publication.nodes}
             self._pending = MappingProxyType({k: v for k, v in self._pending.items() if k not in gone})
             if publication.base is not None:
-                self._store.unpin(publication.base)
+                self._store.evictor.unpin(publication.base)
             self._changed.notify_all()

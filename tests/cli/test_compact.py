@@ -64,7 +64,7 @@ def test_beside_a_daemon_it_refuses_in_one_line_that_says_how_to_go_on(run: Run,
     # A descriptor of its own, as another process has one.
     code = (
         "import sys; from pathlib import Path; from diskprefix.store.store import Store; "
-        "s = Store.open(Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
+        "s = Store(Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as daemon:

@@ -87,7 +87,7 @@ def file(invoke: Invoke, source: Path, tmp_path: Path) -> Path:
 
 
 def entry_id(folder: Path) -> str:
-    store = Store.open(folder, read_only=True)
+    store = Store(folder, read_only=True)
     with store.snapshot() as snapshot:
         name = next(name for name, _ in snapshot.entries())
     store.close()
@@ -95,7 +95,7 @@ def entry_id(folder: Path) -> str:
 
 
 def holds_the_prompt(folder: Path) -> bool:
-    store = Store.open(folder, read_only=True)
+    store = Store(folder, read_only=True)
     try:
         return is_whole(store, entry_of(store, PROMPT))
     finally:
@@ -281,7 +281,7 @@ def test_a_flag_that_is_smaller_than_the_daemon_s_budget_evicts_nothing(
     store.publish(kept)
     store.close()
     assert invoke("import", file, "--kv-cache-dir", folder, "--kv-cache-budget", "16MiB", "--force").exit_code == 0
-    store = Store.open(folder, read_only=True)
+    store = Store(folder, read_only=True)
     assert is_whole(store, kept)
     store.close()
 

@@ -271,7 +271,7 @@ def test_it_leaves_the_store_as_it_was(invoke: Invoke, folder: Path) -> None:
     before = (folder / "data.mdb").read_bytes()
     assert invoke("--kv-cache-dir", folder).exit_code == 0
     assert (folder / "data.mdb").read_bytes() == before
-    store = Store.open(folder, read_only=True)
+    store = Store(folder, read_only=True)
     assert store.counts()["entries"] == 2
     store.close()
 

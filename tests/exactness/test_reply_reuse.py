@@ -316,9 +316,9 @@ def test_a_store_of_replies_is_sound_through_eviction_and_purge(
         assert Counter(entry.num_tokens for entry in list_entries(snapshot)) == {PROMPT: 12, REACHED: 12}
     with monkeypatch.context() as patched:
         # An hour later, when nothing is new any more, with room for half of it.
-        patched.setattr(store.evictor, "_clock", lambda: time.time() + 3600)
+        patched.setattr(store, "clock", lambda: time.time() + 3600)
         patched.setattr(store.evictor, "usable_bytes", lambda: used // 2)
-        patched.setattr(store.watch, "budget_bytes", used)
+        patched.setattr(store, "budget_bytes", used)
         assert 0 < store.evictor.make_room(0, frozenset()) < before
     assert is_sound(runner)
     for whole in turns:

@@ -93,7 +93,7 @@ def test_the_check_compares_every_byte(folder: Path) -> None:
 
 
 def test_the_check_finds_an_entry_that_cannot_be_restored_whole(folder: Path) -> None:
-    store = Store.open(folder)
+    store = Store(folder)
     (name, _, _), *_ = prompts.path(store.secret, 0)
     with store.changes() as changes:
         assert changes.delete_record("payloads", name + b"\0\0")

@@ -86,7 +86,7 @@ def test_a_full_disk_stops_saving_until_there_is_room_again(disk: Path, caplog: 
 def test_a_floor_of_free_disk_is_kept_by_evicting(disk: Path) -> None:
     clock = Clock()
     floor = 8 << 20
-    store = Store.open(disk / "kv", budget_bytes=1 << 30, min_free_bytes=floor, clock=clock)
+    store = Store(disk / "kv", budget_bytes=1 << 30, min_free_bytes=floor, clock=clock)
     for seed in range(40):
         clock.now += 11
         pub = publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000)
@@ -175,7 +175,7 @@ def test_a_clock_that_jumps_back_loses_nothing_and_stops_nothing(tmp_path: Path)
     with store.snapshot() as snapshot:
         recent = [found.tolist() for _, found in snapshot.recent_prompts(ROOT, 4)]
     assert recent == [prompt(seed, 3 * BLOCK).tolist() for seed in range(26, 30)]
-    assert store.expire(1e6) == 0
+    assert store.evictor.expire(1e6) == 0
     store.close()
 
 
@@ -190,8 +190,7 @@ def serve_in_another_process(folder: Path, budget_bytes: int) -> str:
     """How a daemon's store starts there: its problem, or that there is none. A crash of it is not ours."""
     code = (
         "import sys; from pathlib import Path; from diskprefix.store.store import Store\n"
-        "store = Store.open_for_serving(Path(sys.argv[1]), budget_bytes=int(sys.argv[2]), on_corruption='refuse', "
-        "min_free_bytes=0)\nprint(store.problem)"
+        "store = Store(Path(sys.argv[1]), budget_bytes=int(sys.argv[2]), serving=True)\nprint(store.problem)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, folder, str(budget_bytes)], capture_output=True, text=True, check=False
@@ -216,10 +215,10 @@ def test_a_daemon_starts_on_a_full_disk_whatever_it_would_have_to_write(
     folder.mkdir(mode=0o700, exist_ok=True)
     fill_up(disk, pages_left)
     serve_in_another_process(folder, 16 << 20)
-    store = Store.open_for_serving(folder, budget_bytes=16 << 20, on_corruption="refuse", min_free_bytes=0)
+    store = Store(folder, budget_bytes=16 << 20, serving=True)
     (disk / "filler").unlink()
     if store.problem is not None:
-        store.watch._retry_at = 0.0
+        store._retry_at = 0.0
         assert store.maintain()
     pub = publication(store, prompt(100, 3 * BLOCK), payload_bytes=1000)
     store.publish(pub)
@@ -241,7 +240,7 @@ def test_a_damaged_budget_is_not_believed(tmp_path: Path, said: bytes) -> None:
     with store.changes() as changes:
         changes.put_meta("budget", said)
     store.close()
-    store = Store.open(tmp_path)
+    store = Store(tmp_path)
     assert store.budget_bytes == store.file_bytes()
     store.close()
 

@@ -96,8 +96,8 @@ def test_what_a_queued_publication_continues_is_not_removed_before_it_is_written
     runner.cache.settle()
     assert (answer.report.restored, answer.report.saved) == (2 * BLOCK, "queued")
     later = time.time() + 1e6
-    monkeypatch.setattr(store.evictor, "_clock", lambda: later)
-    assert store.expire(60.0) == 1, "the end of the short prompt, which nothing continues"
+    monkeypatch.setattr(store, "clock", lambda: later)
+    assert store.evictor.expire(60.0) == 1, "the end of the short prompt, which nothing continues"
     disk.set()
     runner.flush()
     assert runner.cache.writer.dropped == 0

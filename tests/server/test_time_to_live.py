@@ -58,8 +58,8 @@ def test_an_entry_with_a_time_to_live_expires_although_it_was_reused(
     wait_until(lambda: (records(cache)["restores"] == 1).all(), "the reuse is recorded")
     assert (records(cache)["ttl_s"] == TTL_S).all(), "every node of it, still"
     later = time.time() + TTL_S - 60
-    monkeypatch.setattr(cache.store.evictor, "_clock", lambda: later)
-    assert cache.store.expire(0) == 0, "not before its time"
-    monkeypatch.setattr(cache.store.evictor, "_clock", lambda: later + 120)
-    assert cache.store.expire(0) == num_nodes
+    monkeypatch.setattr(cache.store, "clock", lambda: later)
+    assert cache.store.evictor.expire(0) == 0, "not before its time"
+    monkeypatch.setattr(cache.store, "clock", lambda: later + 120)
+    assert cache.store.evictor.expire(0) == num_nodes
     assert ask(server)["miss_reason"] == "not_stored"

@@ -347,8 +347,7 @@ def test_under_a_small_budget_both_stay_within_it_and_restore_about_the_same(
         monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now[0]))
     daemon = Daemon(tmp_path, tiny_llama(torch.float32), block_size=64, kv_cache_budget=BUDGET_BYTES)
     store = daemon.runner.cache.store
-    for part in (store, store.evictor, store.watch):
-        monkeypatch.setattr(part, "_clock", lambda: now[0])
+    monkeypatch.setattr(store, "clock", lambda: now[0])
     policy = replace(POLICY, scope=scope, block_size=64, budget_bytes=BUDGET_BYTES, seconds_per_token=0.0)
     simulator = Simulator(policy, geometry_of(daemon.runner))
     restored = 0

@@ -43,7 +43,7 @@ class Clock:
 
 
 def open_store(path: Path, *, budget_bytes: int = 32 << 20, clock: Clock | None = None) -> Store:
-    return Store.open(path, budget_bytes=budget_bytes, clock=clock or Clock())
+    return Store(path, budget_bytes=budget_bytes, clock=clock or Clock())
 
 
 def prompt(seed: int, num_tokens: int) -> TokenIds:
@@ -136,7 +136,7 @@ def read_payload(snapshot: Snapshot, node: NewNode) -> bytes:
 
 def change_format(path: Path, version: int) -> None:
     """Make a store say that it has another format, as a diskprefix that writes that format would."""
-    store = Store.open(path)
+    store = Store(path)
     with store.changes() as changes:
         created_at = struct.unpack("<d", changes.meta("created_at") or b"")[0]
         changes.put_meta("format", struct.pack("<I", version))

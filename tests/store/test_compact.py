@@ -118,7 +118,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from diskprefix.store.store import Store
-store = Store.open(Path(sys.argv[1]), read_only=sys.argv[2] == "read")
+store = Store(Path(sys.argv[1]), read_only=sys.argv[2] == "read")
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -172,7 +172,7 @@ def test_a_copy_beside_a_writer_is_a_store_of_one_moment(tmp_path: Path) -> None
         try:
             for n in range(8):
                 copy_store(source, tmp_path / str(n))
-                store = Store.open(tmp_path / str(n), read_only=True)
+                store = Store(tmp_path / str(n), read_only=True)
                 assert is_clean(store)
                 assert store.counts()["entries"] > 10
                 store.close()

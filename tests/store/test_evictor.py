@@ -56,7 +56,7 @@ def test_a_node_that_is_pinned_after_it_was_chosen_to_make_room_stays(
     def pin_the_first(victims: list[bytes]) -> None:
         assert len(victims) > 1
         pinned.append(victims[0])
-        store.pin(victims[0])
+        store.evictor.pin(victims[0])
 
     after_the_choice(monkeypatch, "choose_victims", pin_the_first)
     fresh = publication(store, prompt(9, 3 * BLOCK), payload_bytes=1_000_000)
@@ -77,11 +77,11 @@ def test_a_node_that_is_pinned_after_it_was_found_expired_stays(
     pub = saved(store, clock, 1)
     assert pub.tip is not None
     clock.now += 1000
-    after_the_choice(monkeypatch, "expired", lambda victims: store.pin(victims[0]))
-    store.expire(100)
+    after_the_choice(monkeypatch, "expired", lambda victims: store.evictor.pin(victims[0]))
+    store.evictor.expire(100)
     assert is_whole(store, pub)
-    store.unpin(pub.tip)
-    store.expire(100)
+    store.evictor.unpin(pub.tip)
+    store.evictor.expire(100)
     assert store.counts()["blocks"] == 0
     store.close()
 
@@ -94,7 +94,7 @@ def test_a_node_that_is_continued_after_it_was_chosen_stays(
     longer = np.concatenate([prompt(1, 3 * BLOCK + 1)[: 3 * BLOCK], prompt(9, BLOCK)])
     child = publication(store, longer, payload_bytes=1_000_000)
     after_the_choice(monkeypatch, "expired", lambda _: store._try_write(child) or pytest.fail("not written"))
-    store.expire(100)
+    store.evictor.expire(100)
     assert is_whole(store, child)
     assert not is_whole(store, pub)
     store.close()

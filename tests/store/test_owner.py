@@ -61,11 +61,11 @@ def state(path: Path) -> dict[str, tuple[bytes, int, int]]:
 
 
 def read(folder: Path) -> None:
-    Store.open(folder, read_only=True).close()
+    Store(folder, read_only=True).close()
 
 
 def write(folder: Path) -> None:
-    Store.open(folder, budget_bytes=32 << 20, on_corruption="quarantine").close()
+    Store(folder, budget_bytes=32 << 20, on_corruption="quarantine").close()
 
 
 def compact(folder: Path) -> None:
@@ -187,7 +187,7 @@ def test_reading_creates_and_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_reader_joins_the_lock_files_that_are_there(tmp_path: Path) -> None:
     saved(tmp_path)
-    reader = Store.open(tmp_path, read_only=True)
+    reader = Store(tmp_path, read_only=True)
     lock = FolderLock(tmp_path, patience_s=0)
     assert not lock.try_exclusive()
     lock.close()
@@ -234,7 +234,7 @@ def test_what_the_owner_could_not_do_the_command_cannot(
 
 def test_what_the_command_writes_belongs_to_the_owner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def changed() -> int:
-        store = Store.open(folder)
+        store = Store(folder)
         store.publish(publication(store, prompt(2, 3 * BLOCK)))
         entries = store.counts()["entries"]
         store.close()
@@ -263,7 +263,7 @@ def test_a_folder_that_the_owner_can_reach_from_inside_alone_is_the_working_dire
     def child() -> str:
         path = become_owner(folder)
         monkeypatch.undo()
-        return f"{path} {Store.open(path, read_only=True).counts()['entries']}"
+        return f"{path} {Store(path, read_only=True).counts()['entries']}"
 
     assert run_isolated(child, 60) == ". 1"
 

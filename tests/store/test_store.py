@@ -131,12 +131,12 @@ def test_a_pinned_prefix_is_not_evicted(tmp_path: Path) -> None:
     old = publication(store, prompt(0, 3 * BLOCK), payload_bytes=1_000_000)
     store.publish(old)
     assert old.tip is not None
-    store.pin(old.tip)
+    store.evictor.pin(old.tip)
     for seed in range(1, 12):
         clock.now += 11
         store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
     assert is_whole(store, old)
-    store.unpin(old.tip)
+    store.evictor.unpin(old.tip)
     for seed in range(12, 24):
         clock.now += 11
         store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
@@ -272,7 +272,7 @@ def test_a_store_of_another_format_is_refused_with_what_to_do(tmp_path: Path, ve
     before = (tmp_path / "data.mdb").read_bytes()
     for options in ({"budget_bytes": 32 << 20}, {"read_only": True}):
         with pytest.raises(StoreFormatError, match=rf"format {version}, .* or choose another --kv-cache-dir") as caught:
-            Store.open(tmp_path, **options)
+            Store(tmp_path, **options)
         assert "\n" not in str(caught.value)
     assert (tmp_path / "data.mdb").read_bytes() == before
     assert not (tmp_path / DAMAGED).exists()
@@ -283,7 +283,7 @@ def test_a_store_of_another_format_is_moved_aside_as_a_damaged_one_is(tmp_path: 
     open_store(tmp_path).close()
     change_format(tmp_path, version)
     old = (tmp_path / "data.mdb").read_bytes()
-    store = Store.open(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
+    store = Store(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
     pub = publication(store, prompt(1, BLOCK))
     store.publish(pub)
     assert is_whole(store, pub)
@@ -312,7 +312,7 @@ def test_one_wrong_bit_in_what_the_store_says_of_itself_is_noticed(tmp_path: Pat
     store.close()
     with pytest.raises(StoreFormatError if key == "format" else StoreCorrupt):
         open_store(tmp_path)
-    fresh = Store.open(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
+    fresh = Store(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
     assert fresh.counts()["entries"] == 0
     fresh.close()
     assert (tmp_path / "damaged.mdb").exists()
@@ -344,7 +344,7 @@ def test_the_file_of_another_program_is_refused_and_left_alone(tmp_path: Path, n
             txn.put(b"key", b"value", db=database)
     before = (tmp_path / "data.mdb").read_bytes()
     with pytest.raises(StoreUnavailable, match="belongs to another program"):
-        Store.open(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
+        Store(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
     assert (tmp_path / "data.mdb").read_bytes() == before
 
 
@@ -356,7 +356,7 @@ def test_a_folder_under_a_file_is_unavailable(tmp_path: Path) -> None:
 
 def test_reading_a_missing_store_creates_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="holds no diskprefix store"):
-        Store.open(tmp_path / "none", read_only=True)
+        Store(tmp_path / "none", read_only=True)
     assert not (tmp_path / "none").exists()
 
 
@@ -396,7 +396,7 @@ import sys
 from pathlib import Path
 from diskprefix.store import environment
 from diskprefix.store.store import Store
-store = Store.open(Path(sys.argv[1]), read_only=True)
+store = Store(Path(sys.argv[1]), read_only=True)
 with store.snapshot() as snapshot:
     snapshot.counts()
     print("reading", flush=True)
@@ -613,13 +613,13 @@ def test_what_is_over_its_own_time_goes_and_what_nobody_asked_a_time_for_stays(t
     store.close()
     store = open_store(tmp_path, clock=clock)
     clock.now += 299
-    assert store.expire(0) == 0
+    assert store.evictor.expire(0) == 0
     clock.now += 1
-    assert store.expire(0) == 5
+    assert store.evictor.expire(0) == 5
     assert is_whole(store, kept)
     assert len(ttls(store, marked)) == 1
     clock.now += 3600
-    assert store.expire(0) == 1
+    assert store.evictor.expire(0) == 1
     assert store.counts()["prompts"] == 3
     assert verify_index(store).problems == ()
     store.close()
@@ -633,7 +633,7 @@ def test_whether_anything_has_a_time_of_its_own_is_looked_for_once_and_known_aft
     store.publish(publication(store, prompt(2, BLOCK)))
     for after_s, gone in ((0, 0), (0, 0), (300, 3), (0, 0)):
         clock.now += after_s
-        assert store.expire(0) == gone
+        assert store.evictor.expire(0) == gone
         known.append(store.evictor.may_have_own_ttls)
         if len(known) == 2:
             store.publish(keeping_for(pub, 300, 300, 300, path_ttl_s=300))
@@ -662,7 +662,7 @@ def test_what_a_reader_without_a_lock_got_stays_as_it_was_when_its_pages_are_ove
     store.publish(pub)
     store.close()
     (tmp_path / "lock.mdb").unlink()
-    reader = Store.open(tmp_path, read_only=True)
+    reader = Store(tmp_path, read_only=True)
     offset = (tmp_path / "data.mdb").read_bytes().index(bytes(pub.nodes[0].payload[:4096]))
     with reader.snapshot() as snapshot:
         piece = snapshot.piece(pub.nodes[0].name, 0)

@@ -278,6 +278,10 @@ def usable_bytes(store: Store) -> int:
     return store.evictor.usable_bytes()
 
 
+def expire(store: Store, ttl_s: float) -> int:
+    return store.evictor.expire(ttl_s)
+
+
 def close_there(path: Path) -> None:
     if path in _opened:
         _opened.pop(path)[0].close()
@@ -419,14 +423,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.model.nodes)))
-        self.store.pin(name)
+        self.store.evictor.pin(name)
         self.pins.append(name)
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.pins))
-        self.store.unpin(name)
+        self.store.evictor.unpin(name)
         self.pins.remove(name)
 
     @rule(prompt=prompts, num_free=st.integers(0, 1))
@@ -441,11 +445,11 @@ class StoreMachine(RuleBasedStateMachine):
     @contextmanager
     def in_use(self, names: list[bytes]) -> Iterator[None]:
         for name in names:
-            self.store.pin(name)
+            self.store.evictor.pin(name)
         self.pins += names
         yield
         for name in names:
-            self.store.unpin(name)
+            self.store.evictor.unpin(name)
             self.pins.remove(name)
 
     @rule(seconds=st.sampled_from([1.0, 600.0, 86_400.0]))
@@ -462,7 +466,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock.now += after_s
         with self.in_use(self.leaves()[:num_in_use]):
             names = self.model.expired(ttl_s, self.clock.now, self.pinned(process))
-            assert self.do(process, Store.expire, ttl_s) == len(names)
+            assert self.do(process, expire, ttl_s) == len(names)
         self.model.remove(names)
         if ttl_s:
             self.model.forget_before(self.clock.now - ttl_s)

@@ -220,7 +220,7 @@ def test_a_store_without_times_of_its_own_is_hardly_ever_looked_through(
         looks.append(now[0])
         return 0
 
-    monkeypatch.setattr(store, "expire", expire)
+    monkeypatch.setattr(store.evictor, "expire", expire)
     monkeypatch.setattr("diskprefix.store.writer.time.monotonic", lambda: now[0])
     for now[0] in range(1000, 9000, 10):
         writer._expire()

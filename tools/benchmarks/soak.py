@@ -236,7 +236,7 @@ class Soak:
             self._request(self._models[int(self._rng.random() < 0.3)])
             if self.clock.now >= self._next_expiry:
                 self._next_expiry = self.clock.now + EXPIRY_EVERY_S
-                self.counts.expired += self.store.expire(TTL_S)
+                self.counts.expired += self.store.evictor.expire(TTL_S)
         self.writer.flush(600.0)
 
     def progress(self) -> float:
@@ -303,14 +303,14 @@ class Soak:
         """Keeps a restored prefix pinned for some more requests, as a long request does."""
         self._pins.append(name)
         if len(self._pins) > PINS:
-            self.store.unpin(self._pins.popleft())
+            self.store.evictor.unpin(self._pins.popleft())
 
 
 def measure(folder: Path, *, budget_bytes: int, churn: float, codec: str, min_seconds: float) -> dict[str, Any]:
     """Runs the soak. Returns the report as JSON values. Raises `CacheError`."""
     torch.set_num_threads(1)
     clock = Clock()
-    store = WatchedStore.open(folder, budget_bytes=budget_bytes, clock=clock)
+    store = WatchedStore(folder, budget_bytes=budget_bytes, clock=clock)
     assert isinstance(store, WatchedStore)
     store.writes = []
     store.use_codec(codec, 1 << 30)

@@ -184,7 +184,7 @@ class _Restore:
         return seconds, resident
 
     def _open(self, codec: Codec) -> Store:
-        return Store.open(self.file(codec).parent, budget_bytes=2 * self.num_bytes + (64 << 20))
+        return Store(self.file(codec).parent, budget_bytes=2 * self.num_bytes + (64 << 20))
 
     def _model(self, store: Store) -> SyntheticModel:
         return SyntheticModel(store, self._layout, identity="bench")
@@ -255,7 +255,7 @@ def _measure_match(folder: Path, num_blocks: int) -> dict[str, Any]:
     """Looks up long prompts in a store of many blocks, whose payloads are tiny."""
     layout = dense_layout(layers=1, heads=1, head_dim=1, dtype=torch.bfloat16, vocab_size=2)
     blank = memoryview(bytes(PayloadLayout.parse(layout.describe()).payload_bytes(BLOCK_SIZE, Kind.TAIL)))
-    store = Store.open(folder / "match", budget_bytes=2 << 30)
+    store = Store(folder / "match", budget_bytes=2 << 30)
     model = SyntheticModel(store, layout, identity="bench")
     rng = np.random.default_rng(2)
     prompts: list[TokenIds] = []

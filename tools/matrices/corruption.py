@@ -143,7 +143,7 @@ def _join(first: TokenIds, second: TokenIds) -> TokenIds:
 def build(folder: Path, prompts: list[Saved]) -> tuple[bytes, bytes]:
     """Returns the data file of a store that has evicted nodes, and the same file some publications earlier."""
     clock = Clock()
-    store = Store.open(folder, budget_bytes=BUDGET_BYTES, clock=clock)
+    store = Store(folder, budget_bytes=BUDGET_BYTES, clock=clock)
     for seed in range(100, 130):
         # What was written just now is not evicted.
         clock.now += HOUR_S
@@ -201,7 +201,7 @@ def _live(folder: Path, prompts: list[Saved], seed: int) -> Life:
 @contextmanager
 def _daemon(folder: Path) -> Iterator[tuple[Store, Writer]]:
     try:
-        store = Store.open_for_serving(folder, budget_bytes=BUDGET_BYTES, on_corruption="quarantine", min_free_bytes=0)
+        store = Store(folder, budget_bytes=BUDGET_BYTES, on_corruption="quarantine", serving=True)
     except CacheError as error:
         raise Failure("does not start", str(error)) from error
     store.use_codec("planes", 0)

@@ -110,13 +110,13 @@ def open_target(path: Path, *, budget_bytes: int, min_free_bytes: int) -> Store:
     is for a store that no daemon has opened.
     """
     if (path / DATA).is_file():
-        store = Store.open(path, min_free_bytes=min_free_bytes)
+        store = Store(path, min_free_bytes=min_free_bytes)
         with store.snapshot() as snapshot:
             has_budget = snapshot.meta("budget") is not None
         if has_budget:
             return store
         store.close()
-    return Store.open(path, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes)
+    return Store(path, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes)
 
 
 def plan_import(store: Store | None, reader: EntryReader) -> Imported:

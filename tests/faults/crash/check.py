@@ -71,7 +71,7 @@ def check_entries(
 
 @contextmanager
 def opened(folder: Path) -> Iterator[Store]:
-    store = Store.open(folder)
+    store = Store(folder)
     try:
         yield store
     finally:

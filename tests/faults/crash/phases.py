@@ -270,7 +270,7 @@ class ImportPhase(StorePhase):
 
 def fill(folder: Path, numbers: range) -> None:
     """A store with these prompts."""
-    store = Store.open(folder, budget_bytes=1 << 30)
+    store = Store(folder, budget_bytes=1 << 30)
     for number in numbers:
         store.publish(prompts.publication(store, number))
     store.close()

@@ -67,7 +67,7 @@ class Loop:
     @contextlib.contextmanager
     def opened(self) -> Iterator[Store]:
         self.ledger.begin("open")
-        store = Store.open(Path(self.plan.folder), budget_bytes=self.plan.budget_bytes, clock=self.clock)
+        store = Store(Path(self.plan.folder), budget_bytes=self.plan.budget_bytes, clock=self.clock)
         self.ledger.end("open")
         store.codec = Codec[self.plan.codec]
         try:
@@ -93,7 +93,7 @@ class Loop:
 
     def expire(self, store: Store) -> None:
         self.ledger.begin("expire")
-        self._end(store, "expire", look=store.expire(TTL_S) > 0)
+        self._end(store, "expire", look=store.evictor.expire(TTL_S) > 0)
 
     def touch(self, store: Store, number: int) -> None:
         self.ledger.begin("touch", number)

@@ -649,7 +649,7 @@ from diskprefix.store.store import Store
 
 folder, file, lives = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 exchange._BATCH_BYTES = 1500
-store = Store.open(folder, budget_bytes=32 << 20)
+store = Store(folder, budget_bytes=32 << 20)
 
 def advance(_num_bytes):
     global lives
@@ -683,7 +683,7 @@ def test_a_killed_import_leaves_whole_blocks_only(store: Store, tmp_path: Path) 
 
 
 def test_a_store_keeps_the_budget_of_its_last_daemon(tmp_path: Path) -> None:
-    Store.open(tmp_path, budget_bytes=40 << 20).close()
+    Store(tmp_path, budget_bytes=40 << 20).close()
     target = open_target(tmp_path, budget_bytes=16 << 20, min_free_bytes=0)
     assert target.budget_bytes == 40 << 20
     target.close()

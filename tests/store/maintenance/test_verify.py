@@ -118,7 +118,7 @@ def kinds(problems: list[Problem]) -> set[tuple[str, str]]:
 
 
 def test_a_sound_store_is_clean_and_every_piece_is_counted(stored: Stored) -> None:
-    store = Store.open(stored.folder, read_only=True)
+    store = Store(stored.folder, read_only=True)
     index = verify_index(store)
     nodes = {node.name: node for pub in stored.publications for node in pub.nodes}
     assert index.problems == ()
@@ -721,7 +721,7 @@ def test_a_store_that_another_process_fills_and_evicts_from_has_no_problems(tmp_
     assert writer.stdout is not None
     try:
         assert writer.stdout.readline() == "full\n"
-        store = Store.open(tmp_path)
+        store = Store(tmp_path)
         seen = 0
         for _ in range(15):
             index = verify_index(store)

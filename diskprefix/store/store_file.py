@@ -1,7 +1,7 @@
-"""The folder of a store while a process uses it: opening, closing, and opening again after a problem.
+"""The file of a store while a process uses it: opening, transactions, closing, and opening again after a problem.
 
-A store whose file became unusable is *detached*: every call raises `StoreUnavailable`, which a request counts as a
-miss, until `maintain` can open the folder again.
+While the file is unusable, every call raises `StoreUnavailable`, which a request counts as a miss, until `reopen` can
+open the folder again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreUnavailable
-from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
+from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, OnCorruption
 from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderLock, FolderUnavailable
 from diskprefix.store.identity import Names, identify
-from diskprefix.store.opening import Access, open_environment, set_aside
+from diskprefix.store.opening import open_environment, set_aside
 from diskprefix.store.snapshot import Snapshot
 
 log = logging.getLogger("diskprefix")
@@ -31,25 +31,43 @@ _RETRY_S = 2.0
 """The time between attempts to open a folder that could not be opened. Checking a large file takes a while."""
 
 
-class FolderWatch:
-    """The environment and the lock of a store's folder. One thread at a time may open, close or maintain it.
+class StoreFile:
+    """The environment and the lock of a store's folder. One thread at a time may open, close or reopen it.
 
     `names` is replaced as a whole when another store is opened. `budget_bytes` is the daemon's budget; a tool that gave
     none uses the one of the last daemon. `mapped` holds the names of nodes whose pages this process has read since the
-    file was opened.
+    file was opened. `clock` returns the time in seconds since the epoch.
     """
 
-    def __init__(self, path: Path, access: Access, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        budget_bytes: int,
+        read_only: bool,
+        on_corruption: OnCorruption,
+        serving: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        """Opens the folder; for the arguments and errors see `Store`."""
         self.path = path
-        self.budget_bytes = access.budget_bytes
+        self.budget_bytes = budget_bytes
+        self.clock = clock
         self.names = Names(b"", 0)
         self.mapped: set[bytes] = set()
-        self._access = access
-        self._clock = clock
+        self._has_budget = budget_bytes > 0
+        self._is_reader = read_only
+        self._on_corruption = on_corruption
         self._env: Environment | None = None
         self._lock: FolderLock | None = None
         self._problem: str | None = None
         self._retry_at = 0.0
+        try:
+            self._attach()
+        except FolderUnavailable as error:
+            if not (serving and error.passing):
+                raise
+            self._only_read(error)
 
     @property
     def problem(self) -> str | None:
@@ -79,35 +97,23 @@ class FolderWatch:
         if env.read_only:
             raise StoreUnavailable(f"--kv-cache-dir {self.path}: opened for reading only; nothing is saved")
         with env.transaction(write=True) as txn:
-            yield Changes(env.databases, txn, self._clock())
+            yield Changes(env.databases, txn, self.clock())
 
-    def attach(self) -> None:
+    def _attach(self) -> None:
         """Open the folder. A file that is damaged or has another format is moved aside first, if that was asked for.
 
         Raises `CacheError`.
         """
         try:
-            self._open(self._access)
+            self._open(read_only=self._is_reader)
         except (StoreCorrupt, StoreFormatError) as error:
-            if self._access.on_corruption == "refuse":
+            if self._on_corruption == "refuse":
                 raise
             set_aside(self.path, error)
-            self._open(self._access)
+            self._open(read_only=self._is_reader)
         self._problem = None
 
-    def attach_if_possible(self) -> None:
-        """`attach` for a daemon: problems of the file system that may end are left to `maintain`.
-
-        Raises `CacheError` for all others.
-        """
-        try:
-            self.attach()
-        except FolderUnavailable as error:
-            if not error.passing:
-                raise
-            self._read_only(error)
-
-    def detach(self) -> None:
+    def close(self) -> None:
         """Close the folder. Raises `StoreUnavailable` if a transaction of this process does not end."""
         env, self._env = self._env, None
         if env is not None and not env.close_when_idle():
@@ -117,8 +123,8 @@ class FolderWatch:
             self._lock.close()
             self._lock = None
 
-    def maintain(self) -> bool:
-        """Open the folder again if its file was removed, replaced or damaged, or can be written again.
+    def reopen(self) -> bool:
+        """Open the folder again if it needs that: its file was removed, replaced or damaged, or can be written again.
 
         Returns whether it was opened for reading and writing. Never raises.
         """
@@ -126,10 +132,10 @@ class FolderWatch:
             return False
         self._retry_at = time.monotonic() + _RETRY_S
         try:
-            self.detach()
-            self.attach()
+            self.close()
+            self._attach()
         except FolderUnavailable as error:
-            self._read_only(error)
+            self._only_read(error)
         except CacheError as error:
             self._problem = str(error)
         else:
@@ -139,15 +145,15 @@ class FolderWatch:
     def compact(self) -> None:
         """Replace the file by a compacted copy, unless another process has it open.
 
-        Errors are logged, and the file stays as it is. If it cannot be opened afterwards, `maintain` tries again.
+        Errors are logged, and the file stays as it is. If it cannot be opened afterwards, `reopen` tries again.
         """
-        self.detach()
+        self.close()
         try:
             compact_folder(self.path)
         except CacheError as error:
             log.warning("[disk-cache] the file keeps its size: %s", error)
         try:
-            self.attach()
+            self._attach()
         except CacheError as error:
             self._problem = str(error)
 
@@ -160,10 +166,10 @@ class FolderWatch:
         may_be_writable = env is None or (env.read_only and os.access(self.path, os.W_OK))
         return may_be_writable and time.monotonic() >= self._retry_at
 
-    def _open(self, access: Access) -> None:
-        env, lock = open_environment(self.path, access)
+    def _open(self, *, read_only: bool) -> None:
+        env, lock = open_environment(self.path, budget_bytes=self.budget_bytes, read_only=read_only)
         try:
-            names = identify(self.path, env, self._clock())
+            names = identify(self.path, env, self.clock())
             self._agree_on_budget(env)
         except BaseException:
             env.close()
@@ -175,19 +181,19 @@ class FolderWatch:
         """Store a daemon's budget in the file; for a tool, which has none, use the one in the file."""
         with env.transaction() as txn:
             stored = Snapshot(env.databases, txn).meta("budget") or b""
-        if not self._access.budget_bytes:
+        if not self._has_budget:
             budget = _U64.unpack(stored)[0] if len(stored) == _U64.size else 0
             self.budget_bytes = budget if MIN_BUDGET <= budget <= MAX_BUDGET else env.file_bytes()
             if not env.read_only:
                 env.let_grow_to(self.budget_bytes)
         elif stored != _U64.pack(self.budget_bytes) and not env.read_only:
             with env.transaction(write=True) as txn:
-                Changes(env.databases, txn, self._clock()).put_meta("budget", _U64.pack(self.budget_bytes))
+                Changes(env.databases, txn, self.clock()).put_meta("budget", _U64.pack(self.budget_bytes))
 
-    def _read_only(self, error: FolderUnavailable) -> None:
+    def _only_read(self, error: FolderUnavailable) -> None:
         """Open the store for reading, if there is one; `error` says why it cannot be written."""
         try:
-            self._open(Access(read_only=True))
+            self._open(read_only=True)
         except CacheError:
             log.debug("[disk-cache] nothing to read in %s", self.path, exc_info=True)
         self._problem = str(error)
