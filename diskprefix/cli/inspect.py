@@ -23,7 +23,7 @@ from diskprefix.cli.tooling import (
 )
 from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
-from diskprefix.store.listing import EntryInfo, NodeCounts, count_nodes, entry_nodes, list_entries
+from diskprefix.store.listing import EntryInfo, NodeCounts, count_nodes, list_entries
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant import short_tenant
 
@@ -74,7 +74,7 @@ def inspect(entry: str | None, kv_cache_dir: Path, as_json: bool) -> None:
                     "generated": node.generated,
                     "stored_bytes": node.stored_bytes,
                 }
-                for name, node in entry_nodes(PrefixTree(snapshot), bytes.fromhex(info.id)).items()
+                for name, node in PrefixTree(snapshot).entry(bytes.fromhex(info.id)).items()
             ]
     if entry is not None:
         _show_entry(info, blocks, as_json)

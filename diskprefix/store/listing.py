@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.schema import EntryRecord, Kind
+from diskprefix.store.schema import EntryRecord, Kind, NodeRecord
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import PrefixTree, TreeNode
+from diskprefix.store.tree import PrefixTree
 
 log = logging.getLogger("diskprefix")
 
@@ -59,24 +59,15 @@ class NodeCounts:
 def list_entries(snapshot: Snapshot) -> list[EntryInfo]:
     """Returns all entries, the most recently used first. An entry with a damaged path is left out and logged."""
     tree = PrefixTree(snapshot)
-    entries: dict[bytes, tuple[EntryRecord, dict[bytes, TreeNode]]] = {}
+    entries: dict[bytes, tuple[EntryRecord, dict[bytes, NodeRecord]]] = {}
     for name, entry in snapshot.entries():
         try:
-            entries[name] = entry, entry_nodes(tree, name)
+            entries[name] = entry, tree.entry(name)
         except StoreCorrupt as error:
             log.warning("entry %s left out: %s", name.hex(), error)
     users = Counter(node for _, nodes in entries.values() for node in nodes)
     infos = [_info(snapshot, name, entry, nodes, users) for name, (entry, nodes) in entries.items()]
     return sorted(infos, key=lambda info: (-info.last_used_at, info.id))
-
-
-def entry_nodes(tree: PrefixTree, name: bytes) -> dict[bytes, TreeNode]:
-    """Returns the nodes of the entry that ends with node `name`, in the order of `PrefixTree.entry`.
-
-    Raises `StoreCorrupt`.
-    """
-    found = ((step, tree.node(step)) for step in tree.entry(name))
-    return {step: node for step, node in found if node is not None}
 
 
 def count_nodes(snapshot: Snapshot) -> NodeCounts:
@@ -97,7 +88,7 @@ def count_nodes(snapshot: Snapshot) -> NodeCounts:
 
 
 def _info(
-    snapshot: Snapshot, name: bytes, entry: EntryRecord, nodes: dict[bytes, TreeNode], users: Counter[bytes]
+    snapshot: Snapshot, name: bytes, entry: EntryRecord, nodes: dict[bytes, NodeRecord], users: Counter[bytes]
 ) -> EntryInfo:
     root, usage = snapshot.root(entry.root), snapshot.usage(name)
     checkpoints = [node for node in nodes.values() if node.kind == Kind.CHECKPOINT]

@@ -73,8 +73,12 @@ class NodeRecord:
     generated: bool = False
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
     def end(self) -> int:
-        return self.position + len(self.token_ids)
+        return self.position + self.num_tokens
 
 
 class UsageRecord(NamedTuple):

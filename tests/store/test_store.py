@@ -36,7 +36,7 @@ def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
         assert [name for name, _ in snapshot.entries()] == [pub.tip]
         assert [p.tolist() for _, p in snapshot.recent_prompts(ROOT, 10)] == [prompt(1, 3 * BLOCK + 5).tolist()]
         assert pub.tip is not None
-        assert PrefixTree(snapshot).path(pub.tip) == [node.name for node in pub.nodes]
+        assert list(PrefixTree(snapshot).path(pub.tip)) == [node.name for node in pub.nodes]
     store.close()
 
 

@@ -41,9 +41,8 @@ def test_a_path_has_the_blocks_in_order_and_an_entry_also_the_checkpoints_behind
     with store.snapshot() as snapshot:
         tree = PrefixTree(snapshot, store.secret)
         path, entry = tree.path(end(pub)), tree.entry(end(pub))
-        nodes = [tree.node(name) for name in entry]
-    assert path == [node.name for node in pub.nodes if node.kind != Kind.CHECKPOINT]
-    ends = [(node.end, node.kind) for node in nodes if node is not None]
+    assert list(path) == [node.name for node in pub.nodes if node.kind != Kind.CHECKPOINT]
+    ends = [(node.end, node.kind) for node in entry.values()]
     assert ends == [
         (BLOCK, Kind.BLOCK),
         (2 * BLOCK, Kind.BLOCK),

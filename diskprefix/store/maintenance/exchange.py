@@ -251,8 +251,7 @@ def _read_entry(snapshot: Snapshot, name: bytes) -> tuple[Manifest, list[tuple[b
     if root is None:
         raise StoreCorrupt(f"entry {name.hex()} belongs to a root without a record; run `diskprefix verify`")
     has_states = bool(PayloadLayout.parse(root.layout).states)
-    found = ((step, snapshot.node(step)) for step in PrefixTree(snapshot).entry(name))
-    nodes = [(step, node) for step, node in found if node is not None]
+    nodes = list(PrefixTree(snapshot).entry(name).items())
     _require_exportable(name, nodes, has_states)
     fields = structs.asdict(root) | structs.asdict(entry)
     fields["with_logits"] = nodes[-1][1].kind == Kind.TAIL
@@ -286,7 +285,7 @@ def _check_names(secret: int, manifest: Manifest, nodes: list[tuple[bytes, NodeR
     spans = manifest.spans
     for index, (name, node) in enumerate(nodes):
         states = spans[index].states if index < len(spans) else None
-        place = Span(node.position, len(node.token_ids), node.kind, states)
+        place = Span(node.position, node.num_tokens, node.kind, states)
         is_next = index < len(spans) and place == spans[index] and node.parent == parent
         if not is_next or name != node_name(secret, parent, node.token_ids, node.kind):
             raise _damaged(name, place, StoreCorrupt("it is not the next one of its entry"))
@@ -300,17 +299,17 @@ def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: Payloa
     usage = snapshot.usage(name)
     if usage is None:
         raise PrefixGone("the entry was evicted while it was exported; save the prompt again, or raise the budget")
-    payload = np.empty(layout.payload_bytes(len(node.token_ids), node.kind), dtype=np.uint8)
+    payload = np.empty(layout.payload_bytes(node.num_tokens, node.kind), dtype=np.uint8)
     start = 0
     try:
-        for piece in stored_pieces(snapshot, name, layout.pieces(len(node.token_ids), node.kind)):
+        for piece in stored_pieces(snapshot, name, layout.pieces(node.num_tokens, node.kind)):
             populate(piece.stored)
             end = start + piece.expected.num_bytes
             rows = payload[start:end].reshape(piece.expected.num_rows, -1)
             decode_piece(piece.stored, piece.expected, piece_seed(name, piece.index), rows)
             start = end
     except StoreCorrupt as error:
-        raise _damaged(name, Span(node.position, len(node.token_ids), node.kind), error) from error
+        raise _damaged(name, Span(node.position, node.num_tokens, node.kind), error) from error
     prefill_s = usage.prefill_s if 0 <= usage.prefill_s <= MAX_PREFILL_S else 0.0
     return payload.data, prefill_s
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
-from diskprefix.store.schema import decode_prompt, history_sequence
+from diskprefix.store.schema import NodeRecord, decode_prompt, history_sequence
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
-from diskprefix.store.tree import PrefixTree, TreeNode
+from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant import matches
 from diskprefix.tokens import HASH_BYTES, TokenIds, common_prefix_length
 
@@ -123,7 +123,7 @@ class _Planner:
         self._filter = purge_filter
         self._cutoff = None if purge_filter.older_than_s is None else now - purge_filter.older_than_s
         self._tree = PrefixTree(snapshot)
-        self._nodes: dict[bytes, TreeNode] = {
+        self._nodes: dict[bytes, NodeRecord] = {
             name: node for name in snapshot.keys("nodes") if (node := self._tree.node(name)) is not None
         }
         table = snapshot.usages()
@@ -202,7 +202,7 @@ class _Planner:
         ]
 
     def _prompts_of(self, entry: bytes) -> Iterator[bytes]:
-        nodes = [node for name in self._tree.path(entry) if (node := self._snapshot.node(name)) is not None]
+        nodes = list(self._tree.path(entry).values())
         token_ids: TokenIds = np.concatenate([node.token_ids for node in nodes])
         for key, value in self._snapshot.history(nodes[0].root):
             prompt = decode_prompt(key, value)

@@ -20,6 +20,7 @@ from diskprefix.store.schema import (
     CodecRecord,
     EntryRecord,
     Kind,
+    NodeRecord,
     RootRecord,
     UsageRecord,
     decode_prompt,
@@ -29,7 +30,7 @@ from diskprefix.store.schema import (
 )
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
-from diskprefix.store.tree import MisnamedNode, PrefixTree, TreeNode
+from diskprefix.store.tree import MisnamedNode, PrefixTree
 from diskprefix.tenant import Tenant
 from diskprefix.tokens import HASH_BYTES, root_hash
 
@@ -162,7 +163,7 @@ class RecordCheck:
         except StoreCorrupt as error:
             return [Problem(ProblemKind.DAMAGED, database, key.hex(), str(error))]
 
-    def node(self, name: bytes) -> TreeNode:
+    def node(self, name: bytes) -> NodeRecord:
         """Returns a node that is known to be stored and sound."""
         node = self.tree.node(name)
         assert node is not None
@@ -197,7 +198,7 @@ class RecordCheck:
             message = f"its pieces take {sum(pieces.values())} bytes, its record says {node.stored_bytes}"
             yield ProblemKind.MISSHAPEN, "payloads", message
 
-    def _wrong_parent(self, node: TreeNode) -> str | None:
+    def _wrong_parent(self, node: NodeRecord) -> str | None:
         if node.position == 0:
             return None if node.parent == node.root else "it is the first block, but its parent is not its root"
         try:
@@ -215,7 +216,7 @@ class RecordCheck:
             return f"it and the block {node.parent.hex()} that it continues do not agree on what is generated"
         return None
 
-    def _wrong_shape(self, node: TreeNode) -> str | None:
+    def _wrong_shape(self, node: NodeRecord) -> str | None:
         block_size, layout = self.roots[node.root].block_size, self._layouts[node.root]
         right = node.num_tokens < block_size
         if node.kind != Kind.TAIL:
@@ -247,7 +248,7 @@ class RecordCheck:
             if wrong is not None:
                 yield ProblemKind.MISCOUNTED, "usage", wrong
 
-    def _wrong_usage(self, name: bytes, node: TreeNode, value: bytes | memoryview) -> str | None:
+    def _wrong_usage(self, name: bytes, node: NodeRecord, value: bytes | memoryview) -> str | None:
         try:
             usage = decode_usage(value)
         except StoreCorrupt as error:
@@ -262,7 +263,7 @@ class RecordCheck:
             return f"it says that the block takes {usage.stored_bytes} bytes, its pieces take {node.stored_bytes}"
         return None
 
-    def file_bytes(self, name: bytes, node: TreeNode) -> int:
+    def file_bytes(self, name: bytes, node: NodeRecord) -> int:
         """Returns how many bytes a node takes in the file."""
         return node_bytes(node.num_tokens, list(self.piece_bytes(name).values()))
 

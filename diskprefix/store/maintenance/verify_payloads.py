@@ -109,7 +109,7 @@ def _stored_payload(snapshot: Snapshot, name: bytes) -> list[StoredPiece]:
         root = snapshot.root(node.root) if node else None
         if node is None or root is None:
             return []
-        return stored_pieces(snapshot, name, _expected(root.layout, len(node.token_ids), node.kind))
+        return stored_pieces(snapshot, name, _expected(root.layout, node.num_tokens, node.kind))
     except StoreCorrupt:
         return []
 
