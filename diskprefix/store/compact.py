@@ -28,10 +28,10 @@ from diskprefix.store.folder import (
     DATA,
     REPLACEMENT,
     FolderLock,
-    FolderUnavailable,
     check_folder,
+    file_errors,
+    make_folder,
     put_in_place,
-    require_writable,
 )
 from diskprefix.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.store.snapshot import Snapshot
@@ -57,7 +57,7 @@ def compacted_bytes(path: Path) -> int:
 
     Raises `StoreCorrupt`; `StoreUnavailable` if there is no store, or a file that is not ours.
     """
-    with _translated(path):
+    with file_errors(path):
         report = check_file(path / DATA)
         if report.state == FileState.BUSY:
             return (path / DATA).stat().st_size
@@ -73,10 +73,9 @@ def compact_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
     disk has no room for both files or fails, and `StoreCorrupt` if the file is damaged. Then the old file stays.
     """
     check_folder(path)
-    require_writable(path)
     lock = FolderLock(path, patience_s=0)
     try:
-        with _translated(path):
+        with file_errors(path):
             if not lock.try_exclusive():
                 raise StoreUnavailable(
                     f"{path}: a daemon or another command has the store open, so its file cannot be replaced; stop it, "
@@ -96,10 +95,8 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
     check_folder(path)
     lock = FolderLock(path, patience_s=0, create=False)
     try:
-        with _translated(target):
-            check_folder(target)
-            target.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_folder(target)
+        with file_errors(target):
+            make_folder(target)
             if os.path.lexists(target / DATA):
                 raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
             return _write_copy(path, target, advance)
@@ -188,11 +185,3 @@ def _records(snapshot: Snapshot) -> Iterator[tuple[str, bytes, bytes | memoryvie
     for key, value in snapshot.records("payloads"):
         if key[:HASH_BYTES] not in copied or piece_index(key, key[:HASH_BYTES]) is None:
             yield "payloads", key, value
-
-
-@contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise FolderUnavailable(path, error) from error

@@ -19,7 +19,7 @@ from typing import Any
 import lmdb
 
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
-from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable
+from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, file_errors
 
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 _PAGE_BYTES = 4096
@@ -36,7 +36,7 @@ class Environment:
     """
 
     def __init__(self, path: Path, *, budget_bytes: int, read_only: bool, max_databases: int) -> None:
-        """Open, and create unless `read_only`. Raises `StoreUnavailable` or `StoreCorrupt`."""
+        """Open, and create unless `read_only`. Raises `OSError`, `StoreUnavailable` or `StoreCorrupt`."""
         self.path = path
         self.read_only = read_only
         self.databases: dict[str, Any] = {}
@@ -48,24 +48,21 @@ class Environment:
         self._transactions = 0
         self._closed = False
         self._idle = threading.Condition()
-        try:
-            with self._translated():
-                self.has_lock = not read_only or os.access(path / LMDB_LOCK, os.W_OK)
-                self._env = lmdb.open(
-                    str(path),
-                    # For reading: room for what a daemon may add meanwhile. It takes address space only.
-                    map_size=2 * (path / DATA).stat().st_size + 2**30 if read_only else _map_size(path, budget_bytes),
-                    max_dbs=max_databases,
-                    readonly=read_only,
-                    create=not read_only,
-                    lock=self.has_lock,
-                    mode=0o600,
-                    # Otherwise the ends of pages hold what the process had in memory, also of other tenants.
-                    meminit=True,
-                )
-                self._file = os.stat(path / DATA)
-        except OSError as error:
-            raise FolderUnavailable(path, error) from error
+        with self._translated():
+            self.has_lock = not read_only or os.access(path / LMDB_LOCK, os.W_OK)
+            self._env = lmdb.open(
+                str(path),
+                # For reading: room for what a daemon may add meanwhile. It takes address space only.
+                map_size=2 * (path / DATA).stat().st_size + 2**30 if read_only else _map_size(path, budget_bytes),
+                max_dbs=max_databases,
+                readonly=read_only,
+                create=not read_only,
+                lock=self.has_lock,
+                mode=0o600,
+                # Otherwise the ends of pages hold what the process had in memory, also of other tenants.
+                meminit=True,
+            )
+            self._file = os.stat(path / DATA)
 
     def open_databases(self, names: Sequence[str]) -> None:
         """Open named databases, creating those that are missing unless the environment is read-only."""
@@ -75,14 +72,11 @@ class Environment:
             for name in names:
                 self.databases[name] = self._env.open_db(name.encode(), create=not self.read_only)
 
-    def close(self) -> None:
-        """Close at once. No transaction may be open; later ones raise `StoreUnavailable`."""
-        with self._idle:
-            self._closed = True
-        self._env.close()
+    def close(self, timeout_s: float = _READER_PATIENCE_S) -> bool:
+        """Close as soon as no transaction of this process is open; later ones raise `StoreUnavailable`.
 
-    def close_when_idle(self, timeout_s: float = _READER_PATIENCE_S) -> bool:
-        """Close as soon as no transaction of this process is open. Returns False, and stays open, after `timeout_s`."""
+        Returns False, and stays open, after `timeout_s`.
+        """
         with self._idle:
             self._closed = self._idle.wait_for(lambda: not self._transactions, timeout_s)
         if self._closed:
@@ -103,10 +97,8 @@ class Environment:
                 self._env.set_mapsize(file_bytes - file_bytes % _PAGE_BYTES)
 
     def file_bytes(self) -> int:
-        try:
+        with file_errors(self.path):
             return os.stat(self.path / DATA).st_size
-        except OSError as error:
-            raise FolderUnavailable(self.path, error) from error
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[lmdb.Transaction[Any]]:

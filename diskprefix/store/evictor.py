@@ -11,7 +11,7 @@ from diskprefix.errors import StoreFull
 from diskprefix.settings import format_size
 from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
-from diskprefix.store.folder import FolderUnavailable
+from diskprefix.store.folder import file_errors
 from diskprefix.store.store_file import StoreFile
 
 _F64 = struct.Struct("<d")
@@ -136,10 +136,8 @@ class Evictor:
         """How large the file may become so that `min_free_bytes` of the disk stay free."""
         if not self._min_free_bytes:
             return self._file.budget_bytes
-        try:
+        with file_errors(self._file.path):
             disk = os.statvfs(self._file.path)
-        except OSError as error:
-            raise FolderUnavailable(self._file.path, error) from error
         return self._file.environment.file_bytes() + max(0, disk.f_bavail * disk.f_frsize - self._min_free_bytes)
 
     def _limit(self) -> str:

@@ -12,7 +12,8 @@ import fcntl
 import os
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from diskprefix.errors import StoreUnavailable
@@ -41,12 +42,21 @@ class FolderUnavailable(StoreUnavailable):
         self.passing = error.errno in PASSING
 
 
-def make_folder(path: Path) -> None:
-    """Create the folder with mode 0700 unless it exists. Raises `FolderUnavailable`."""
+@contextmanager
+def file_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into `FolderUnavailable`."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise FolderUnavailable(path, error) from error
+
+
+def make_folder(path: Path) -> None:
+    """Create the folder with mode 0700 unless it exists, and check it. Raises `StoreUnavailable`."""
+    check_folder(path)
+    with file_errors(path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_folder(path)
 
 
 def reserve_lmdb_lock(folder: Path, *, create: bool) -> None:
@@ -69,14 +79,6 @@ def reserve_lmdb_lock(folder: Path, *, create: bool) -> None:
         os.close(fd)
 
 
-def require_writable(path: Path) -> None:
-    """Raises `FolderUnavailable` if no file can be created in the folder. Creates the store's lock file."""
-    try:
-        os.close(os.open(path / LOCK, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600))
-    except OSError as error:
-        raise FolderUnavailable(path, error) from error
-
-
 def check_folder(path: Path) -> None:
     """Check who can write to the folder and to the files of its store: that user could plant state from which a model
     answers. For root, check also who could replace the folder.
@@ -86,12 +88,9 @@ def check_folder(path: Path) -> None:
     """
     if os.geteuid() == 0:
         require_trusted_path(path, {0})
-    try:
-        for name in ("", DATA, LMDB_LOCK, LOCK):
-            with suppress(FileNotFoundError):
-                _check_place(path, name, os.lstat(path / name) if name else os.stat(path))
-    except OSError as error:
-        raise FolderUnavailable(path, error) from error
+    for name in ("", DATA, LMDB_LOCK, LOCK):
+        with file_errors(path), suppress(FileNotFoundError):
+            _check_place(path, name, os.lstat(path / name) if name else os.stat(path))
 
 
 def _check_place(path: Path, name: str, found: os.stat_result) -> None:
@@ -111,13 +110,14 @@ def _check_place(path: Path, name: str, found: os.stat_result) -> None:
 class FolderLock:
     """A lock on the folder: shared, or exclusive once `try_exclusive` returned True.
 
-    Where there is no lock file and none can be created, the object holds no lock: such a process can only read.
+    Without `create`, an object holds no lock where no lock file can be read: such a process can only read.
     """
 
     def __init__(self, path: Path, patience_s: float, *, create: bool = True) -> None:
         """Take the lock shared. Wait up to `patience_s` seconds for a process that replaces the file.
 
-        The lock file is created if `create` and the folder is writable. Raises `StoreUnavailable`.
+        With `create`, the lock file is created. Raises `FolderUnavailable` if it cannot be written then, and
+        `StoreUnavailable` if the wait was too short.
         """
         self._path = path
         self._patience_s = patience_s
@@ -170,14 +170,10 @@ class FolderLock:
             time.sleep(_POLL_S)
 
     def _open(self) -> int | None:
-        """Open the lock file, for reading only where it cannot be written. Returns None where there is none."""
         file = self._path / LOCK
-        try:
-            return _open_regular(file, os.O_RDWR | (os.O_CREAT if self._create else 0))
-        except OSError as error:
-            is_absent = error.errno == errno.ENOENT and not self._create
-            if not is_absent and error.errno not in (*PASSING, errno.EACCES, errno.EPERM):
-                raise FolderUnavailable(self._path, error) from error
+        if self._create:
+            with file_errors(self._path):
+                return _open_regular(file, os.O_RDWR | os.O_CREAT)
         with suppress(OSError):
             return _open_regular(file, os.O_RDONLY)
         return None

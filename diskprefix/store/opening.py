@@ -21,8 +21,8 @@ from diskprefix.store.folder import (
     FolderLock,
     FolderUnavailable,
     check_folder,
+    file_errors,
     make_folder,
-    require_writable,
     reserve_lmdb_lock,
 )
 from diskprefix.store.schema import DATABASES
@@ -42,25 +42,21 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
     """
     if read_only and not os.path.lexists(path / DATA):
         raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
-    check_folder(path)
-    if not read_only:
-        make_folder(path)
+    if read_only:
         check_folder(path)
-        require_writable(path)
+    else:
+        make_folder(path)
     lock = FolderLock(path, _LOCK_PATIENCE_S, create=not read_only)
     try:
-        is_alone = not read_only and lock.try_exclusive()
-        if is_alone:
-            # A process that was killed while it wrote a replacement left it behind. The old file is in place.
-            shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
-        _require_sound(path)
-        if os.access(path, os.W_OK):
-            reserve_lmdb_lock(path, create=not read_only)
-        env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
-        lock.share()
-    except OSError as error:
-        lock.close()
-        raise FolderUnavailable(path, error) from error
+        with file_errors(path):
+            if not read_only and lock.try_exclusive():
+                # A process that was killed while it wrote a replacement left it behind. The old file is in place.
+                shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
+            _require_sound(path)
+            if os.access(path, os.W_OK):
+                reserve_lmdb_lock(path, create=not read_only)
+            env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
+            lock.share()
     except BaseException:
         lock.close()
         raise

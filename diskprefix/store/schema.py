@@ -22,7 +22,7 @@ from diskprefix.tokens import HASH_BYTES, TokenIds, block_hash, checksum
 HISTORY_TOKENS = 1 << 22
 """The most tokens that the history of a root holds (16 MiB of token ids), however many prompts a request asks for."""
 GROUP_BYTES = 8
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 DATABASES = ("meta", "roots", "nodes", "usage", "payloads", "entries", "history")
 
 _HEADER = struct.Struct("<16s16sIIBBHxxxxQQ")
@@ -32,7 +32,6 @@ _CHECKSUM = struct.Struct("<Q")
 _POSITION = struct.Struct("<I")
 _TOKENS_AT = _HEADER.size + _CHECKSUM.size
 _USAGE = struct.Struct("<dddfIQIi")
-_IDENTITY = struct.Struct("<I16sQd")
 _PIECE_INDEX = struct.Struct(">H")
 _HISTORY_SEQUENCE = struct.Struct(">Q")
 HISTORY_KEY_BYTES = tuple(HASH_BYTES + _HISTORY_SEQUENCE.size + size for size in (0, GROUP_BYTES))
@@ -118,6 +117,15 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     identity: str = ""
     tenant: str = ""
+
+
+class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the names of a store's nodes are made with, drawn when it is created: its id (16 bytes), and the secret (64
+    bits) that seeds them. A wrong bit in the secret would turn every hit into a miss."""
+
+    store_id: bytes
+    secret: int
+    created_at: float
 
 
 class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,12 +217,6 @@ def piece_index(key: bytes | memoryview, name: bytes) -> int | None:
     return int(_PIECE_INDEX.unpack_from(key, HASH_BYTES)[0])
 
 
-def identity_checksum(version: int, store_id: bytes, secret: int, created_at: float) -> int:
-    """Returns the checksum of a store's identity. Without it, a wrong bit in the secret would turn every hit into a
-    miss."""
-    return checksum(_IDENTITY.pack(version, store_id, secret, created_at))
-
-
 def encode_usage(usage: UsageRecord) -> bytes:
     return _USAGE.pack(*usage)
 
@@ -241,7 +243,7 @@ def history_group(key: bytes) -> bytes:
     return key[HASH_BYTES + _HISTORY_SEQUENCE.size :]
 
 
-def encode_record(key: bytes, record: RootRecord | EntryRecord | CodecRecord) -> bytes:
+def encode_record(key: bytes, record: RootRecord | EntryRecord | CodecRecord | NamesRecord) -> bytes:
     """Returns the record's checksum, which covers `key` too, and the record."""
     return _sealed(key, msgspec.msgpack.encode(record))
 

@@ -20,8 +20,9 @@ from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderLock, FolderUnavailable
-from diskprefix.store.identity import Names, identify
+from diskprefix.store.identity import identify
 from diskprefix.store.opening import open_environment, set_aside
+from diskprefix.store.schema import NamesRecord
 from diskprefix.store.snapshot import Snapshot
 
 log = logging.getLogger("diskprefix")
@@ -53,7 +54,7 @@ class StoreFile:
         self.path = path
         self.budget_bytes = budget_bytes
         self.clock = clock
-        self.names = Names(b"", 0)
+        self.names = NamesRecord(store_id=b"", secret=0, created_at=0.0)
         self.mapped: set[bytes] = set()
         self._has_budget = budget_bytes > 0
         self._is_reader = read_only
@@ -116,7 +117,7 @@ class StoreFile:
     def close(self) -> None:
         """Close the folder. Raises `StoreUnavailable` if a transaction of this process does not end."""
         env, self._env = self._env, None
-        if env is not None and not env.close_when_idle():
+        if env is not None and not env.close():
             self._env = env
             raise StoreUnavailable(f"{self.path}: a reader of this process does not end")
         if self._lock is not None:

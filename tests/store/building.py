@@ -13,7 +13,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import decode_piece, piece_seed
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import EntryRecord, Kind, RootRecord, identity_checksum, node_name
+from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, block_hash
@@ -138,10 +138,7 @@ def change_format(path: Path, version: int) -> None:
     """Make a store say that it has another format, as a diskprefix that writes that format would."""
     store = Store(path)
     with store.changes() as changes:
-        created_at = struct.unpack("<d", changes.meta("created_at") or b"")[0]
         changes.put_meta("format", struct.pack("<I", version))
-        seal = identity_checksum(version, store.store_id, store.secret, created_at)
-        changes.put_meta("checksum", struct.pack("<Q", seal))
     store.close()
 
 

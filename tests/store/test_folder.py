@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from diskprefix.errors import StoreUnavailable
-from diskprefix.store.folder import LMDB_LOCK, LOCK, FolderLock, require_writable, reserve_lmdb_lock
+from diskprefix.store.folder import LMDB_LOCK, LOCK, FolderLock, reserve_lmdb_lock
 
 
 def test_a_lock_file_that_is_replaced_again_and_again_is_not_waited_for_without_end(
@@ -41,7 +41,6 @@ def test_a_lock_is_exclusive_only_while_nobody_else_has_it(tmp_path: Path) -> No
     ("name", "open_file"),
     [
         (LOCK, lambda folder: FolderLock(folder, patience_s=0)),
-        (LOCK, require_writable),
         (LMDB_LOCK, lambda folder: reserve_lmdb_lock(folder, create=True)),
     ],
 )
