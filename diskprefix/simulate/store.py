@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from diskprefix.prefix_cache.nodes import Node
 from diskprefix.store.eviction import (
     UsageTable,
+    after_use,
     bytes_to_free,
     choose_victims,
     expired,
@@ -19,7 +20,6 @@ from diskprefix.store.eviction import (
     recorded_ttl,
     scores,
     usable_bytes,
-    use_path,
 )
 from diskprefix.store.schema import USAGE_DTYPE, Kind
 
@@ -114,7 +114,7 @@ class SimulatedStore:
         if path:
             self._has_own_ttls |= ttl_s is not None
             rows = np.array(path)
-            self._records[rows] = use_path(self._records[rows], now, hits, recorded_ttl(ttl_s))
+            self._records[rows] = after_use(self._records[rows], now, hits, recorded_ttl(ttl_s))
 
     def _put(self, entry: NewEntry, now: float) -> None:
         node = entry.node

@@ -165,11 +165,9 @@ class Changes(Snapshot):
 
     def touch(self, name: bytes, use: Use) -> None:
         """Record the use of a node and of all its ancestors."""
-        for node in list(self.ancestry(name)):
-            value = self._get("usage", node)
-            if value is None:
-                return
-            self.put_usage(node, after_use(decode_usage(value), use.when, use.hits, use.ttl_s))
+        table = self.usages(self.ancestry(name))
+        for node, record in zip(table.names, after_use(table.records, *use), strict=True):
+            self._put("usage", node, record.tobytes())
 
     def delete_node(self, name: bytes, parent: bytes) -> bool:
         """Remove a node with its payload and its entry. Returns whether it was stored."""

@@ -23,7 +23,7 @@ from diskprefix.errors import StoreUnavailable
 from diskprefix.settings import format_size
 from diskprefix.store.codec.codec import populate
 from diskprefix.store.environment import Environment
-from diskprefix.store.filecheck import FileState, check_file
+from diskprefix.store.filecheck import check_file
 from diskprefix.store.folder import (
     DATA,
     REPLACEMENT,
@@ -59,7 +59,7 @@ def compacted_bytes(path: Path) -> int:
     """
     with file_errors(path):
         report = check_file(path / DATA)
-        if report.state == FileState.BUSY:
+        if report.state == "busy":
             return (path / DATA).stat().st_size
     if b"meta" not in report.entries:
         raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")

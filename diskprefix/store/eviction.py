@@ -63,23 +63,12 @@ class UsageTable:
         return np.maximum(np.where(np.isnan(ages), np.inf, ages), 0.0)
 
 
-def decayed_hits(usage: UsageRecord, now: float) -> float:
-    """Returns the number of uses, where each counts half for every half-life that has passed since."""
-    return float(usage.hits * 2.0 ** (-max(0.0, now - usage.last_used) / HALF_LIFE_S))
+def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0) -> NDArray[np.void]:
+    """Returns records after `hits` uses at time `when` that asked for `ttl_s`, in the form of `recorded_ttl`.
 
-
-def after_use(usage: UsageRecord, when: float, hits: int, ttl_s: int = 0) -> UsageRecord:
-    """Returns the record after `hits` uses at time `when` that asked for `ttl_s`, in the form of `recorded_ttl`."""
-    return usage._replace(
-        last_used=max(usage.last_used, when),
-        hits=decayed_hits(usage, when) + hits,
-        restores=min(usage.restores + hits, _MOST_RESTORES),
-        ttl_s=longer_ttl(usage.ttl_s, ttl_s),
-    )
-
-
-def use_path(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0) -> NDArray[np.void]:
-    """Returns `after_use` of many records: a changed copy of `records`, dtype `USAGE_DTYPE`, shape [n]."""
+    The result is a changed copy of `records`, dtype `USAGE_DTYPE`, shape [n]. Of the uses before, each counts half for
+    every half-life that has passed since the last one.
+    """
     used = records.copy()
     ages = np.maximum(0.0, when - records["last_used"])
     used["hits"] = records["hits"] * 2.0 ** (-ages / HALF_LIFE_S) + hits

@@ -19,10 +19,9 @@ import struct
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from operator import add, sub
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,22 +52,16 @@ _RUN_HEADER = struct.Struct("<Q2xHI")
 _NODE_HEADER = struct.Struct("<IHH")
 
 
-class FileState(Enum):
-    ABSENT = "absent"
-    """There is no file. LMDB creates one."""
-    EMPTY = "empty"
-    """The file has 0 bytes. LMDB initialises it."""
-    SOUND = "sound"
-    BUSY = "busy"
-    """Another process, which has the file open with LMDB, commits so often that no snapshot could be checked."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FileReport:
     """What the check found. `used_bytes` is the size of all pages that are not free. `entries` is the number of entries
-    of each named database."""
+    of each named database.
 
-    state: FileState
+    Without a file, or with one of 0 bytes, LMDB creates a new one. A file is busy if another process commits so often
+    that no snapshot could be checked; that process has it open with LMDB.
+    """
+
+    state: Literal["absent", "empty", "sound", "busy"]
     used_bytes: int = 0
     entries: dict[bytes, int] = field(default_factory=dict)
 
@@ -83,7 +76,7 @@ def check_file(path: Path) -> FileReport:
         # O_NONBLOCK: opening a pipe would wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return FileReport(state=FileState.ABSENT)
+        return FileReport(state="absent")
     try:
         for _ in range(_ATTEMPTS):
             before = _identity(fd)
@@ -92,7 +85,7 @@ def check_file(path: Path) -> FileReport:
             except StoreCorrupt as error:
                 if _identity(fd) == before:
                     raise StoreCorrupt(f"{path} is damaged: {error}") from error
-        return FileReport(state=FileState.BUSY)
+        return FileReport(state="busy")
     finally:
         os.close(fd)
 
@@ -116,7 +109,7 @@ def _check(fd: int) -> FileReport:
     if not stat.S_ISREG(status.st_mode):
         raise StoreCorrupt("it is not a regular file")
     if status.st_size == 0:
-        return FileReport(state=FileState.EMPTY)
+        return FileReport(state="empty")
     return _Check(fd, status.st_size).run()
 
 
@@ -215,7 +208,7 @@ class _Check:
                 if _NODE_IS_TREE in page.flags:
                     raise StoreCorrupt(f"page {page.number} has a database within a database")
         return FileReport(
-            state=FileState.SOUND,
+            state="sound",
             used_bytes=self._owner.count(_IN_TREE) * self._page_bytes,
             entries={name: tree.entries for name, tree in databases.items()},
         )

@@ -128,13 +128,6 @@ class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
 
 
-class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The codec that `--kv-cache-codec auto` chose for this store, and a sentence that gives the reason."""
-
-    codec: int
-    reason: str
-
-
 class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One saved prompt, which ends at the node whose name is the key. `preview` is a part of its text."""
 
@@ -243,7 +236,7 @@ def history_group(key: bytes) -> bytes:
     return key[HASH_BYTES + _HISTORY_SEQUENCE.size :]
 
 
-def encode_record(key: bytes, record: RootRecord | EntryRecord | CodecRecord | NamesRecord) -> bytes:
+def encode_record(key: bytes, record: msgspec.Struct) -> bytes:
     """Returns the record's checksum, which covers `key` too, and the record."""
     return _sealed(key, msgspec.msgpack.encode(record))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -103,16 +103,14 @@ class Snapshot:
         value = self._get("usage", name)
         return None if value is None else decode_usage(value)
 
-    def usages(self) -> UsageTable:
-        """Every node's usage record, for choosing what to evict. Raises `StoreCorrupt`."""
-        names: list[bytes] = []
-        values: list[bytes | memoryview] = []
-        for key, value in self.records("usage"):
+    def usages(self, names: Iterable[bytes] | None = None) -> UsageTable:
+        """Returns the usage records of these nodes, as far as they are stored, or of all. Raises `StoreCorrupt`."""
+        found = self.records("usage") if names is None else ((name, self._get("usage", name)) for name in names)
+        usages = {name: value for name, value in found if value is not None}
+        for name, value in usages.items():
             if len(value) != USAGE_DTYPE.itemsize:
-                raise StoreCorrupt(f"the usage record of node {key.hex()} has {len(value)} bytes")
-            names.append(key)
-            values.append(value)
-        return UsageTable(names, np.frombuffer(b"".join(values), USAGE_DTYPE))
+                raise StoreCorrupt(f"the usage record of node {name.hex()} has {len(value)} bytes")
+        return UsageTable(list(usages), np.frombuffer(b"".join(usages.values()), USAGE_DTYPE))
 
     def saves_nothing(self) -> Callable[[bytes], bool] | None:
         """Returns a function that tells whether nothing can be restored from a node that nothing continues. Returns

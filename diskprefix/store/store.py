@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailable
 from diskprefix.settings import OnCorruption, format_size
 from diskprefix.store.changes import NewNode, Use
-from diskprefix.store.codec.choice import choose, measure
+from diskprefix.store.codec.choice import CodecRecord, choose, measure
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
-from diskprefix.store.schema import CodecRecord, EntryRecord, RootRecord, decode_record, encode_record
+from diskprefix.store.schema import EntryRecord, RootRecord, decode_record, encode_record
 from diskprefix.store.store_file import StoreFile
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import TokenIds
@@ -216,29 +217,21 @@ class Store(StoreFile):
         if name != "auto":
             self.codec, self.codec_reason = Codec[name.upper()], "--kv-cache-codec"
             return
-        record = self._remembered_codec()
-        if record is None and available_bytes is not None:
-            record = self._measured_codec(available_bytes)
-        record = record or CodecRecord(codec=Codec.RAW, reason="nothing was measured")
-        self.codec, self.codec_reason = Codec(record.codec), record.reason
+        record = self._remembered_codec() or self._measured_codec(available_bytes)
+        self.codec, self.codec_reason = record.codec, record.reason
 
     def _remembered_codec(self) -> CodecRecord | None:
-        try:
-            with self.snapshot() as snapshot:
-                value = snapshot.meta("codec")
-            record = None if value is None else decode_record(CodecRecord, b"codec", value)
-        except CacheError:
-            return None
-        return record if record is not None and record.codec in list(Codec) else None
+        with suppress(CacheError), self.snapshot() as snapshot:
+            if (value := snapshot.meta("codec")) is not None:
+                return decode_record(CodecRecord, b"codec", value)
+        return None
 
-    def _measured_codec(self, available_bytes: int) -> CodecRecord:
-        try:
-            speeds = measure(self.path)
-        except OSError:
-            speeds = measure(None)
-        codec, reason = choose(speeds, budget_bytes=self.budget_bytes, available_memory_bytes=available_bytes)
-        record = CodecRecord(codec=codec, reason=reason)
-        log.info("[disk-cache] codec %s: %s", codec.name.lower(), reason)
+    def _measured_codec(self, available_bytes: int | None) -> CodecRecord:
+        if available_bytes is None:
+            return CodecRecord(codec=Codec.RAW, reason="nothing was measured")
+        speeds = measure(self.path)
+        record = choose(speeds, budget_bytes=self.budget_bytes, available_memory_bytes=available_bytes)
+        log.info("[disk-cache] codec %s: %s", record.codec.name.lower(), record.reason)
         if speeds.disk_bytes_per_s is None:
             return record
         try:

@@ -12,9 +12,11 @@ import lmdb
 
 from diskprefix.store.schema import (
     DATABASES,
+    NamesRecord,
     NodeRecord,
     UsageRecord,
     decode_node,
+    decode_record,
     decode_usage,
     encode_node,
     encode_usage,
@@ -30,7 +32,7 @@ class Records:
 
     @property
     def secret(self) -> int:
-        return int.from_bytes(self.get("meta", b"secret"), "little")
+        return decode_record(NamesRecord, b"names", self.get("meta", b"names")).secret
 
     def get(self, database: str, key: bytes) -> bytes:
         value = self._txn.get(key, db=self._databases[database])

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.filecheck import FileState, check_file
+from diskprefix.store.filecheck import check_file
 from tests.faults.file_damage import FILE_DAMAGE, damaged
 from tests.faults.isolated import run_isolated
 from tests.faults.lmdb_files import use_hard
@@ -24,7 +24,7 @@ _TIMEOUT_S = 20.0
 def verdict_of_check(file: Path) -> str:
     """Returns the state that the check reports, or "corrupt: …"."""
     try:
-        return check_file(file).state.value
+        return check_file(file).state
     except StoreCorrupt as error:
         return f"corrupt: {str(error).removeprefix(str(file))}"
 
@@ -33,7 +33,7 @@ def use_and_check(folder: Path, seed: int) -> str:
     """Returns how the use of the file ended. LMDB must leave a file that passes the check."""
     outcome = use_hard(folder, seed)
     checked = verdict_of_check(folder / "data.mdb")
-    return outcome if checked == FileState.SOUND.value else f"{outcome}, then {checked}"
+    return outcome if checked == "sound" else f"{outcome}, then {checked}"
 
 
 def main() -> None:

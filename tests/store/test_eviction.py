@@ -18,13 +18,11 @@ from diskprefix.store.eviction import (
     after_use,
     bytes_to_free,
     choose_victims,
-    decayed_hits,
     expired,
     longer_ttl,
     recorded_ttl,
     scores,
     usable_bytes,
-    use_path,
 )
 from diskprefix.store.schema import USAGE_DTYPE, UsageRecord
 
@@ -311,12 +309,17 @@ def test_one_wrong_measurement_does_not_keep_a_node_for_more_than_64_times_the_a
     assert order(*usual, suspended._replace(last_used=NOW - 60 * 60))[-1] == 5
 
 
+def used_once(record: UsageRecord, when: float, hits: int, ttl_s: int = 0) -> UsageRecord:
+    (used,) = after_use(UsageTable.of({b"": record}).records, when, hits, ttl_s).tolist()
+    return UsageRecord(*used)
+
+
 def test_hits_halve_in_a_half_life_and_uses_add_to_what_is_left() -> None:
     record = usage(age_s=0, hits=8.0)
-    assert decayed_hits(record, NOW) == 8.0
-    assert decayed_hits(record, NOW + HALF_LIFE_S) == 4.0
-    assert decayed_hits(record, NOW + 100 * YEAR_S) == 0.0
-    used = after_use(record, NOW + 2 * HALF_LIFE_S, 3)
+    assert used_once(record, NOW, 0).hits == 8.0
+    assert used_once(record, NOW + HALF_LIFE_S, 0).hits == 4.0
+    assert used_once(record, NOW + 100 * YEAR_S, 0).hits == 0.0
+    used = used_once(record, NOW + 2 * HALF_LIFE_S, 3)
     assert (used.last_used, used.hits, used.restores) == (NOW + 2 * HALF_LIFE_S, 5.0, 3)
     assert used._replace(last_used=record.last_used, hits=record.hits, restores=0) == record
 
@@ -327,10 +330,12 @@ def test_many_records_are_used_at_once_as_each_by_itself(
 ) -> None:
     nodes = {node: record._replace(restores=restores) for node, record in tree[0].items()}
     table = UsageTable.of(nodes)
-    used = use_path(table.records, NOW + elapsed_s, hits, ttl_s)
-    each = UsageTable.of({node: after_use(record, NOW + elapsed_s, hits, ttl_s) for node, record in nodes.items()})
-    for field in USAGE_DTYPE.names or ():
-        np.testing.assert_allclose(used[field], each.records[field], rtol=1e-12)
+    used = after_use(table.records, NOW + elapsed_s, hits, ttl_s)
+    for record, found in zip(nodes.values(), used, strict=True):
+        assert found["restores"] == min(record.restores + hits, 2**32 - 1)
+        assert found["ttl_s"] == longer_ttl(record.ttl_s, ttl_s)
+        age_s = max(0.0, NOW + elapsed_s - record.last_used)
+        assert found["hits"] == pytest.approx(record.hits * 0.5 ** (age_s / HALF_LIFE_S) + hits, rel=1e-12)
     assert table.records.tobytes() == UsageTable.of(nodes).records.tobytes()
 
 
@@ -341,11 +346,11 @@ def test_a_use_never_dates_back_and_never_loses_or_inflates_hits(
     record = usage(age_s=0)
     for elapsed_s, hits in uses:
         when = NOW + elapsed_s
-        used = after_use(record, when, hits)
+        used = used_once(record, when, hits)
         assert used.last_used == max(record.last_used, when)
         assert hits <= used.hits <= record.hits + hits
         record = used
-    jumped = after_use(record, record.last_used - jump_back_s, 1)
+    jumped = used_once(record, record.last_used - jump_back_s, 1)
     assert (jumped.last_used, jumped.hits) == (record.last_used, record.hits + 1)
 
 
@@ -526,7 +531,7 @@ def test_the_longer_of_two_times_is_the_longer_one_whatever_the_daemons_is(a: in
 )
 def test_a_time_to_live_is_recorded_in_whole_seconds_that_fit_the_record(asked_s: float | None, recorded: int) -> None:
     assert recorded_ttl(asked_s) == recorded
-    assert after_use(usage(ttl_s=1), NOW, 1, recorded).ttl_s == (max(recorded, 1) if recorded else -1)
+    assert used_once(usage(ttl_s=1), NOW, 1, recorded).ttl_s == (max(recorded, 1) if recorded else -1)
 
 
 def test_a_node_goes_after_its_own_time_also_where_the_daemon_keeps_everything() -> None:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.errors import StoreCorrupt
+from diskprefix.store.codec.choice import CodecRecord
 from diskprefix.store.codec.codec import decode_tokens, encode_tokens
 from diskprefix.store.schema import (
     USAGE_DTYPE,
-    CodecRecord,
     EntryRecord,
     Kind,
     NodeRecord,

@@ -42,20 +42,28 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     planes_ratio: float
 
 
-def choose(measured: Speeds, *, budget_bytes: int, available_memory_bytes: int) -> tuple[Codec, str]:
-    """The codec that a restore is expected to be faster with, and one line that says why."""
+class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The codec that `--kv-cache-codec auto` chose for a store, and a sentence that gives the reason."""
+
+    codec: Codec
+    reason: str
+
+
+def choose(measured: Speeds, *, budget_bytes: int, available_memory_bytes: int) -> CodecRecord:
+    """Returns the codec that a restore is expected to be faster with."""
     disk = measured.disk_bytes_per_s
     if disk is None:
-        return Codec.RAW, "the folder takes no file to measure the disk with; raw is the fastest from memory"
+        reason = "the folder takes no file to measure the disk with; raw is the fastest from memory"
+        return CodecRecord(codec=Codec.RAW, reason=reason)
     cached = min(1.0, available_memory_bytes / 2 / budget_bytes)
     raw_s = _seconds_per_byte(cached, disk, measured.raw_bytes_per_s)
     planes_s = _seconds_per_byte(cached, disk * measured.planes_ratio, measured.planes_bytes_per_s)
-    codec = Codec.RAW if raw_s <= planes_s else Codec.PLANES
-    return codec, (
-        f"a restore is expected to run at {_gb(1 / raw_s)} GB/s raw and {_gb(1 / planes_s)} GB/s in planes: "
+    return CodecRecord(
+        codec=Codec.RAW if raw_s <= planes_s else Codec.PLANES,
+        reason=f"a restore is expected to run at {_gb(1 / raw_s)} GB/s raw and {_gb(1 / planes_s)} GB/s in planes: "
         f"{cached:.0%} of the budget fit into the page cache, the disk reads {_gb(disk)} GB/s, raw restores at "
         f"{_gb(measured.raw_bytes_per_s)} GB/s, planes at {_gb(measured.planes_bytes_per_s)} GB/s and "
-        f"{measured.planes_ratio:.2f} times smaller"
+        f"{measured.planes_ratio:.2f} times smaller",
     )
 
 

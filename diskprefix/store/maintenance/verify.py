@@ -13,11 +13,11 @@ from enum import StrEnum
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import node_bytes
+from diskprefix.store.codec.choice import CodecRecord
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
     DATABASES,
     HISTORY_KEY_BYTES,
-    CodecRecord,
     EntryRecord,
     Kind,
     NodeRecord,

@@ -29,7 +29,7 @@ def speeds(*, disk: float | None, raw: float = 16, planes: float = 5, ratio: flo
 
 
 def chosen(measured: Speeds, *, budget: int, memory: int) -> Codec:
-    return choose(measured, budget_bytes=budget * GIB, available_memory_bytes=memory * GIB)[0]
+    return choose(measured, budget_bytes=budget * GIB, available_memory_bytes=memory * GIB).codec
 
 
 def test_a_store_that_fits_into_the_page_cache_is_raw() -> None:
@@ -49,9 +49,9 @@ def test_planes_that_save_nothing_are_not_taken() -> None:
 
 
 def test_a_disk_that_cannot_be_measured_leaves_the_store_raw() -> None:
-    codec, reason = choose(speeds(disk=None), budget_bytes=400 * GIB, available_memory_bytes=GIB)
-    assert codec == Codec.RAW
-    assert "takes no file" in reason
+    record = choose(speeds(disk=None), budget_bytes=400 * GIB, available_memory_bytes=GIB)
+    assert record.codec == Codec.RAW
+    assert "takes no file" in record.reason
 
 
 def test_only_half_of_the_memory_counts_as_page_cache() -> None:
@@ -60,7 +60,7 @@ def test_only_half_of_the_memory_counts_as_page_cache() -> None:
 
 
 def test_the_reason_is_one_line_with_the_figures() -> None:
-    _, reason = choose(speeds(disk=2), budget_bytes=16 * GIB, available_memory_bytes=8 * GIB)
+    reason = choose(speeds(disk=2), budget_bytes=16 * GIB, available_memory_bytes=8 * GIB).reason
     # Raw: 1/4 / 16 + 3/4 / 2 = 0.390625 ns a byte. Planes: 1/4 / 5 + 3/4 / 3 = 0.3 ns a byte.
     assert reason == (
         "a restore is expected to run at 2.6 GB/s raw and 3.3 GB/s in planes: 25% of the budget fit into the page "
@@ -97,9 +97,9 @@ def test_measuring_gives_every_figure_and_leaves_nothing_behind(tmp_path: Path) 
     assert measured.planes_bytes_per_s > 0
     assert 1.4 < measured.planes_ratio < 1.6
     assert list(tmp_path.iterdir()) == []
-    codec, reason = choose(measured, budget_bytes=GIB, available_memory_bytes=4 * GIB)
-    assert codec in (Codec.RAW, Codec.PLANES)
-    assert "\n" not in reason
+    record = choose(measured, budget_bytes=GIB, available_memory_bytes=4 * GIB)
+    assert record.codec in (Codec.RAW, Codec.PLANES)
+    assert "\n" not in record.reason
 
 
 def test_the_disk_is_read_past_the_page_cache_where_the_file_system_can(

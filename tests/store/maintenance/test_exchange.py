@@ -28,6 +28,7 @@ from diskprefix.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from diskprefix.store.codec.choice import CodecRecord
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.maintenance import exchange
 from diskprefix.store.maintenance.entry_file import EntryReader
@@ -38,7 +39,7 @@ from diskprefix.store.maintenance.exchange import (
     verify_payloads,
 )
 from diskprefix.store.maintenance.verify import verify_index
-from diskprefix.store.schema import CodecRecord, Kind, encode_record, piece_key
+from diskprefix.store.schema import Kind, encode_record, piece_key
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt
