@@ -52,6 +52,9 @@ class _TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
+    def __str__(self) -> str:
+        return f"{shown(self.dtype)} of shape {shown(str(self.shape))} at bytes {self.data_offsets}"
+
 
 @dataclass(frozen=True)
 class _Header:
@@ -181,8 +184,8 @@ class EntryWriter(_EntryFile):
     def __init__(self, path: Path, fd: int, manifest: Manifest, temporary: Path) -> None:
         self._temporary = temporary
         self._header_bytes = len(_header(manifest, "0" * 16))
-        places = _places(manifest.tensors())
-        super().__init__(path, fd, manifest, {n: self._header_bytes + start for n, (start, _) in places.items()})
+        infos = _infos(manifest.tensors())
+        super().__init__(path, fd, manifest, {n: self._header_bytes + i.data_offsets[0] for n, i in infos.items()})
         self._checksums: list[int] = []
         self._prefill_s: list[float] = []
 
@@ -279,38 +282,31 @@ def _check_tensors(header: _Header, expected: Mapping[str, Tensor]) -> None:
     """Raises `StoreCorrupt` unless the file holds exactly these tensors, without gaps up to its end."""
     if unlike := sorted(header.tensors.keys() ^ expected.keys()):
         raise StoreCorrupt(f"it has a tensor too many or too few: {shown(unlike[0])}")
-    end = 0
-    for name, info in sorted(header.tensors.items(), key=lambda item: item[1].data_offsets):
-        tensor = expected[name]
-        if (info.dtype, info.shape) != (tensor.dtype, tensor.shape):
-            told = f"{shown(info.dtype)} of shape {shown(str(info.shape))}"
-            raise StoreCorrupt(f"{shown(name)} is {told}, not {tensor.dtype} of {tensor.shape}")
-        if info.data_offsets != (end, end + tensor.num_bytes):
-            raise StoreCorrupt(f"{shown(name)} has {tensor.num_bytes} bytes and cannot be at {info.data_offsets}")
-        end += tensor.num_bytes
+    order = sorted(expected, key=lambda name: header.tensors[name].data_offsets)
+    for name, info in _infos({name: expected[name] for name in order}).items():
+        if header.tensors[name] != info:
+            raise StoreCorrupt(f"{shown(name)} is {header.tensors[name]}, not {info}")
+    end = sum(tensor.num_bytes for tensor in expected.values())
     if end != header.data_bytes:
         raise StoreCorrupt(f"it holds {header.data_bytes} bytes of data, its tensors {end}")
 
 
 def _header(manifest: Manifest, index_checksum: str) -> bytes:
     """Returns the length and the header, padded so that the data is aligned."""
-    values: dict[str, object] = {_METADATA: _metadata(manifest) | {"checksum": index_checksum}}
-    for name, (start, tensor) in _places(manifest.tensors()).items():
-        offsets = [start, start + tensor.num_bytes]
-        values[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
-    text = json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode()
+    metadata = _metadata(manifest) | {"checksum": index_checksum}
+    text = msgspec.json.encode({_METADATA: metadata} | _infos(manifest.tensors()))
     text += b" " * (-len(text) % _ALIGNMENT)
     return _LENGTH.pack(len(text)) + text
 
 
-def _places(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
-    """Returns where each tensor starts in the data of a new file."""
-    places: dict[str, tuple[int, Tensor]] = {}
-    start = 0
+def _infos(tensors: Mapping[str, Tensor]) -> dict[str, _TensorInfo]:
+    """Returns what a header says of these tensors, which follow each other in this order."""
+    infos: dict[str, _TensorInfo] = {}
+    end = 0
     for name, tensor in tensors.items():
-        places[name] = start, tensor
-        start += tensor.num_bytes
-    return places
+        start, end = end, end + tensor.num_bytes
+        infos[name] = _TensorInfo(tensor.dtype, tensor.shape, (start, end))
+    return infos
 
 
 def _metadata(manifest: Manifest) -> dict[str, str]:

@@ -49,8 +49,7 @@ def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance:
     if not force:
         refuse_existing(path)
     with store.snapshot() as snapshot:
-        manifest, nodes = _read_entry(snapshot, name)
-    _check_names(store.secret, manifest, nodes)
+        manifest, nodes = _read_entry(snapshot, store.secret, name)
     layout = PayloadLayout.parse(manifest.layout)
     with EntryWriter.create(path, manifest) as writer:
         for node in nodes:
@@ -243,7 +242,7 @@ def _imported(reader: EntryReader, id_: str | None, missing: list[Span], *, is_n
     )
 
 
-def _read_entry(snapshot: Snapshot, name: bytes) -> tuple[Manifest, list[tuple[bytes, NodeRecord]]]:
+def _read_entry(snapshot: Snapshot, secret: int, name: bytes) -> tuple[Manifest, list[tuple[bytes, NodeRecord]]]:
     entry = snapshot.entry(name)
     if entry is None:
         raise PrefixGone(f"entry {name.hex()} was evicted a moment ago")
@@ -251,7 +250,7 @@ def _read_entry(snapshot: Snapshot, name: bytes) -> tuple[Manifest, list[tuple[b
     if root is None:
         raise StoreCorrupt(f"entry {name.hex()} belongs to a root without a record; run `diskprefix verify`")
     has_states = bool(PayloadLayout.parse(root.layout).states)
-    nodes = list(PrefixTree(snapshot).entry(name).items())
+    nodes = list(PrefixTree(snapshot, secret).entry(name).items())
     _require_exportable(name, nodes, has_states)
     fields = structs.asdict(root) | structs.asdict(entry)
     fields["with_logits"] = nodes[-1][1].kind == Kind.TAIL
@@ -260,6 +259,10 @@ def _read_entry(snapshot: Snapshot, name: bytes) -> tuple[Manifest, list[tuple[b
         manifest = Manifest.checked(fields)
     except StoreCorrupt as error:
         raise StoreCorrupt(f"entry {name.hex()} cannot be exported: {error.message}") from error
+    found = [(node.position, node.num_tokens, node.kind) for _, node in nodes]
+    wanted = [(span.position, span.num_tokens, span.kind) for span in manifest.spans]
+    if found != wanted or nodes[0][1].parent != manifest.root:
+        raise StoreCorrupt(f"entry {name.hex()} has other blocks than its record says; run `diskprefix verify --fix`")
     return manifest, nodes
 
 
@@ -277,21 +280,6 @@ def _require_exportable(name: bytes, nodes: list[tuple[bytes, NodeRecord]], has_
             f"entry {name.hex()} has lost the checkpoint that it could be restored at; send the prompt again, then "
             "export it"
         )
-
-
-def _check_names(secret: int, manifest: Manifest, nodes: list[tuple[bytes, NodeRecord]]) -> None:
-    """Raises `StoreCorrupt` unless these are the nodes of the entry, with the right names."""
-    parent = manifest.root
-    spans = manifest.spans
-    for index, (name, node) in enumerate(nodes):
-        states = spans[index].states if index < len(spans) else None
-        place = Span(node.position, node.num_tokens, node.kind, states)
-        is_next = index < len(spans) and place == spans[index] and node.parent == parent
-        if not is_next or name != node_name(secret, parent, node.token_ids, node.kind):
-            raise _damaged(name, place, StoreCorrupt("it is not the next one of its entry"))
-        parent = name if node.kind == Kind.BLOCK else parent
-    if len(nodes) != len(spans):
-        raise StoreCorrupt(f"the entry has {len(nodes)} blocks instead of {len(spans)}; run `diskprefix verify`")
 
 
 def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: PayloadLayout) -> tuple[memoryview, float]:

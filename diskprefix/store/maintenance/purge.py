@@ -79,10 +79,18 @@ class Purged:
     left_blocks: int = 0
 
 
+@contextmanager
+def _repair_hint() -> Iterator[None]:
+    try:
+        yield
+    except StoreCorrupt as error:
+        raise StoreCorrupt(f"{error}; repair the store with `diskprefix verify --fix` first") from error
+
+
+@_repair_hint()
 def plan_purge(snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> PurgePlan:
     """Returns what a purge at time `now` would remove. Raises `StoreCorrupt` if a record cannot be read."""
-    with _repair_hint():
-        return _Planner(snapshot, purge_filter, now).plan()
+    return _Planner(snapshot, purge_filter, now).plan()
 
 
 def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None]) -> Purged:
@@ -91,28 +99,14 @@ def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable
     Raises `StoreCorrupt` if a record cannot be read, and `StoreUnavailable`.
     """
     gone = Purged()
-    with _repair_hint():
-        plan = _plan(store, purge_filter, now)
-        for _ in range(_ROUNDS):
-            if not plan:
-                break
-            _carry_out(store, plan, gone, advance)
-            plan = _plan(store, purge_filter, now)
-    gone.left_blocks = len(plan.nodes)
+    for rounds_left in reversed(range(_ROUNDS + 1)):
+        with store.snapshot() as snapshot:
+            plan = plan_purge(snapshot, purge_filter, now)
+        gone.left_blocks = len(plan.nodes)
+        if not (plan and rounds_left):
+            break
+        _carry_out(store, plan, gone, advance)
     return gone
-
-
-def _plan(store: Store, purge_filter: PurgeFilter, now: float) -> PurgePlan:
-    with store.snapshot() as snapshot:
-        return _Planner(snapshot, purge_filter, now).plan()
-
-
-@contextmanager
-def _repair_hint() -> Iterator[None]:
-    try:
-        yield
-    except StoreCorrupt as error:
-        raise StoreCorrupt(f"{error}; repair the store with `diskprefix verify --fix` first") from error
 
 
 class _Planner:
@@ -219,6 +213,7 @@ class _Planner:
         return frozenset((touched & self._records.keys()) - left)
 
 
+@_repair_hint()
 def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[int], None]) -> None:
     """Carry out a plan as far as it still holds, and count what is removed."""
     nodes, entries = frozenset(plan.nodes), frozenset(plan.entries)
