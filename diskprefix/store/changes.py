@@ -113,7 +113,7 @@ class Changes(Snapshot):
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
         """Store the record of a root unless there is one."""
-        if self._get("roots", root) is None:
+        if self.record("roots", root) is None:
             self._put("roots", root, encode_record(root, record))
 
     def put_node(self, root: bytes, node: NewNode, codec: Codec) -> None:
@@ -122,7 +122,7 @@ class Changes(Snapshot):
         Raises `PrefixGone` if the node that it continues is not stored, or if the name belongs to another prefix.
         """
         assert len(node.payload) == sum(piece.num_bytes for piece in node.pieces), "the pieces must be the payload"
-        stored = self._get("nodes", node.name)
+        stored = self.record("nodes", node.name)
         if stored is not None:
             token_ids = node.token_ids.tobytes()
             there = memoryview(stored)
@@ -154,13 +154,13 @@ class Changes(Snapshot):
             ttl_s=recorded_ttl(node.ttl_s),
         )
         self._put("nodes", node.name, encode_node(node.name, record))
-        self._put("usage", node.name, encode_usage(usage))
+        self.put_usage(node.name, usage)
 
     def put_entry(self, name: bytes, entry: EntryRecord) -> None:
         """Store that a saved prompt ends at this node. Raises `PrefixGone` if the node is not stored."""
-        if self._get("nodes", name) is None:
+        if self.record("nodes", name) is None:
             raise PrefixGone("the prefix that it ends with was evicted meanwhile")
-        if self._get("entries", name) is None:
+        if self.record("entries", name) is None:
             self._put("entries", name, encode_record(name, entry))
 
     def touch(self, name: bytes, use: Use) -> None:
@@ -171,11 +171,11 @@ class Changes(Snapshot):
 
     def delete_node(self, name: bytes, parent: bytes) -> bool:
         """Remove a node with its payload and its entry. Returns whether it was stored."""
-        found = self._delete("nodes", name)
+        found = self.delete_record("nodes", name)
         if found:
             self._add_children(parent, -1)
         for database in ("usage", "entries"):
-            self._delete(database, name)
+            self.delete_record(database, name)
         self._delete_payload(name)
         return found
 
@@ -193,11 +193,11 @@ class Changes(Snapshot):
         key = history_key(root, max(newest + 1, int(self._now * 1e6)), group)
         self._put("history", key, encode_prompt(key, prompt))
         for key in surplus:
-            self._delete("history", key)
+            self.delete_record("history", key)
 
     def forget(self, prompts: Iterable[bytes]) -> None:
         """Remove remembered prompts, given by their keys, and the records of roots that have nothing left."""
-        roots = {key[:HASH_BYTES] for key in prompts if self._delete("history", key)}
+        roots = {key[:HASH_BYTES] for key in prompts if self.delete_record("history", key)}
         bare = {root for root in roots if next(self.history(root), None) is None}
         if bare:
             self.delete_bare_roots(bare)
@@ -205,14 +205,10 @@ class Changes(Snapshot):
     def delete_bare_roots(self, roots: set[bytes]) -> int:
         """Remove the records of those of `roots` that have no nodes. Returns the number of removed records."""
         bare = roots - {node_root(value) for _, value in self.records("nodes")}
-        return sum(self._delete("roots", root) for root in bare)
+        return sum(self.delete_record("roots", root) for root in bare)
 
     def put_usage(self, name: bytes, usage: UsageRecord) -> None:
         self._put("usage", name, encode_usage(usage))
-
-    def delete_record(self, database: str, key: bytes) -> bool:
-        """Remove one record and nothing else, for records that belong to nothing any more."""
-        return self._delete(database, key)
 
     def _keep_for(self, name: bytes, ttl_s: int) -> None:
         usage = self.usage(name)
@@ -238,16 +234,17 @@ class Changes(Snapshot):
 
     def _add_children(self, name: bytes, number: int) -> bool:
         # A damaged record may name no parent at all; LMDB takes no empty key.
-        value = self._get("usage", name) if name else None
+        value = self.record("usage", name) if name else None
         if value is None:
             return False
         usage = decode_usage(value)
-        self._put("usage", name, encode_usage(usage._replace(children=max(0, usage.children + number))))
+        self.put_usage(name, usage._replace(children=max(0, usage.children + number)))
         return True
 
     def _put(self, database: str, key: bytes, value: Any) -> None:
         if not self._txn.put(key, value, db=self._databases[database]):
             raise StoreFull(f"{database}: LMDB took no record for {key.hex()}")
 
-    def _delete(self, database: str, key: bytes) -> bool:
+    def delete_record(self, database: str, key: bytes) -> bool:
+        """Remove one record and nothing else. Returns whether it was stored."""
         return bool(self._txn.delete(key, db=self._databases[database]))

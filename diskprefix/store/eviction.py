@@ -17,8 +17,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from diskprefix.store.schema import USAGE_DTYPE, UsageRecord
-
 HALF_LIFE_S = 300.0
 """The number of hits in a usage record halves in this time."""
 JUST_WRITTEN_S = 10.0
@@ -43,10 +41,6 @@ class UsageTable:
     names: Sequence[bytes]
     records: NDArray[np.void]
     rows: Mapping[bytes, int] | None = None
-
-    @classmethod
-    def of(cls, usage: Mapping[bytes, UsageRecord]) -> UsageTable:
-        return cls(list(usage), np.array(list(usage.values()), USAGE_DTYPE))
 
     @cached_property
     def row_of(self) -> Mapping[bytes, int]:

@@ -123,7 +123,7 @@ class FolderLock:
         self._patience_s = patience_s
         self._create = create
         self._fd: int | None = None
-        self._take_shared(patience_s)
+        self._take_shared()
 
     def try_exclusive(self) -> bool:
         """Make the lock exclusive. Returns False, and the lock is shared as before, if another process has the store
@@ -138,7 +138,7 @@ class FolderLock:
         except OSError:
             # A conversion that fails has released the old lock.
             self.close()
-            self._take_shared(self._patience_s)
+            self._take_shared()
             return False
         return True
 
@@ -152,15 +152,17 @@ class FolderLock:
             os.close(self._fd)
             self._fd = None
 
-    def _take_shared(self, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
+    def _take_shared(self) -> None:
+        deadline = time.monotonic() + self._patience_s
         while True:
             fd = self._open()
             if fd is None:
                 return
-            if _flock_shared(fd) and self._is_current(fd):
-                self._fd = fd
-                return
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if self._is_current(fd):
+                    self._fd = fd
+                    return
             os.close(fd)
             if time.monotonic() > deadline:
                 raise StoreUnavailable(
@@ -180,10 +182,7 @@ class FolderLock:
 
     def _is_current(self, fd: int) -> bool:
         """Whether the locked file is still the one in the folder. Another process may have removed it meanwhile."""
-        try:
-            return os.path.samestat(os.fstat(fd), os.lstat(self._path / LOCK))
-        except OSError:
-            return False
+        return os.path.samestat(os.fstat(fd), os.lstat(self._path / LOCK))
 
 
 def _open_regular(file: Path, flags: int) -> int:
@@ -193,14 +192,6 @@ def _open_regular(file: Path, flags: int) -> int:
         os.close(fd)
         raise OSError(errno.EINVAL, f"{file.name} is no regular file")
     return fd
-
-
-def _flock_shared(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def put_in_place(folder: Path) -> None:

@@ -73,6 +73,7 @@ class PayloadLayout:
     states: tuple[Piece, ...] = ()
 
     @classmethod
+    @lru_cache(maxsize=64)
     def parse(cls, text: str) -> PayloadLayout:
         """From the layout text of a root. Raises `StoreCorrupt`."""
         try:

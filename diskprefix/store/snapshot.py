@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
 import lmdb
@@ -54,7 +53,7 @@ class Snapshot:
 
     def node(self, name: bytes) -> NodeRecord | None:
         """Returns the index record of a node, or None. Raises `StoreCorrupt` if it does not verify."""
-        value = self._get("nodes", name)
+        value = self.record("nodes", name)
         return None if value is None else decode_node(name, value)
 
     def has(
@@ -64,7 +63,7 @@ class Snapshot:
 
         Raises `StoreCorrupt` if there is a node of this name that is another.
         """
-        value = self._get("nodes", name)
+        value = self.record("nodes", name)
         if value is None:
             return False
         if not is_node(value, parent, position, kind, token_ids, generated=generated):
@@ -73,7 +72,7 @@ class Snapshot:
 
     def piece(self, name: bytes, index: int) -> memoryview | None:
         """Returns an encoded piece of a payload, or None. The view is valid until the snapshot is closed."""
-        view: memoryview | None = self._get("payloads", piece_key(name, index))
+        view: memoryview | None = self.record("payloads", piece_key(name, index))
         return memoryview(bytes(view)) if view is not None and self._copy_payloads else view
 
     def pieces(self, name: bytes) -> Iterator[tuple[int, memoryview]]:
@@ -84,10 +83,9 @@ class Snapshot:
             yield index, memoryview(cursor.value())
             found = cursor.next()
 
-    def record(self, database: str, key: bytes) -> bytes | memoryview | None:
-        """A record as it is stored, None if there is none."""
-        value: bytes | memoryview | None = self._get(database, key)
-        return value
+    def record(self, database: str, key: bytes) -> Any:
+        """Returns a record as it is stored, None if there is none."""
+        return self._txn.get(key, db=self._databases[database])
 
     def records(self, database: str) -> Iterator[tuple[bytes, bytes | memoryview]]:
         """Keys and values of a database as they are stored."""
@@ -100,12 +98,12 @@ class Snapshot:
         yield from map(bytes, cursor.iternext(keys=True, values=False))
 
     def usage(self, name: bytes) -> UsageRecord | None:
-        value = self._get("usage", name)
+        value = self.record("usage", name)
         return None if value is None else decode_usage(value)
 
     def usages(self, names: Iterable[bytes] | None = None) -> UsageTable:
         """Returns the usage records of these nodes, as far as they are stored, or of all. Raises `StoreCorrupt`."""
-        found = self.records("usage") if names is None else ((name, self._get("usage", name)) for name in names)
+        found = self.records("usage") if names is None else ((name, self.record("usage", name)) for name in names)
         usages = {name: value for name, value in found if value is not None}
         for name, value in usages.items():
             if len(value) != USAGE_DTYPE.itemsize:
@@ -118,30 +116,30 @@ class Snapshot:
 
         It holds for the blocks of a layout with states, because only their checkpoints and tails can be restored.
         """
-        roots = {root for root, value in self.records("roots") if _has_states(root, bytes(value))}
+        roots = {root for root, value in self.records("roots") if _has_states(root, value)}
         if not roots:
             return None
 
         def is_bare_block(name: bytes) -> bool:
-            value = self._get("nodes", name)
+            value = self.record("nodes", name)
             return value is not None and node_kind(value) == Kind.BLOCK and node_root(value) in roots
 
         return is_bare_block
 
     def parent(self, name: bytes) -> bytes:
         """Returns the node or root that a node continues; empty if there is no such node."""
-        value = self._get("nodes", name)
+        value = self.record("nodes", name)
         return b"" if value is None else bytes(value[:HASH_BYTES])
 
     def ancestry(self, name: bytes) -> Iterator[bytes]:
         """Yields `name` and its ancestors, up to the first block. Does not verify records; the walk always ends."""
         position = 1 << 32
-        while (value := self._get("nodes", name)) is not None and node_position(value) < position:
+        while (value := self.record("nodes", name)) is not None and node_position(value) < position:
             yield name
             position, name = node_position(value), bytes(value[:HASH_BYTES])
 
     def root(self, root: bytes) -> RootRecord | None:
-        value = self._get("roots", root)
+        value = self.record("roots", root)
         return None if value is None else decode_record(RootRecord, root, value)
 
     def roots(self) -> Iterator[tuple[bytes, RootRecord]]:
@@ -150,11 +148,11 @@ class Snapshot:
 
     def entry(self, name: bytes) -> EntryRecord | None:
         """Returns the saved prompt that ends at a node, or None. Raises `StoreCorrupt`."""
-        value = self._get("entries", name)
+        value = self.record("entries", name)
         return None if value is None else decode_record(EntryRecord, name, value)
 
     def meta(self, key: str) -> bytes | None:
-        value = self._get("meta", key.encode())
+        value = self.record("meta", key.encode())
         return None if value is None else bytes(value)
 
     def entries(self) -> Iterator[tuple[bytes, EntryRecord]]:
@@ -217,15 +215,11 @@ class Snapshot:
         pages = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
         return int(stat["psize"] * pages)
 
-    def _get(self, database: str, key: bytes) -> Any:
-        return self._txn.get(key, db=self._databases[database])
-
     def _stat(self, database: str) -> Any:
         return self._txn.stat(self._databases[database])
 
 
-@lru_cache(maxsize=1024)
-def _has_states(root: bytes, record: bytes) -> bool:
+def _has_states(root: bytes, record: bytes | memoryview) -> bool:
     """Whether the layout in a root's record has states; False for a record that cannot be read."""
     try:
         return bool(PayloadLayout.parse(decode_record(RootRecord, root, record).layout).states)

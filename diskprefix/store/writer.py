@@ -52,8 +52,10 @@ class Writer:
         self._damaged: dict[bytes, bytes] = {}
         self._roots: dict[bytes, RootRecord] = {}
         """The root record of the publication that is being written. It can replace a damaged one."""
-        self._pending: Mapping[bytes, NewNode] = MappingProxyType({})
-        self._pending_bytes = 0
+        self.pending: Mapping[bytes, NewNode] = MappingProxyType({})
+        """The nodes that are not yet in the store, an immutable view. Read it before a snapshot is taken, or a node may
+        be in neither."""
+        self.pending_bytes = 0
         self._changed = threading.Condition()
         self._closing = False
         self.dropped = 0
@@ -68,25 +70,15 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
 
-    @property
-    def pending(self) -> Mapping[bytes, NewNode]:
-        """The nodes that are not yet in the store, an immutable view. Read it before a snapshot is taken, or a node may
-        be in neither."""
-        return self._pending
-
-    @property
-    def pending_bytes(self) -> int:
-        return self._pending_bytes
-
     def reserve(self, size: int) -> None:
         """Reserve `size` bytes of the buffer for a publication. The caller has checked `room_bytes`."""
         with self._changed:
-            self._pending_bytes += size
+            self.pending_bytes += size
 
     def release(self, size: int) -> None:
         """Give back the bytes reserved for a publication that could not be captured. It counts as dropped."""
         with self._changed:
-            self._pending_bytes -= size
+            self.pending_bytes -= size
             self.dropped += 1
             self._changed.notify_all()
 
@@ -97,7 +89,7 @@ class Writer:
             if publication.base is not None:
                 self._store.evictor.pin(publication.base)
             self._queue.append(publication)
-            self._pending = MappingProxyType(dict(self._pending) | {n.name: n for n in publication.nodes})
+            self.pending = MappingProxyType(dict(self.pending) | {n.name: n for n in publication.nodes})
             self._changed.notify_all()
 
     def touch(self, name: bytes, when: float, ttl_s: float | None = None, *, hits: int = 1) -> None:
@@ -120,12 +112,12 @@ class Writer:
     @property
     def room_bytes(self) -> int:
         """The bytes that may still be reserved. The number only grows until the one thread that reserves does so."""
-        return 0 if self._closing else max(0, self._buffer_bytes - self._pending_bytes)
+        return 0 if self._closing else max(0, self._buffer_bytes - self.pending_bytes)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything reserved and queued is written. Returns False if the time runs out first."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._pending_bytes, timeout_s)
+            return self._changed.wait_for(lambda: not self._queue and not self.pending_bytes, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, then stop. Returns False if the time ran out and publications were lost."""
@@ -257,9 +249,9 @@ class Writer:
         with self._changed:
             if self._queue and self._queue[0] is publication:
                 self._queue.popleft()
-            self._pending_bytes -= publication.payload_bytes
+            self.pending_bytes -= publication.payload_bytes
             gone = {node.name for node in publication.nodes}
-            self._pending = MappingProxyType({k: v for k, v in self._pending.items() if k not in gone})
+            self.pending = MappingProxyType({k: v for k, v in self.pending.items() if k not in gone})
             if publication.base is not None:
                 self._store.evictor.unpin(publication.base)
             self._changed.notify_all()

@@ -206,7 +206,7 @@ def test_a_damaged_index_is_mended_by_the_next_request(runner: Runner, database:
     name = chain(store.secret, runner.cache.root, prompt, BLOCK)[2]
     with store.changes() as changes:
         if value is None:
-            changes._delete(database, piece_key(name, 0))
+            changes.delete_record(database, piece_key(name, 0))
         else:
             changes._put(database, name, value)
     warm = runner.run(prompt, "full", reply=4)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,13 +71,17 @@ def victims(
     """`bare`: nodes that save nothing by themselves."""
     parent_of = (parents or dict.fromkeys(records, b"")).__getitem__
     return choose_victims(
-        UsageTable.of(records),
+        table_of(records),
         parent_of,
         bytes_wanted=wanted,
         pinned=pinned,
         now=now,
         saves_nothing=lambda node: node in bare,
     )
+
+
+def table_of(usage: Mapping[bytes, UsageRecord]) -> UsageTable:
+    return UsageTable(list(usage), np.array(list(usage.values()), USAGE_DTYPE))
 
 
 def order(*records: UsageRecord, now: float = NOW) -> list[int]:
@@ -144,7 +148,7 @@ def test_each_victim_is_worth_least_of_those_that_may_go(
     tree: Tree, pinned: frozenset[bytes], bare: set[bytes]
 ) -> None:
     nodes, parents = tree
-    worth = dict(zip(nodes, scores(UsageTable.of(nodes), NOW).tolist(), strict=True))
+    worth = dict(zip(nodes, scores(table_of(nodes), NOW).tolist(), strict=True))
     kept = set(nodes)
     for victim in victims(nodes, parents, pinned=pinned, bare=bare):
         continued = {parents[child] for child in kept}
@@ -183,7 +187,7 @@ def test_the_choice_is_the_one_that_a_heap_of_all_leaves_gives(
 ) -> None:
     nodes, parents = tree
     chosen = victims(nodes, parents, wanted=wanted, pinned=pinned, bare=bare)
-    assert chosen == plainly(UsageTable.of(nodes), parents, wanted, pinned, bare)
+    assert chosen == plainly(table_of(nodes), parents, wanted, pinned, bare)
 
 
 @given(trees(), st.integers(0, 3000), st.sets(st.integers(0, 24).map(name)), st.data())
@@ -195,7 +199,7 @@ def test_a_table_with_rows_that_are_nobodys_gives_the_same_choice(
     rows = {node: row for row, node in enumerate(names) if node in nodes}
     table = UsageTable(names, np.zeros(len(names), USAGE_DTYPE), rows)
     table.records["children"] = 1
-    table.records[list(map(rows.__getitem__, nodes))] = UsageTable.of(nodes).records
+    table.records[list(map(rows.__getitem__, nodes))] = table_of(nodes).records
     chosen = choose_victims(
         table, parents.__getitem__, bytes_wanted=wanted, pinned=(), now=NOW, saves_nothing=bare.__contains__
     )
@@ -208,7 +212,7 @@ def test_another_rank_gives_another_order_and_what_has_none_goes_first() -> None
     def rank(_table: UsageTable, _now: float) -> NDArray[np.float64]:
         return np.array([2.0, 1.0, math.nan, 3.0])
 
-    chosen = choose_victims(UsageTable.of(records), lambda _: b"", bytes_wanted=10**9, pinned=(), now=NOW, rank=rank)
+    chosen = choose_victims(table_of(records), lambda _: b"", bytes_wanted=10**9, pinned=(), now=NOW, rank=rank)
     assert chosen == [name(2), name(1), name(0), name(3)]
 
 
@@ -282,7 +286,7 @@ def test_a_conversation_of_many_turns_that_ended_does_not_outlive_one_that_goes_
 def test_the_order_is_the_same_on_a_daemon_that_is_so_many_times_slower(ages: list[float], slower: float) -> None:
     at_most_hourly = [3600 + age for age in ages]
     worth = [
-        scores(UsageTable.of({name(i): usage(age_s=k * age, hits=float(i % 2)) for i, age in enumerate(times)}), NOW)
+        scores(table_of({name(i): usage(age_s=k * age, hits=float(i % 2)) for i, age in enumerate(times)}), NOW)
         for k, times in ((1.0, at_most_hourly), (slower, at_most_hourly))
     ]
     np.testing.assert_allclose(worth[0] - worth[1], np.log2(slower), atol=1e-3)
@@ -297,7 +301,7 @@ def test_what_took_long_to_compute_for_its_size_outlives_what_did_not() -> None:
 
 def test_a_node_whose_time_is_unknown_counts_as_the_median() -> None:
     known = [usage(prefill_s=seconds) for seconds in (1.0, 2.0, 4.0)]
-    worth = scores(UsageTable.of({name(i): record for i, record in enumerate([*known, usage(prefill_s=0.0)])}), NOW)
+    worth = scores(table_of({name(i): record for i, record in enumerate([*known, usage(prefill_s=0.0)])}), NOW)
     assert worth[3] == worth[1]
     assert worth[0] < worth[3] < worth[2]
 
@@ -310,7 +314,7 @@ def test_one_wrong_measurement_does_not_keep_a_node_for_more_than_64_times_the_a
 
 
 def used_once(record: UsageRecord, when: float, hits: int, ttl_s: int = 0) -> UsageRecord:
-    (used,) = after_use(UsageTable.of({b"": record}).records, when, hits, ttl_s).tolist()
+    (used,) = after_use(table_of({b"": record}).records, when, hits, ttl_s).tolist()
     return UsageRecord(*used)
 
 
@@ -329,14 +333,14 @@ def test_many_records_are_used_at_once_as_each_by_itself(
     tree: Tree, elapsed_s: float, hits: int, ttl_s: int, restores: int
 ) -> None:
     nodes = {node: record._replace(restores=restores) for node, record in tree[0].items()}
-    table = UsageTable.of(nodes)
+    table = table_of(nodes)
     used = after_use(table.records, NOW + elapsed_s, hits, ttl_s)
     for record, found in zip(nodes.values(), used, strict=True):
         assert found["restores"] == min(record.restores + hits, 2**32 - 1)
         assert found["ttl_s"] == longer_ttl(record.ttl_s, ttl_s)
         age_s = max(0.0, NOW + elapsed_s - record.last_used)
         assert found["hits"] == pytest.approx(record.hits * 0.5 ** (age_s / HALF_LIFE_S) + hits, rel=1e-12)
-    assert table.records.tobytes() == UsageTable.of(nodes).records.tobytes()
+    assert table.records.tobytes() == table_of(nodes).records.tobytes()
 
 
 @given(st.lists(st.tuples(st.floats(0, 10 * DAY_S), st.integers(0, 5)), max_size=10), st.floats(0, YEAR_S))
@@ -359,7 +363,7 @@ def test_after_a_clock_that_jumped_back_what_was_used_lately_goes_last(a: float,
     ahead = [usage(age_s=-a), usage(age_s=-b)]
     behind = usage(age_s=max(1.0, age_s))
     assert order(*ahead, behind)[0] == 2
-    assert len(set(scores(UsageTable.of({name(i): record for i, record in enumerate(ahead)}), NOW))) == 1
+    assert len(set(scores(table_of({name(i): record for i, record in enumerate(ahead)}), NOW))) == 1
 
 
 def test_what_was_just_written_is_not_taken_whatever_is_wanted() -> None:
@@ -482,7 +486,7 @@ def gone(
     ttl_s: float,
     pinned: frozenset[bytes] = frozenset(),
 ) -> list[bytes]:
-    return expired(UsageTable.of(records), parents.__getitem__, ttl_s=ttl_s, pinned=pinned, now=NOW)
+    return expired(table_of(records), parents.__getitem__, ttl_s=ttl_s, pinned=pinned, now=NOW)
 
 
 def limit_s(recorded: int, ttl_s: float) -> float:

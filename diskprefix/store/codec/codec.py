@@ -12,8 +12,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -22,7 +21,7 @@ import numpy as np
 import zstandard
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.codec.planes import BF16, FP16, FP32, Bytes, FloatFormat
+from diskprefix.store.codec.planes import BF16, FP16, FP32, Bytes
 from diskprefix.tokens import TokenIds, checksum
 
 PIECE_BYTES = 512 * 1024
@@ -192,24 +191,17 @@ def _open(stored: memoryview, seed: int) -> tuple[_Header, memoryview]:
     return header, stored[_HEADER.size :]
 
 
-def _planes(header: _Header, data: memoryview) -> tuple[FloatFormat, list[tuple[memoryview, int]]]:
-    """The two planes as they are stored, with their sizes once decoded."""
-    float_format = _FORMATS.get(Element(header.element))
-    if float_format is None or header.raw_bytes % float_format.item_bytes:
-        raise StoreCorrupt(f"a piece of {header.raw_bytes} bytes of kind {header.element} cannot be in planes")
-    values = header.raw_bytes // float_format.item_bytes
-    return float_format, [(data[: header.split], header.raw_bytes - values), (data[header.split :], values)]
-
-
 def _join(header: _Header, data: memoryview, out: Bytes) -> None:
-    float_format, planes = _planes(header, data)
-    if out.shape[1] % float_format.item_bytes:
-        raise StoreCorrupt(f"a piece in planes has rows of {out.shape[1]} bytes")
-    rest, exponents = (
-        _as_is(part, num_bytes) if len(part) == num_bytes else _decompress(part, num_bytes)
-        for part, num_bytes in planes
-    )
-    float_format.join(exponents, rest, out)
+    float_format = _FORMATS.get(Element(header.element))
+    if float_format is None or out.shape[1] % float_format.item_bytes:
+        raise StoreCorrupt(f"rows of {out.shape[1]} bytes of kind {header.element} cannot be in planes")
+    values = out.size // float_format.item_bytes
+    rest = _plane(data[: header.split], out.size - values)
+    float_format.join(_plane(data[header.split :], values), rest, out)
+
+
+def _plane(part: memoryview, num_bytes: int) -> Bytes:
+    return _as_is(part, num_bytes) if len(part) == num_bytes else _decompress(part, num_bytes)
 
 
 def _as_is(data: memoryview, num_bytes: int) -> Bytes:
@@ -219,19 +211,13 @@ def _as_is(data: memoryview, num_bytes: int) -> Bytes:
 
 
 def _decompress(frame: memoryview, num_bytes: int) -> Bytes:
-    with _reading_frame(frame, num_bytes):
-        raw = _zstd.decompressor.decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
-    return np.frombuffer(raw, dtype=np.uint8)
-
-
-@contextmanager
-def _reading_frame(frame: memoryview, num_bytes: int) -> Iterator[None]:
     try:
         if zstandard.frame_content_size(frame) != num_bytes:
             raise StoreCorrupt(f"a frame does not hold {num_bytes} bytes")
-        yield
+        raw = _zstd.decompressor.decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise StoreCorrupt(f"a frame cannot be decoded: {error}") from error
+    return np.frombuffer(raw, dtype=np.uint8)
 
 
 class _Zstd(threading.local):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any, TypeAlias
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import node_bytes
@@ -127,6 +129,10 @@ def _verify_once(store: Store) -> IndexReport:
         )
 
 
+_Found: TypeAlias = tuple[ProblemKind, str, str]
+"""Kind, database and message of a problem."""
+
+
 class RecordCheck:
     """Checks one record at a time against the others of a snapshot. `roots` are the root records that are sound."""
 
@@ -135,19 +141,16 @@ class RecordCheck:
         self.tree = PrefixTree(snapshot, secret)
         self.roots: dict[bytes, RootRecord] = {}
         self._layouts: dict[bytes, PayloadLayout] = {}
-        self._root_errors: dict[bytes, StoreCorrupt] = {}
         for root, value in snapshot.records("roots"):
-            try:
+            with suppress(StoreCorrupt):
                 self.roots[root], self._layouts[root] = _checked_root(root, value)
-            except StoreCorrupt as error:
-                self._root_errors[root] = error
 
     def problems(self, database: str, key: bytes) -> list[Problem]:
         """Returns what is wrong with a record, or with the absence of a node's usage record.
 
         For a node that includes its pieces, but not their contents.
         """
-        checks = {
+        checks: dict[str, Callable[[bytes, Any], Iterable[_Found]]] = {
             "roots": self._root_problems,
             "nodes": self._node_problems,
             "usage": self._usage_problems,
@@ -156,12 +159,14 @@ class RecordCheck:
             "history": self._prompt_problems,
             "meta": self._meta_problems,
         }
+        value = self._snapshot.record(database, key)
+        if value is None and database != "usage":
+            return []
         try:
-            return [Problem(kind, where, key.hex(), message) for kind, where, message in checks[database](key)]
-        except MisnamedNode as error:
-            return [Problem(ProblemKind.MISNAMED, database, key.hex(), str(error))]
+            return [Problem(kind, where, key.hex(), message) for kind, where, message in checks[database](key, value)]
         except StoreCorrupt as error:
-            return [Problem(ProblemKind.DAMAGED, database, key.hex(), str(error))]
+            kind = ProblemKind.MISNAMED if isinstance(error, MisnamedNode) else ProblemKind.DAMAGED
+            return [Problem(kind, database, key.hex(), str(error))]
 
     def node(self, name: bytes) -> NodeRecord:
         """Returns a node that is known to be stored and sound."""
@@ -173,22 +178,18 @@ class RecordCheck:
         """Returns the stored size of each piece of a node's payload, by the piece's index."""
         return {index: len(stored) for index, stored in self._snapshot.pieces(name)}
 
-    def _root_problems(self, root: bytes) -> Iterator[tuple[ProblemKind, str, str]]:
-        if root in self._root_errors:
-            yield ProblemKind.DAMAGED, "roots", str(self._root_errors[root])
+    def _root_problems(self, root: bytes, value: bytes) -> Iterable[_Found]:
+        _checked_root(root, value)
+        return ()
 
-    def _node_problems(self, name: bytes) -> Iterator[tuple[ProblemKind, str, str]]:
-        node = self.tree.node(name)
-        if node is None:
-            return
+    def _node_problems(self, name: bytes, _value: bytes) -> Iterator[_Found]:
+        node = self.node(name)
         if node.root not in self.roots:
             yield ProblemKind.ROOTLESS, "nodes", f"there is no sound record of its root {node.root.hex()}"
-        wrong = self._wrong_parent(node)
-        if wrong is not None:
-            yield ProblemKind.DETACHED, "nodes", wrong
-        wrong = self._wrong_shape(node) if node.root in self.roots else None
-        if wrong is not None:
+        elif wrong := self._wrong_shape(node):
             yield ProblemKind.MISSHAPEN, "nodes", wrong
+        if wrong := self._wrong_parent(node):
+            yield ProblemKind.DETACHED, "nodes", wrong
         pieces = self.piece_bytes(name)
         if list(pieces) != list(range(node.num_pieces)):
             lost = set(range(node.num_pieces)) - pieces.keys()
@@ -232,23 +233,20 @@ class RecordCheck:
             return f"{node.num_pieces} pieces of {node.raw_bytes} bytes, the layout has {wanted[0]} of {wanted[1]}"
         return None
 
-    def _usage_problems(self, name: bytes) -> Iterator[tuple[ProblemKind, str, str]]:
+    def _usage_problems(self, name: bytes, value: bytes | None) -> Iterator[_Found]:
         try:
             node = self.tree.node(name)
         except StoreCorrupt:
             # This is a problem of the node, and both go with it.
             return
-        value = self._snapshot.record("usage", name)
         if node is None:
             yield ProblemKind.ORPHANED, "usage", "a usage record that belongs to no block"
-        elif value is None:
-            yield ProblemKind.MISCOUNTED, "usage", "the block has no usage record"
-        else:
-            wrong = self._wrong_usage(name, node, value)
-            if wrong is not None:
-                yield ProblemKind.MISCOUNTED, "usage", wrong
+        elif wrong := self._wrong_usage(name, node, value):
+            yield ProblemKind.MISCOUNTED, "usage", wrong
 
-    def _wrong_usage(self, name: bytes, node: NodeRecord, value: bytes | memoryview) -> str | None:
+    def _wrong_usage(self, name: bytes, node: NodeRecord, value: bytes | None) -> str | None:
+        if value is None:
+            return "the block has no usage record"
         try:
             usage = decode_usage(value)
         except StoreCorrupt as error:
@@ -267,17 +265,14 @@ class RecordCheck:
         """Returns how many bytes a node takes in the file."""
         return node_bytes(node.num_tokens, list(self.piece_bytes(name).values()))
 
-    def _piece_problems(self, key: bytes) -> Iterator[tuple[ProblemKind, str, str]]:
+    def _piece_problems(self, key: bytes, _value: bytes) -> Iterator[_Found]:
         name = key[:HASH_BYTES]
         if piece_index(key, name) is None:
             yield ProblemKind.ORPHANED, "payloads", f"a key of {len(key)} bytes is no piece's"
         elif self._snapshot.record("nodes", name) is None:
             yield ProblemKind.ORPHANED, "payloads", "it belongs to no block"
 
-    def _entry_problems(self, name: bytes) -> Iterator[tuple[ProblemKind, str, str]]:
-        value = self._snapshot.record("entries", name)
-        if value is None:
-            return
+    def _entry_problems(self, name: bytes, value: bytes) -> Iterator[_Found]:
         entry = decode_record(EntryRecord, name, value)
         try:
             node = self.tree.node(name)
@@ -290,22 +285,18 @@ class RecordCheck:
             message = f"it says {entry.num_tokens} tokens, its last block ends at {node.end}, or its root is another"
             yield ProblemKind.MISSHAPEN, "entries", message
 
-    def _prompt_problems(self, key: bytes) -> Iterator[tuple[ProblemKind, str, str]]:
-        value = self._snapshot.record("history", key)
-        if value is None:
-            return
+    def _prompt_problems(self, key: bytes, value: bytes) -> Iterator[_Found]:
         if len(key) not in HISTORY_KEY_BYTES:
             raise StoreCorrupt(f"its key has {len(key)} bytes")
         decode_prompt(key, value)
         if key[:HASH_BYTES] not in self.roots:
             yield ProblemKind.ROOTLESS, "history", "there is no sound record of its root"
 
-    def _meta_problems(self, key: bytes) -> Iterator[tuple[ProblemKind, str, str]]:
+    def _meta_problems(self, key: bytes, value: bytes) -> Iterable[_Found]:
         """The records that identify the store were checked when it was opened."""
-        value = self._snapshot.record("meta", key)
-        if key == b"codec" and value is not None:
+        if key == b"codec":
             decode_record(CodecRecord, key, value)
-        yield from ()
+        return ()
 
 
 def is_sane(usage: UsageRecord) -> bool:

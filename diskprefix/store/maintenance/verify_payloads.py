@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import Piece, decode_piece, piece_seed, populate
 from diskprefix.store.maintenance.verify import Problem, ProblemKind
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import Kind, piece_key
+from diskprefix.store.schema import piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 
@@ -109,15 +108,9 @@ def _stored_payload(snapshot: Snapshot, name: bytes) -> list[StoredPiece]:
         root = snapshot.root(node.root) if node else None
         if node is None or root is None:
             return []
-        return stored_pieces(snapshot, name, _expected(root.layout, node.num_tokens, node.kind))
+        return stored_pieces(snapshot, name, PayloadLayout.parse(root.layout).pieces(node.num_tokens, node.kind))
     except StoreCorrupt:
         return []
-
-
-@lru_cache(maxsize=1024)
-def _expected(layout: str, num_tokens: int, kind: Kind) -> tuple[Piece, ...]:
-    """Raises `StoreCorrupt`."""
-    return PayloadLayout.parse(layout).pieces(num_tokens, kind)
 
 
 def _problem(piece: StoredPiece) -> Problem | None:
