@@ -12,7 +12,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,17 +73,13 @@ def compact_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
     disk has no room for both files or fails, and `StoreCorrupt` if the file is damaged. Then the old file stays.
     """
     check_folder(path)
-    lock = FolderLock(path, patience_s=0)
-    try:
-        with file_errors(path):
-            if not lock.try_exclusive():
-                raise StoreUnavailable(
-                    f"{path}: a daemon or another command has the store open, so its file cannot be replaced; stop it, "
-                    "or write a compacted copy with `diskprefix compact --to FOLDER`"
-                )
-            return _write_copy(path, path, advance)
-    finally:
-        lock.close()
+    with closing(FolderLock(path, patience_s=0)) as lock, file_errors(path):
+        if not lock.try_exclusive():
+            raise StoreUnavailable(
+                f"{path}: a daemon or another command has the store open, so its file cannot be replaced; stop it, "
+                "or write a compacted copy with `diskprefix compact --to FOLDER`"
+            )
+        return _write_copy(path, path, advance)
 
 
 def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
@@ -93,15 +89,11 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
     `compact_folder` does.
     """
     check_folder(path)
-    lock = FolderLock(path, patience_s=0, create=False)
-    try:
-        with file_errors(target):
-            make_folder(target)
-            if os.path.lexists(target / DATA):
-                raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
-            return _write_copy(path, target, advance)
-    finally:
-        lock.close()
+    with closing(FolderLock(path, patience_s=0, create=False)), file_errors(target):
+        make_folder(target)
+        if os.path.lexists(target / DATA):
+            raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
+        return _write_copy(path, target, advance)
 
 
 def _write_copy(source: Path, target: Path, advance: Callable[[int], None]) -> Compacted:
@@ -134,8 +126,7 @@ def _require_room(path: Path, work: Path, num_bytes: int) -> None:
 
 def _copy(source: Path, folder: Path, num_bytes: int, advance: Callable[[int], None]) -> None:
     """Copy all records of one snapshot into a new file. Nobody sees it: it need not be safe on disk before the end."""
-    env = Environment(source, budget_bytes=0, read_only=True, max_databases=len(DATABASES))
-    try:
+    with closing(Environment(source, budget_bytes=0, read_only=True, max_databases=len(DATABASES))) as env:
         env.open_databases(DATABASES)
         with env.transaction() as txn, _new_file(folder, num_bytes) as (copy, databases):
             records = _records(Snapshot(env.databases, txn))
@@ -150,8 +141,6 @@ def _copy(source: Path, folder: Path, num_bytes: int, advance: Callable[[int], N
                 if not done_bytes:
                     break
                 advance(done_bytes)
-    finally:
-        env.close()
 
 
 @contextmanager
@@ -160,11 +149,10 @@ def _new_file(folder: Path, num_bytes: int) -> Iterator[tuple[Any, dict[str, Any
     # Address space only, more than it can need: whoever opens the file sets its own.
     map_bytes = (2 * num_bytes + 2**30) // mmap.PAGESIZE * mmap.PAGESIZE
     try:
-        env = lmdb.open(str(folder), map_size=map_bytes, max_dbs=len(DATABASES), sync=False, lock=False, mode=0o600)
-        try:
+        with lmdb.open(
+            str(folder), map_size=map_bytes, max_dbs=len(DATABASES), sync=False, lock=False, mode=0o600
+        ) as env:
             yield env, {name: env.open_db(name.encode()) for name in DATABASES}
-        finally:
-            env.close()
     except lmdb.Error as error:
         # LMDB has no better word than EIO for a disk that fills up in the middle of a write.
         raise OSError(errno.EIO, f"the disk is full or fails ({error})") from error

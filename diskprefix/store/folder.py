@@ -200,20 +200,16 @@ def put_in_place(folder: Path) -> None:
     The caller holds the folder's lock exclusively. Raises `OSError`.
     """
     new = folder / REPLACEMENT / DATA
-    fd = _open_regular(new, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(new)
     new.replace(folder / DATA)
     # It counts the transactions of the old file. LMDB creates a new one.
     (folder / LMDB_LOCK).unlink(missing_ok=True)
-    sync_folder(folder)
+    sync(folder)
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in this folder durable, such as a rename. Raises `OSError`."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable. Raises `OSError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -177,8 +177,6 @@ class Store(StoreFile):
     def fit_budget(self) -> int:
         """Evict until the budget holds, and make the file smaller if no other process has it open. Needed after the
         budget was lowered. Returns the number of evicted nodes."""
-        if self.environment.read_only:
-            return 0
         evicted = self.evictor.make_room(0, frozenset())
         file_bytes = self.file_bytes()
         if file_bytes > self.budget_bytes:

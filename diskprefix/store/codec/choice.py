@@ -10,7 +10,6 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +27,7 @@ _DECODED_BYTES = 32 * _MIB
 _CONTENT_BYTES = 4 * _MIB
 """Of different values, and what is written and read at a time."""
 _ROW_BYTES = 32 * 1024
+_THREADS = 2
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,18 +67,18 @@ def choose(measured: Speeds, *, budget_bytes: int, available_memory_bytes: int) 
     )
 
 
-def measure(folder: Path | None, *, num_threads: int = 2) -> Speeds:
-    """Measure the disk under `folder`, and decoding on `num_threads` threads. Takes about half a second.
+def measure(folder: Path) -> Speeds:
+    """Measure the disk under `folder`, and decoding on `_THREADS` threads. Takes about half a second.
 
-    The disk is not measured if `folder` is None, is not writable, or is nearly full. The temporary file is always
-    removed. Errors of the disk are not raised.
+    The disk is not measured if `folder` is not writable, or is nearly full. The temporary file is always removed.
+    Errors of the disk are not raised.
     """
     values = _values(_CONTENT_BYTES)
-    with ThreadPoolExecutor(num_threads) as threads:
-        raw, _ = _restore_speed(values, Codec.RAW, threads, num_threads)
-        planes, ratio = _restore_speed(values, Codec.PLANES, threads, num_threads)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        raw, _ = _restore_speed(values, Codec.RAW, threads)
+        planes, ratio = _restore_speed(values, Codec.PLANES, threads)
     return Speeds(
-        disk_bytes_per_s=None if folder is None else _disk_speed(folder, values.tobytes()),
+        disk_bytes_per_s=_disk_speed(folder, values.tobytes()),
         raw_bytes_per_s=raw,
         planes_bytes_per_s=planes,
         planes_ratio=ratio,
@@ -101,7 +101,7 @@ def _values(num_bytes: int) -> Bytes:
     return np.ascontiguousarray((values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)).view(np.uint8)
 
 
-def _restore_speed(values: Bytes, codec: Codec, threads: ThreadPoolExecutor, num_threads: int) -> tuple[float, float]:
+def _restore_speed(values: Bytes, codec: Codec, threads: ThreadPoolExecutor) -> tuple[float, float]:
     """Bytes of KV a second that `threads` decode from memory, and the ratio that `codec` reaches."""
     rows = PIECE_BYTES // _ROW_BYTES
     piece = Piece(rows, _ROW_BYTES, Element.BF16)
@@ -114,17 +114,15 @@ def _restore_speed(values: Bytes, codec: Codec, threads: ThreadPoolExecutor, num
     out = np.empty((len(stored), rows, _ROW_BYTES), np.uint8)
 
     def decode(thread: int) -> None:
-        for i in range(thread, len(stored), num_threads):
+        for i in range(thread, len(stored), _THREADS):
             decode_piece(stored[i], piece, 0, out[i])
 
-    seconds = min(_time(lambda: list(threads.map(decode, range(num_threads)))) for _ in range(3))
-    return out.size / seconds, ratio
+    def seconds() -> float:
+        started = time.perf_counter()
+        list(threads.map(decode, range(_THREADS)))
+        return time.perf_counter() - started
 
-
-def _time(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+    return out.size / min(seconds() for _ in range(3)), ratio
 
 
 def _disk_speed(folder: Path, content: bytes) -> float | None:

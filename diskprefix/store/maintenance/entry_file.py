@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError, StoreUnavailable
-from diskprefix.store.folder import sync_folder
+from diskprefix.store.folder import sync
 from diskprefix.store.maintenance.manifest import (
     CHECKSUMS,
     LOGITS,
@@ -220,7 +220,7 @@ class EntryWriter(_EntryFile):
             refuse_existing(self.path)
         with _naming(self.path):
             self._temporary.replace(self.path)
-            sync_folder(self.path.parent)
+            sync(self.path.parent)
             return os.fstat(self._fd).st_size
 
 
