@@ -27,6 +27,7 @@ from diskprefix.store.schema import (
     encode_usage,
     history_key,
     history_sequence,
+    is_node,
     node_root,
     piece_index,
     piece_key,
@@ -118,11 +119,14 @@ class Changes(Snapshot):
     def put_node(self, root: bytes, node: NewNode, codec: Codec) -> None:
         """Store a node with its payload. If the node is stored already, only its time to live may become longer.
 
-        Raises `PrefixGone` if the node that it continues is not stored, and `StoreCorrupt` as `has` does.
+        Raises `PrefixGone` if the node that it continues is not stored, or if the name belongs to another prefix.
         """
         assert len(node.payload) == sum(piece.num_bytes for piece in node.pieces), "the pieces must be the payload"
-        token_ids = node.token_ids.tobytes()
-        if self.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated):
+        stored = self.record("nodes", node.name)
+        if stored is not None:
+            token_ids = node.token_ids.tobytes()
+            if not is_node(stored, node.parent, node.position, node.kind, token_ids, generated=node.generated):
+                raise PrefixGone(f"another prefix has the same name, {node.name.hex()}")
             self._keep_for(node.name, recorded_ttl(node.ttl_s))
             return
         if node.position > 0 and not self._add_children(node.parent, 1):

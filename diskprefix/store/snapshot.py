@@ -67,7 +67,7 @@ class Snapshot:
         if value is None:
             return False
         if not is_node(value, parent, position, kind, token_ids, generated=generated):
-            raise StoreCorrupt(f"the record of node {name.hex()} is damaged or that of another prefix")
+            raise StoreCorrupt("its record is damaged or that of another prefix")
         return True
 
     def piece(self, name: bytes, index: int) -> memoryview | None:
