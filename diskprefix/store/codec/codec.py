@@ -15,13 +15,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 import zstandard
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.codec.planes import BF16, FP16, FP32, Bytes
+from diskprefix.store.codec.planes import BF16, FP16, FP32, Bytes, FloatFormat
 from diskprefix.tokens import TokenIds, checksum
 
 PIECE_BYTES = 512 * 1024
@@ -62,7 +61,7 @@ class Element(IntEnum):
     FP8_E5M2 = 5
 
 
-_CODECS, _ELEMENTS = frozenset(Codec), frozenset(Element)
+_CODECS = frozenset(Codec)
 _FORMATS = {Element.BF16: BF16, Element.FP16: FP16, Element.FP32: FP32}
 
 
@@ -82,15 +81,6 @@ class Piece:
     def most_bytes(self) -> int:
         """The most bytes that the stored piece can take, with any codec."""
         return _HEADER.size + self.num_bytes
-
-
-class _Header(NamedTuple):
-    checksum: int
-    raw_bytes: int
-    split: int
-    codec: int
-    element: int
-    zeros: bytes
 
 
 def piece_seed(name: bytes, index: int) -> int:
@@ -119,18 +109,24 @@ def decode_piece(stored: memoryview, piece: Piece, seed: int, out: Bytes) -> Non
     Raises `StoreCorrupt`; `out` may hold anything then. Safe to call from several threads.
     """
     assert out.shape == (piece.num_rows, piece.row_bytes)
-    header, data = _open(stored, seed)
-    if (header.raw_bytes, header.element) != (piece.num_bytes, piece.element):
+    if len(stored) < _HEADER.size:
+        raise StoreCorrupt(f"a piece of {len(stored)} bytes is shorter than its header")
+    found, raw_bytes, split, codec, element, _ = _HEADER.unpack_from(stored)
+    if found != checksum(stored[_CHECKSUM.size :], seed):
+        raise StoreCorrupt("the checksum of a piece does not match")
+    if (raw_bytes, element) != (piece.num_bytes, piece.element):
         raise StoreCorrupt(
-            f"a piece claims {header.raw_bytes} bytes of kind {header.element} where {piece.num_bytes} bytes of kind "
+            f"a piece claims {raw_bytes} bytes of kind {element} where {piece.num_bytes} bytes of kind "
             f"{piece.element.value} belong"
         )
-    if header.codec == Codec.PLANES:
-        _join(header, data, out)
-    elif header.codec == Codec.ZSTD:
-        out[...] = _decompress(data, out.size).reshape(out.shape)
+    if codec not in _CODECS or (not raw_bytes and codec != Codec.RAW):
+        raise StoreCorrupt(f"a piece of {raw_bytes} bytes has the unknown codec {codec}")
+    data = stored[_HEADER.size :]
+    if codec == Codec.PLANES:
+        _join(_FORMATS.get(piece.element), data[:split], data[split:], out)
     else:
-        out[...] = _as_is(data, out.size).reshape(out.shape)
+        decode = _decompress if codec == Codec.ZSTD else _as_is
+        out[...] = decode(data, out.size).reshape(out.shape)
 
 
 def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, Sequence[bytes | memoryview]]:
@@ -177,27 +173,12 @@ def _is_worthwhile(stored_bytes: int, raw_bytes: int) -> bool:
     return stored_bytes <= raw_bytes - raw_bytes // _LEAST_SAVING
 
 
-def _open(stored: memoryview, seed: int) -> tuple[_Header, memoryview]:
-    """The header and the data of a piece, once its checksum is verified and its codec and element are known ones."""
-    if len(stored) < _HEADER.size:
-        raise StoreCorrupt(f"a piece of {len(stored)} bytes is shorter than its header")
-    header = _Header(*_HEADER.unpack_from(stored))
-    if header.checksum != checksum(stored[_CHECKSUM.size :], seed):
-        raise StoreCorrupt("the checksum of a piece does not match")
-    if header.codec not in _CODECS or header.element not in _ELEMENTS:
-        raise StoreCorrupt(f"a piece has the unknown codec {header.codec} or kind {header.element}")
-    if not header.raw_bytes and header.codec != Codec.RAW:
-        raise StoreCorrupt("a piece of nothing claims to be encoded")
-    return header, stored[_HEADER.size :]
-
-
-def _join(header: _Header, data: memoryview, out: Bytes) -> None:
-    float_format = _FORMATS.get(Element(header.element))
+def _join(float_format: FloatFormat | None, rest: memoryview, exponents: memoryview, out: Bytes) -> None:
+    """Write the values of two stored planes to `out`."""
     if float_format is None or out.shape[1] % float_format.item_bytes:
-        raise StoreCorrupt(f"rows of {out.shape[1]} bytes of kind {header.element} cannot be in planes")
+        raise StoreCorrupt(f"rows of {out.shape[1]} bytes cannot be in planes")
     values = out.size // float_format.item_bytes
-    rest = _plane(data[: header.split], out.size - values)
-    float_format.join(_plane(data[header.split :], values), rest, out)
+    float_format.join(_plane(exponents, values), _plane(rest, out.size - values), out)
 
 
 def _plane(part: memoryview, num_bytes: int) -> Bytes:

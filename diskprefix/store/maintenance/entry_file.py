@@ -13,7 +13,6 @@ import struct
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -54,15 +53,6 @@ class _TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __str__(self) -> str:
         return f"{shown(self.dtype)} of shape {shown(str(self.shape))} at bytes {self.data_offsets}"
-
-
-@dataclass(frozen=True)
-class _Header:
-    """`data_bytes` is the size of the data after the header."""
-
-    metadata: dict[str, str]
-    tensors: dict[str, _TensorInfo]
-    data_bytes: int
 
 
 class _EntryFile:
@@ -123,15 +113,14 @@ class EntryReader(_EntryFile):
     @classmethod
     def _checked(cls, path: Path, fd: int) -> EntryReader:
         size = os.fstat(fd).st_size
-        header = _read_header(fd, size)
-        manifest = Manifest.of_metadata(header.metadata, with_logits=LOGITS in header.tensors)
-        _check_tensors(header, manifest.tensors())
-        data_at = size - header.data_bytes
-        offsets = {name: data_at + info.data_offsets[0] for name, info in header.tensors.items()}
+        metadata, tensors, data_at = _read_header(fd, size)
+        manifest = Manifest.of_metadata(metadata, with_logits=LOGITS in tensors)
+        _check_tensors(tensors, manifest.tensors(), size - data_at)
+        offsets = {name: data_at + info.data_offsets[0] for name, info in tensors.items()}
         reader = cls(path, fd, manifest, offsets)
         if max(map(reader.payload_bytes, reader.spans)) > _MAX_NODE_BYTES:
             raise StoreCorrupt("its blocks are larger than any that are written")
-        reader._read_index(header.metadata)
+        reader._read_index(metadata)
         return reader
 
     def read_payload(self, index: int) -> memoryview:
@@ -255,8 +244,11 @@ def _open_regular(path: Path) -> int:
     return fd
 
 
-def _read_header(fd: int, size: int) -> _Header:
-    """Raises `SettingsError` if no export wrote the file, `StoreFormatError` if it has another version."""
+def _read_header(fd: int, size: int) -> tuple[dict[str, str], dict[str, _TensorInfo], int]:
+    """Returns the metadata, the tensors, and where the data begins in a file of `size` bytes.
+
+    Raises `SettingsError` if no export wrote the file, `StoreFormatError` if it has another version.
+    """
     foreign = SettingsError("`diskprefix export` did not write it")
     if size < _LENGTH.size:
         raise foreign
@@ -275,20 +267,20 @@ def _read_header(fd: int, size: int) -> _Header:
         version = shown(metadata.get("version", ""))
         raise StoreFormatError(f"its format is version {version}, this diskprefix reads version {VERSION}")
     tensors = {name: decode_json(value, _TensorInfo, "header") for name, value in values.items()}
-    return _Header(metadata, tensors, size - _LENGTH.size - length)
+    return metadata, tensors, _LENGTH.size + length
 
 
-def _check_tensors(header: _Header, expected: Mapping[str, Tensor]) -> None:
+def _check_tensors(tensors: Mapping[str, _TensorInfo], expected: Mapping[str, Tensor], data_bytes: int) -> None:
     """Raises `StoreCorrupt` unless the file holds exactly these tensors, without gaps up to its end."""
-    if unlike := sorted(header.tensors.keys() ^ expected.keys()):
+    if unlike := sorted(tensors.keys() ^ expected.keys()):
         raise StoreCorrupt(f"it has a tensor too many or too few: {shown(unlike[0])}")
-    order = sorted(expected, key=lambda name: header.tensors[name].data_offsets)
+    order = sorted(expected, key=lambda name: tensors[name].data_offsets)
     for name, info in _infos({name: expected[name] for name in order}).items():
-        if header.tensors[name] != info:
-            raise StoreCorrupt(f"{shown(name)} is {header.tensors[name]}, not {info}")
+        if tensors[name] != info:
+            raise StoreCorrupt(f"{shown(name)} is {tensors[name]}, not {info}")
     end = sum(tensor.num_bytes for tensor in expected.values())
-    if end != header.data_bytes:
-        raise StoreCorrupt(f"it holds {header.data_bytes} bytes of data, its tensors {end}")
+    if end != data_bytes:
+        raise StoreCorrupt(f"it holds {data_bytes} bytes of data, its tensors {end}")
 
 
 def _header(manifest: Manifest, index_checksum: str) -> bytes:

@@ -38,11 +38,6 @@ class PurgeFilter:
     salt: str | None = None
     older_than_s: float | None = None
 
-    @property
-    def takes_whole_roots(self) -> bool:
-        """Whether everything under a root is removed, its recent prompts and its record too."""
-        return not self.entries and self.older_than_s is None
-
 
 @dataclass(frozen=True, kw_only=True)
 class PurgePlan:
@@ -208,7 +203,7 @@ class _Planner:
         left = {node.root for name, node in self._nodes.items() if name not in nodes}
         left |= {key[:HASH_BYTES] for key in self._snapshot.keys("history") if key not in prompts}
         touched = {self._nodes[name].root for name in nodes} | {key[:HASH_BYTES] for key in prompts}
-        if self._filter.takes_whole_roots:
+        if not self._filter.entries and self._cutoff is None:
             touched |= {root for root in self._records if self._is_wanted_root(root)}
         return frozenset((touched & self._records.keys()) - left)
 
