@@ -153,10 +153,8 @@ class StoreFile:
             compact_folder(self.path)
         except CacheError as error:
             log.warning("[disk-cache] the file keeps its size: %s", error)
-        try:
-            self._attach()
-        except CacheError as error:
-            self._problem = str(error)
+        self._retry_at = 0.0
+        self.reopen()
 
     def _is_due(self) -> bool:
         """Whether the folder should be opened again and the last attempt is not too recent."""

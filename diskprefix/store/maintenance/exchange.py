@@ -181,8 +181,10 @@ class _Import:
 
     def publications(self, advance: Advance) -> Iterator[Publication]:
         """Yields publications of the missing nodes, from the first block on. Publish each before the next is taken."""
+        manifest, last = self._manifest, len(self._names) - 1
+        root_record = convert(manifest, RootRecord, from_attributes=True)
+        entry = convert(manifest, EntryRecord, from_attributes=True, builtin_types=(bytes,))
         nodes: list[NewNode] = []
-        last = len(self._names) - 1
         for index, span in enumerate(self._reader.spans):
             with self._store.snapshot() as snapshot:
                 is_there = self._is_there(snapshot, index)
@@ -190,20 +192,15 @@ class _Import:
                 nodes.append(self._new_node(index, span))
             advance(self._reader.payload_bytes(span))
             if index == last or sum(len(node.payload) for node in nodes) >= _BATCH_BYTES:
-                yield self._publication(tuple(nodes), index)
+                yield Publication(
+                    store_id=self._store.store_id,
+                    root=manifest.root,
+                    root_record=root_record,
+                    nodes=tuple(nodes),
+                    tip=self._names[index],
+                    entry=entry if index == last else None,
+                )
                 nodes = []
-
-    def _publication(self, nodes: tuple[NewNode, ...], index: int) -> Publication:
-        manifest = self._manifest
-        is_last = index == len(self._names) - 1
-        return Publication(
-            store_id=self._store.store_id,
-            root=manifest.root,
-            root_record=convert(manifest, RootRecord, from_attributes=True),
-            nodes=nodes,
-            tip=self._names[index],
-            entry=convert(manifest, EntryRecord, from_attributes=True, builtin_types=(bytes,)) if is_last else None,
-        )
 
     def _new_node(self, index: int, span: Span) -> NewNode:
         return NewNode(
