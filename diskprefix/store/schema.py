@@ -57,7 +57,7 @@ def node_name(secret: int, parent: bytes, token_ids: TokenIds | bytes, kind: Kin
     return block_hash(secret, parent, token_ids, _NAME_MARKS[kind] + (b"g" if generated else b""))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class NodeRecord:
     """The index record of one node. `position` is the position of its first token; it ends before `end`."""
 
