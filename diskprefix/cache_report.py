@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from diskprefix.policy.select import Selection
@@ -24,9 +24,8 @@ class CacheReport:
     `miss_reason` says why nothing was restored; it is None if something was. server/README.md explains each reason.
 
     `matched` is the number of prompt tokens found in the store. If not all that is stored was restored, `refused` says
-    why, in the words of `miss_reason`. `retained` gives, for each kind of state, the range of
-    tokens [first, end) whose state was loaded. `exact`: the restored state is, bit for bit, what a prefill computes;
-    False only for the state of a reply that was decoded. `restore_ms`: reading, verifying and copying the state.
+    why, in the words of `miss_reason`. `exact`: the restored state is, bit for bit, what a prefill computes; False only
+    for the state of a reply that was decoded. `restore_ms`: reading, verifying and copying the state.
     """
 
     selection: Selection
@@ -35,7 +34,6 @@ class CacheReport:
     miss_reason: MissReason | None = None
     matched: int = 0
     refused: Refused | None = None
-    retained: dict[str, tuple[int, int]] = field(default_factory=dict)
     exact: bool = True
     restore_ms: float = 0.0
     saved: Saved = "none"
@@ -49,13 +47,11 @@ class CacheReport:
         """One line with everything that is known, `name=value` each; what is empty or None is left out."""
         values = vars(self) | vars(self.selection)
         del values["selection"]
-        said = (f"{name}={_shown(value)}" for name, value in values.items() if value not in (None, (), {}))
+        said = (f"{name}={_shown(value)}" for name, value in values.items() if value not in (None, ()))
         return f"[disk-cache] {' '.join(said)}"
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return ",".join(f"{kind}:{first}-{end}" for kind, (first, end) in value.items())
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     if isinstance(value, bool):

@@ -103,19 +103,17 @@ class Restorer:
 
     def restore(self, token_ids: TokenIds) -> Restored:
         """Raises `CacheError`."""
-        restored, pinned = self.restore_pinned(token_ids)
-        for name in pinned:
-            self._model.store.evictor.unpin(name)
-        return restored
+        with contextlib.ExitStack() as pins:
+            return self.restore_pinned(token_ids, pins)
 
-    def restore_pinned(self, token_ids: TokenIds) -> tuple[Restored, list[bytes]]:
-        """As `restore`; also returns the names of the nodes that the caller must unpin later."""
+    def restore_pinned(self, token_ids: TokenIds, pins: contextlib.ExitStack) -> Restored:
+        """As `restore`; what was restored stays pinned until `pins` are closed."""
         model = self._model
         nodes = model.nodes(token_ids)
         restoration = Restoration(
-            nodes, model.layout, model.store, self._writer, self._readers, allows=lambda _num_tokens: True
+            nodes, model.layout, model.store, self._writer, self._readers, pins, allows=lambda _num_tokens: True
         )
-        return restoration.run(self.arena), restoration.pinned
+        return restoration.run(self.arena)
 
     def seconds(self, token_ids: TokenIds) -> float:
         """Returns the seconds that the restore of a whole stored prompt takes: lookup, checksums, decoding, copying."""

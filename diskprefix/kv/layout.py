@@ -166,12 +166,6 @@ class Layout:
     def bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.groups)
 
-    def retained(self, position: int) -> dict[str, tuple[int, int]]:
-        """Of which tokens a run that goes on at `position` needs the state: ranges, by kind of state."""
-        kinds = {"full" if g.window is None else f"window_{g.window}": g.first_needed(position) for g in self.groups}
-        ranges = {kind: (first, position) for kind, first in kinds.items()}
-        return ranges | ({"checkpoint": (position, position)} if self.states else {})
-
     @property
     def state_bytes(self) -> int:
         return sum(group.num_bytes for group in self.states)

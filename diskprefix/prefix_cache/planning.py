@@ -31,32 +31,37 @@ class Plan:
         return Plan(nodes, nodes[-1].name, nodes[-1].end) if nodes else Plan()
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a request's prompt is stored: `blocks` those that were there when it came, `tip` the node that it was
-    restored from and `restored` the tokens, `exact` whether those are what a prefill computes, `submitted` the names of
-    the nodes that it had stored itself, `restorable` the last position that a later request could go on from."""
+    """How far a prompt was stored when its request came.
+
+    `blocks` are its full blocks that are stored, from position 0 on. `num_tokens` tokens were restored, `tip` is the
+    last node of those, and `exact` whether they are, bit for bit, what a prefill from position 0 computes.
+    """
 
     blocks: Sequence[Node] = ()
     tip: bytes | None = None
-    restored: int = 0
+    num_tokens: int = 0
     exact: bool = True
-    has_tail: bool = False
-    submitted: set[bytes] = field(default_factory=set)
-    restorable: int = 0
 
 
 @dataclass
 class Planner:
     """Plans what one request stores of its prompt, whose `nodes` may grow by its reply.
 
-    `prompt_tokens`: where the prompt ends. What stands behind it was decoded.
+    `prompt_tokens`: where the prompt ends. What stands behind it was decoded. `submitted` are the names of the nodes
+    that the request has stored itself.
     """
 
     nodes: PromptNodes
     progress: Progress
     state: StateKind
     prompt_tokens: int
+    submitted: set[bytes] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._restorable = self.progress.num_tokens
+        """The last position that a later request could go on from."""
 
     def plan(self, selection: Selection, states_at: Container[int]) -> Plan:
         """What of the prompt the policy wants and is not stored yet. `states_at`: where states were taken."""
@@ -64,7 +69,7 @@ class Planner:
         if selection.keep_tail:
             parent = block.name if block else self.nodes.root
             tail = self.nodes.tail(parent, self.nodes.num_blocks, generated=not self.progress.exact)
-            return Plan(missing if self.progress.has_tail else (*missing, tail), tail.name, tail.end)
+            return Plan(missing if tail.name == self.progress.tip else (*missing, tail), tail.name, tail.end)
         if block is None:
             return Plan()
         return Plan(missing, self._boundary_tip(block, states_at), block.end)
@@ -92,8 +97,8 @@ class Planner:
             if node.kind == Kind.BLOCK or self.state == "sliceable":
                 yield node.num_tokens
             else:
-                yield node.end - self.progress.restorable
-                self.progress.restorable = node.end
+                yield node.end - self._restorable
+                self._restorable = node.end
 
     def _block(self, index: int, before: Node | None) -> tuple[Node, bool]:
         """Block number `index` after the block `before`, and whether it is stored already, or will be."""
@@ -105,7 +110,7 @@ class Planner:
             return stored[index], True
         parent = before.name if before else self.nodes.root
         block = self.nodes.block(parent, index, generated=generated)
-        return block, block.name in self.progress.submitted
+        return block, block.name in self.submitted
 
     def _boundary_tip(self, block: Node, states_at: Container[int]) -> bytes | None:
         """The node that a saved boundary ends with; None where the states at it were not computed by this run."""

@@ -6,7 +6,8 @@ import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -36,13 +37,14 @@ class Publisher:
     namespace: TenantNamespace
     prompt: Prompt
     options: CacheOptions
+    planner: Planner
     store_id: bytes
     token_s: float = 0.0
     """How long computing a token took, in seconds."""
 
-    def fit(self, plan: Plan, nodes: PromptNodes) -> Plan:
+    def fit(self, plan: Plan) -> Plan:
         """Returns what of the plan the write buffer has room for: its longest beginning."""
-        sizes = list(accumulate(nodes.payload_bytes(node) for node in plan.nodes))
+        sizes = list(accumulate(map(self.planner.nodes.payload_bytes, plan.nodes)))
         fitting = plan.beginning(bisect_right(sizes, self.cache.writer.room_bytes), self.cache.layout.state_kind)
         if fitting is plan:
             return plan
@@ -60,45 +62,35 @@ class Publisher:
         arena: KVArena,
         logits: torch.Tensor | None,
         plan: Plan,
-        planner: Planner,
         states: dict[int, memoryview],
-        take_pins: Callable[[], list[bytes]],
+        pins: ExitStack,
         *,
         prompt: TokenIds | None = None,
     ) -> None:
         """Reserve the write buffer, and let the capturing thread do the rest while the reply is decoded.
 
         `logits` are those at the prompt's end, shape [vocab], which a tail holds. `states` are taken out of the mapping
-        for the checkpoints of the plan. `take_pins` hands over the request's pins, which are given back when the writer
-        has the publication: what is extended must stay until then. `prompt` is added to the store's history.
+        for the checkpoints of the plan. `pins` are taken over, and released when the writer has the publication: what
+        is extended must stay until then. `prompt` is added to the store's history.
         """
-        nodes = planner.nodes
-        captures = list(self._captures(arena, logits, plan.nodes, planner, states))
-        size = sum(nodes.payload_bytes(node) for node in plan.nodes)
+        captures = list(self._captures(arena, logits, plan.nodes, states))
+        size = sum(map(self.planner.nodes.payload_bytes, plan.nodes))
         self.cache.writer.reserve(size)
-        planner.progress.submitted.update(node.name for node in plan.nodes)
-        publication = self._publication(plan, prompt)
-        pinned = take_pins()
+        self.planner.submitted.update(node.name for node in plan.nodes)
+        pinned = pins.pop_all()
 
         def copy() -> None:
-            try:
-                new_nodes = tuple(capture() for capture in captures)
-                self.cache.writer.submit(replace(publication, nodes=new_nodes), reserved_bytes=size)
-            except BaseException:
-                self.cache.writer.release(size)
-                raise
-            finally:
-                self.unpin(pinned)
+            with pinned:
+                try:
+                    publication = self._publication(plan, tuple(capture() for capture in captures), prompt)
+                    self.cache.writer.submit(publication, reserved_bytes=size)
+                except BaseException:
+                    self.cache.writer.release(size)
+                    raise
 
         self.cache.start_capture(copy)
 
-    def unpin(self, names: list[bytes]) -> None:
-        """Let the store evict these nodes again."""
-        for name in names:
-            self.cache.store.evictor.unpin(name)
-
-    def _publication(self, plan: Plan, prompt: TokenIds | None) -> Publication:
-        """Without its nodes, which are captured later."""
+    def _publication(self, plan: Plan, nodes: tuple[NewNode, ...], prompt: TokenIds | None) -> Publication:
         entry = EntryRecord(
             root=self.namespace.root,
             num_tokens=plan.num_tokens,
@@ -110,7 +102,7 @@ class Publisher:
             store_id=self.store_id,
             root=self.namespace.root,
             root_record=self.namespace.record,
-            nodes=(),
+            nodes=nodes,
             tip=plan.tip,
             entry=entry if plan.tip is not None else None,
             prompt=prompt,
@@ -120,25 +112,21 @@ class Publisher:
         )
 
     def _captures(
-        self,
-        arena: KVArena,
-        logits: torch.Tensor | None,
-        wanted: tuple[Node, ...],
-        planner: Planner,
-        states: dict[int, memoryview],
+        self, arena: KVArena, logits: torch.Tensor | None, wanted: tuple[Node, ...], states: dict[int, memoryview]
     ) -> Iterator[Callable[[], NewNode]]:
         """For each node, what copies it out of the arena. States are copied now: decoding changes them."""
-        for node, saved_tokens in zip(wanted, planner.saved_tokens(wanted), strict=True):
+        for node, saved_tokens in zip(wanted, self.planner.saved_tokens(wanted), strict=True):
             parts: list[memoryview] = []
             if node.kind == Kind.CHECKPOINT:
                 parts = [states.pop(node.position)]
             elif node.kind == Kind.TAIL:
                 assert logits is not None
                 parts = [arena.read_states(), arena.logits_bytes(logits)]
-            yield partial(self._captured, arena, node, parts, self.token_s * saved_tokens, planner.nodes)
+            nodes = self.planner.nodes
+            yield partial(self._captured, arena, nodes, node, parts, self.token_s * saved_tokens)
 
     def _captured(
-        self, arena: KVArena, node: Node, parts: list[memoryview], seconds: float, nodes: PromptNodes
+        self, arena: KVArena, nodes: PromptNodes, node: Node, parts: list[memoryview], seconds: float
     ) -> NewNode:
         """`parts` of the payload come after the tokens' own."""
         payload = arena.read_tokens(node.position, node.num_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -21,7 +21,7 @@ from diskprefix.policy.scope import DEFAULT_WINDOW
 from diskprefix.policy.select import Selection, select
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.nodes import PromptNodes
-from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes, ttl_at
+from diskprefix.prefix_cache.planning import Plan, Planner, marked_nodes, ttl_at
 from diskprefix.prefix_cache.publish import Publisher
 from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restoration, Restored
@@ -48,11 +48,7 @@ class CachedRequest:
         self._prompt = prompt
         self._options = options
         self._goes_on = goes_on
-        names = cache.store.names
-        self._secret = names.secret
-        self._publisher = Publisher(
-            cache=cache, namespace=namespace, prompt=prompt, options=options, store_id=names.store_id
-        )
+        self._names = cache.store.names
         self._nodes = self._nodes_of(prompt.token_ids)
         self._bypass: Literal["media", "unsupported", "off"] | None = None
         if prompt.media:
@@ -67,12 +63,12 @@ class CachedRequest:
         """Whether the prompt was computed to its end and could be kept, were there a scope and a store for it."""
         self.restored = Restored()
         """What `restore` brought back, and how long it took."""
-        self._progress = Progress()
         self._states: dict[int, memoryview] = {}
         """Copies of the states by the position that they were taken at, for checkpoints."""
         self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
-        self._pinned: list[bytes] = []
+        self._pins = ExitStack()
+        """What is to be unpinned."""
 
     @property
     def root(self) -> bytes:
@@ -87,19 +83,20 @@ class CachedRequest:
             with self._guarded("nothing is restored"):
                 self.restored = self._try_restore(arena)
             arena.truncate(self.restored.num_tokens)
-        restored = self.restored
-        self._progress = Progress(
-            blocks=restored.blocks,
-            tip=restored.tip,
-            restored=restored.num_tokens,
-            exact=restored.exact,
-            has_tail=restored.logits is not None,
-            restorable=restored.num_tokens,
+        self._publisher = Publisher(
+            cache=self._cache,
+            namespace=self._namespace,
+            prompt=self._prompt,
+            options=self._options,
+            planner=Planner(
+                self._nodes, self.restored, self._cache.layout.state_kind, prompt_tokens=len(self._prompt.token_ids)
+            ),
+            store_id=self._names.store_id,
         )
         self.selection = self._select()
-        if self._bypass is None and restored.tip is None and self._miss_reason is None:
-            self._miss_reason = self._explain_miss(restored)
-        return restored
+        if self._bypass is None and self.restored.tip is None and self._miss_reason is None:
+            self._miss_reason = self._explain_miss()
+        return self.restored
 
     def after_step(self, arena: KVArena) -> None:
         """Take a checkpoint if one is wanted where the prefill has come to: its next step overwrites the states."""
@@ -135,11 +132,11 @@ class CachedRequest:
         self._publisher.token_s = prefill_s / computed if computed else 0.0
         if computed:
             self._cache.cost_model.note_prefill(computed, prefill_s)
-        wanted = self._planner().plan(self.selection, self._states)
-        plan = self._publisher.fit(wanted, self._nodes)
+        wanted = self._publisher.planner.plan(self.selection, self._states)
+        plan = self._publisher.fit(wanted)
         prompt = self._remembered()
         if plan.tip is not None or prompt is not None or plan.nodes:
-            self._publisher.submit(arena, logits, plan, self._planner(), self._states, self._take_pins, prompt=prompt)
+            self._publisher.submit(arena, logits, plan, self._states, self._pins, prompt=prompt)
         if self._options.save:
             for name, ttl_s in marked_nodes(self._nodes, self._prompt.marks, self._options.ttl_s):
                 self._cache.writer.touch(name, time.time(), ttl_s, hits=0)
@@ -171,18 +168,18 @@ class CachedRequest:
         is_too_short = nodes.num_blocks * nodes.block_size < self._cache.settings.kv_cache_min_tokens
         if is_too_short or nodes.num_blocks == self._nodes.num_blocks:
             return
-        self._nodes = nodes
+        self._publisher.planner.nodes = nodes
         with self._guarded("the reply is not saved"):
-            missing, _ = self._planner().missing(nodes.num_blocks, self._states)
-            plan = self._publisher.fit(Plan(missing, missing[-1].name, missing[-1].end), nodes)
+            missing, _ = self._publisher.planner.missing(nodes.num_blocks, self._states)
+            plan = self._publisher.fit(Plan(missing, missing[-1].name, missing[-1].end))
             if plan.nodes:
-                self._publisher.submit(arena, None, plan, self._planner(), self._states, self._take_pins)
+                self._publisher.submit(arena, None, plan, self._states, self._pins)
                 self._saved = "queued"
 
     def close(self) -> CacheReport:
         """Release what the request held, count it, and say what happened."""
-        self._publisher.unpin(self._take_pins())
-        restored, layout = self.restored, self._cache.layout
+        self._pins.close()
+        restored = self.restored
         if restored.num_tokens:
             self._cache.counters["hits"] += 1
             self._cache.counters["restored_tokens"] += restored.num_tokens
@@ -196,7 +193,6 @@ class CachedRequest:
             miss_reason=self._miss_reason,
             matched=restored.matched,
             refused=restored.refused,
-            retained=layout.retained(restored.num_tokens) if restored.num_tokens else {},
             exact=restored.exact,
             restore_ms=restored.restore_ms,
             saved=self._saved,
@@ -213,7 +209,7 @@ class CachedRequest:
     def _nodes_of(self, token_ids: TokenIds) -> PromptNodes:
         cache = self._cache
         return PromptNodes(
-            self._secret, self._namespace.root, token_ids, cache.settings.block_size, cache.payload_layout
+            self._names.secret, self._namespace.root, token_ids, cache.settings.block_size, cache.payload_layout
         )
 
     @contextmanager
@@ -268,15 +264,13 @@ class CachedRequest:
             cache.store,
             cache.writer,
             cache.readers,
+            self._pins,
             allows=cache.cost_model.allows,
             reuse_generated=self._options.reuse_generated,
             needs_logits=not self._goes_on,
         )
         self._miss_reason = "error"
-        try:
-            restored = restoration.run(arena)
-        finally:
-            self._pinned = restoration.pinned
+        restored = restoration.run(arena)
         self._miss_reason = None
         if restored.tip is not None:
             ttl_s = ttl_at(restored.num_tokens, self._prompt.marks, self._options.ttl_s)
@@ -285,19 +279,16 @@ class CachedRequest:
             cache.cost_model.note_restore(restored.num_bytes, restored.restore_ms / 1e3)
         return restored
 
-    def _explain_miss(self, restored: Restored) -> MissReason:
+    def _explain_miss(self) -> MissReason:
         """`diverged` only if the prompt leaves everything seen within its first block: from there on a block could
         have been restored, had it been stored."""
-        if restored.refused is not None:
-            return restored.refused
+        if self.restored.refused is not None:
+            return self.restored.refused
         if len(self._prompt.token_ids) < self._cache.settings.kv_cache_min_tokens:
             return "too_short"
         if not self.selection.recent or self.selection.common >= self._nodes.block_size:
             return "not_stored"
         return "diverged"
-
-    def _planner(self) -> Planner:
-        return Planner(self._nodes, self._progress, self._cache.layout.state_kind, len(self._prompt.token_ids))
 
     def _remembered(self) -> TokenIds | None:
         """The prompt, added to the history; None when it is too short to be worth a place in the window, or is only to
@@ -308,7 +299,3 @@ class CachedRequest:
         self._namespace.history.add(token_ids, self._options.group)
         self._namespace.admission.add(token_ids, self._nodes.block_names(), self._nodes.block_size)
         return token_ids
-
-    def _take_pins(self) -> list[bytes]:
-        pinned, self._pinned = self._pinned, []
-        return pinned

@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from diskprefix.cache_report import Refused, Source
 from diskprefix.errors import StoreCorrupt
 from diskprefix.kv.arena import Bytes, KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.prefix_cache.matching import Found, Matcher
+from diskprefix.prefix_cache.matching import Matcher
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prefix_cache.planning import Progress
 from diskprefix.store.changes import NewNode
-from diskprefix.store.codec.codec import decode_piece, is_in_memory, piece_seed, populate
+from diskprefix.store.codec.codec import Piece, decode_piece, is_in_memory, piece_seed, populate
 from diskprefix.store.pieces import Cut
 from diskprefix.store.schema import Kind
 from diskprefix.store.snapshot import Snapshot
@@ -37,63 +38,41 @@ _MAPPED_NODES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restored:
+class Restored(Progress):
     """What is in the arena now: the state after `num_tokens` tokens, `num_bytes` of which were loaded.
 
-    `blocks` are the full blocks of the prompt that are stored, from position 0 on: they may reach further than what
-    could be restored, and `refused` says why; `matched` is how far they and the tail reach, in tokens. `tip` is the
-    last node that was used. `logits` (shape [vocab], the model's dtype) come with an exact repeat. `exact`: the state
-    is what a prefill from position 0 computes, bit for bit.
+    `blocks` may reach further than what could be restored, and `refused` says why; `matched` is how far they and the
+    tail reach, in tokens. `logits` (shape [vocab], the model's dtype) come with an exact repeat.
     """
 
-    num_tokens: int = 0
     num_bytes: int = 0
     logits: torch.Tensor | None = None
-    blocks: tuple[Node, ...] = ()
-    tip: bytes | None = None
     matched: int = 0
     refused: Refused | None = None
-    exact: bool = True
     source: Source = "none"
     lookup_ms: float = 0.0
     restore_ms: float = 0.0
 
 
-class _Match(NamedTuple):
-    """A node of the prompt that is stored, or queued to be: then `queued` has its raw payload."""
-
-    node: Node
-    queued: NewNode | None = None
-
-
-class _Load(NamedTuple):
-    """One piece to be brought into the arena. `stored` is encoded if it comes from the file, raw if it was queued, None
-    if it is missing."""
-
-    match: int
-    number: int
-    cut: Cut
-    stored: memoryview | None
-    is_queued: bool
-    is_cold: bool
-
-
 @dataclass
 class Restoration:
     """Restores one prompt. `run` is for the engine thread. `allows` says whether so many tokens are worth restoring.
-    `reuse_generated` and `needs_logits`: see `Matcher`."""
+    `pins` gets what unpins the last node that matched and the one that is restored to. `reuse_generated` and
+    `needs_logits`: see `Matcher`."""
 
     nodes: PromptNodes
     layout: Layout
     store: Store
     writer: Writer
     readers: Executor
+    pins: ExitStack
     allows: Callable[[int], bool]
     reuse_generated: bool = False
     needs_logits: bool = True
+    _queued: dict[bytes, NewNode] = field(default_factory=dict)
+    """The nodes that were found waiting to be written, with their raw payloads."""
     _is_slower: bool = False
-    pinned: list[bytes] = field(default_factory=list)
-    """The last node that matched and the one that is restored to, pinned in the store; the caller unpins them."""
+    _is_damaged: bool = False
 
     def run(self, arena: KVArena) -> Restored:
         """Restore into `arena`, which has room for the prompt. Raises `CacheError`; what is in the arena is then
@@ -101,65 +80,58 @@ class Restoration:
         started = time.perf_counter()
         # Before the snapshot: a node that is written in between is then seen twice, never not at all.
         pending = self.writer.pending
-        found: Found[_Match] = Found()
         with self.store.snapshot() as snapshot:
-            matcher = Matcher(
-                self.nodes,
-                partial(self._find_sound, pending, snapshot, found),
-                self.layout.state_kind,
-                self.reuse_generated,
-                self.needs_logits,
-            )
-            matcher.match(found)
-            self._pin(found.deepest)
-            matches = self._worth_restoring(matcher, found)
+            is_stored = partial(self._is_stored, pending, snapshot)
+            matcher = Matcher(self.nodes, is_stored, self.layout.state_kind, self.reuse_generated, self.needs_logits)
+            matcher.match()
+            self._pin(matcher.deepest)
+            restorable = self._worth_restoring(matcher)
             matched = time.perf_counter()
             while True:
-                loader = _Loader(self.nodes, self.layout, matches, snapshot, self.store.mapped, arena)
-                if not matches or (bad := loader.run(self.readers)) is None:
+                loader = _Loader(self.nodes, self.layout, restorable, self._queued, snapshot, self.store.mapped, arena)
+                if not restorable or (bad := loader.run(self.readers)) is None:
                     break
                 self._quarantine(*bad)
-                found.drop(bad[0])
-                matches = self._worth_restoring(matcher, found)
+                matcher.drop(bad[0])
+                restorable = self._worth_restoring(matcher)
         loaded = time.perf_counter()
-        num_tokens = matches[-1].node.end if matches else 0
-        deepest = found.deepest
+        num_tokens = restorable[-1].end if restorable else 0
+        deepest = matcher.deepest
         return Restored(
             num_tokens=num_tokens,
             num_bytes=loader.num_bytes,
             logits=loader.logits,
-            blocks=tuple(match.node for match in found.blocks),
-            tip=matches[-1].node.name if matches else None,
+            blocks=matcher.blocks,
+            tip=restorable[-1].name if restorable else None,
             matched=deepest.end if deepest else 0,
-            refused=self._why_refused(found, num_tokens),
-            exact=not any(match.node.generated for match in matches),
-            source=_source(matches),
+            refused=self._why_refused(deepest, num_tokens),
+            exact=not any(node.generated for node in restorable),
+            source=self._source(restorable),
             lookup_ms=(matched - started) * 1e3,
             restore_ms=(loaded - matched) * 1e3,
         )
 
     def _pin(self, node: Node | None) -> None:
         """Before anything is loaded: the request will continue what it restores."""
-        if node is not None and node.name not in self.pinned:
+        if node is not None:
             self.store.evictor.pin(node.name)
-            self.pinned.append(node.name)
+            self.pins.callback(self.store.evictor.unpin, node.name)
 
-    def _worth_restoring(self, matcher: Matcher[_Match], found: Found[_Match]) -> list[_Match]:
+    def _worth_restoring(self, matcher: Matcher) -> list[Node]:
         """The nodes to restore, the last of them pinned; none where computing is faster."""
-        matches = matcher.restorable(found)
-        self._is_slower = bool(matches) and not self.allows(matches[-1].node.end)
+        nodes = matcher.restorable()
+        self._is_slower = bool(nodes) and not self.allows(nodes[-1].end)
         if self._is_slower:
             return []
-        self._pin(matches[-1].node if matches else None)
-        return matches
+        self._pin(nodes[-1] if nodes else None)
+        return nodes
 
-    def _why_refused(self, found: Found[_Match], num_tokens: int) -> Refused | None:
+    def _why_refused(self, deepest: Node | None, num_tokens: int) -> Refused | None:
         """Why what is stored could not all be restored; None if it could."""
-        if found.damaged:
+        if self._is_damaged:
             return "damaged"
         if self._is_slower:
             return "faster_to_compute"
-        deepest = found.deepest
         if deepest is None or deepest.end == num_tokens:
             return None
         if self.layout.is_one_pass:
@@ -167,26 +139,29 @@ class Restoration:
         at_end = deepest.end == len(self.nodes.token_ids)
         return "no_logits" if at_end and deepest.end - num_tokens <= self.nodes.block_size else "no_checkpoint"
 
-    def _find_sound(
-        self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, found: Found[_Match], node: Node
-    ) -> _Match | None:
-        """The node if it is stored, or queued to be; one whose record is damaged is removed.
+    def _source(self, nodes: list[Node]) -> Source:
+        if not nodes:
+            return "none"
+        return "memory" if all(node.name in self._queued for node in nodes) else "disk"
+
+    def _is_stored(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, node: Node) -> bool:
+        """Whether the node is stored, or queued to be; one whose record is damaged is removed.
 
         A name is not a proof: the tokens, the parent and the place are compared too.
         """
         token_ids = self.nodes.token_bytes(node)
         queued = pending.get(node.name)
-        if queued is not None and _is_queued(queued, node, token_ids):
-            return _Match(node, queued)
+        if queued is not None and _is_same(queued, node, token_ids):
+            self._queued[node.name] = queued
+            return True
         try:
-            stored = snapshot.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated)
+            return snapshot.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated)
         except StoreCorrupt as error:
-            found.damaged = True
             self._quarantine(node, error)
-            return None
-        return _Match(node) if stored else None
+            return False
 
     def _quarantine(self, node: Node, error: StoreCorrupt) -> None:
+        self._is_damaged = True
         what = "checkpoint" if node.kind == Kind.CHECKPOINT else "block"
         log.warning("[disk-cache] %s %s is damaged and will be removed: %s", what, node.name.hex(), error)
         self.writer.quarantine(node.name, node.parent)
@@ -198,7 +173,8 @@ class _Loader:
 
     nodes: PromptNodes
     layout: Layout
-    matches: list[_Match]
+    path: list[Node]
+    queued: Mapping[bytes, NewNode]
     snapshot: Snapshot
     mapped: set[bytes]
     arena: KVArena
@@ -206,7 +182,7 @@ class _Loader:
     num_bytes: int = 0
 
     def __post_init__(self) -> None:
-        end = self.matches[-1].node.end if self.matches else 0
+        end = self.path[-1].end if self.path else 0
         self._first_needed = [group.first_needed(end) for group in self.layout.groups]
         self._loads = self._in_order()
         self._taking = threading.Lock()
@@ -221,24 +197,24 @@ class _Loader:
             thread.result()
         if not self._bad:
             return None
-        match, error = min(self._bad.items(), key=itemgetter(0))
-        return self.matches[match].node, error
+        index, error = min(self._bad.items(), key=itemgetter(0))
+        return self.path[index], error
 
-    def _in_order(self) -> Iterator[_Load]:
-        """All pieces of the matches. One thread at a time: a snapshot serves no two at once."""
-        for match, (node, queued) in enumerate(self.matches):
+    def _in_order(self) -> Iterator[tuple[int, Cut, Callable[[Bytes], None]]]:
+        """For each piece, the index of its node, what it holds, and what writes it into memory. One thread at a time: a
+        snapshot serves no two at once."""
+        for index, node in enumerate(self.path):
             cuts = self.nodes.cuts(node)
             needed = [number for number, cut in enumerate(cuts) if self._is_needed(node, cut)]
-            if queued is not None:
+            if (queued := self.queued.get(node.name)) is not None:
                 starts = list(accumulate((cut.piece.num_bytes for cut in cuts), initial=0))
                 for number in needed:
-                    raw = queued.payload[starts[number] : starts[number + 1]]
-                    yield _Load(match, number, cuts[number], raw, is_queued=True, is_cold=False)
+                    yield index, cuts[number], partial(_copy, queued.payload[starts[number] : starts[number + 1]])
                 continue
             is_cold = bool(needed) and not self._is_mapped(node, needed)
             for number in needed:
-                stored = self.snapshot.piece(node.name, number)
-                yield _Load(match, number, cuts[number], stored, is_queued=False, is_cold=is_cold)
+                stored, seed = self.snapshot.piece(node.name, number), piece_seed(node.name, number)
+                yield index, cuts[number], partial(_decode, stored, is_cold, cuts[number].piece, seed)
 
     def _is_needed(self, node: Node, cut: Cut) -> bool:
         """Whether the run will look at it: of a layer with a window, only the blocks under the window."""
@@ -266,25 +242,14 @@ class _Loader:
                 load = next(self._loads, None)
                 if load is None:
                     return
-                self.num_bytes += load.cut.piece.num_bytes
+                index, cut, write = load
+                self.num_bytes += cut.piece.num_bytes
             try:
-                self._load(load)
+                self._load(self.path[index], cut, write)
             except StoreCorrupt as error:
-                self._bad.setdefault(load.match, error)
+                self._bad.setdefault(index, error)
 
-    def _load(self, load: _Load) -> None:
-        node, cut, stored = self.matches[load.match].node, load.cut, load.stored
-        if stored is None:
-            raise StoreCorrupt("a piece of its payload is missing")
-
-        def write(out: Bytes) -> None:
-            if load.is_queued:
-                out[...] = np.frombuffer(stored, dtype=np.uint8).reshape(out.shape)
-            else:
-                if load.is_cold:
-                    populate(stored)
-                decode_piece(stored, cut.piece, piece_seed(node.name, load.number), out)
-
+    def _load(self, node: Node, cut: Cut, write: Callable[[Bytes], None]) -> None:
         if cut.group == self.nodes.layout.logits_group:
             logits = np.empty((1, cut.piece.row_bytes), dtype=np.uint8)
             write(logits)
@@ -294,12 +259,19 @@ class _Loader:
             self.arena.fill(node.position, node.num_tokens, cut.group, rows, write)
 
 
-def _is_queued(queued: NewNode, node: Node, token_ids: bytes) -> bool:
+def _copy(raw: memoryview, out: Bytes) -> None:
+    out[...] = np.frombuffer(raw, dtype=np.uint8).reshape(out.shape)
+
+
+def _decode(stored: memoryview | None, is_cold: bool, piece: Piece, seed: int, out: Bytes) -> None:
+    """Raises `StoreCorrupt` if the piece is missing or damaged."""
+    if stored is None:
+        raise StoreCorrupt("a piece of its payload is missing")
+    if is_cold:
+        populate(stored)
+    decode_piece(stored, piece, seed, out)
+
+
+def _is_same(queued: NewNode, node: Node, token_ids: bytes) -> bool:
     there = queued.parent, queued.position, queued.kind, queued.generated
     return there == (node.parent, node.position, node.kind, node.generated) and queued.token_ids.tobytes() == token_ids
-
-
-def _source(matches: list[_Match]) -> Source:
-    if not matches:
-        return "none"
-    return "disk" if any(match.queued is None for match in matches) else "memory"

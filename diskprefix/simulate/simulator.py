@@ -14,8 +14,8 @@ from diskprefix.policy.admission import AdmissionFilter, Sighting
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
 from diskprefix.policy.select import Selection, select
-from diskprefix.prefix_cache.matching import Found, Matcher
-from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prefix_cache.matching import Matcher
+from diskprefix.prefix_cache.nodes import PromptNodes
 from diskprefix.prefix_cache.planning import Planner, Progress, marked_nodes, ttl_at
 from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.store import NewEntry, Rank, SimulatedStore
@@ -90,10 +90,6 @@ class Totals:
         return self.written_bytes / self.distinct_bytes if self.distinct_bytes else 1.0
 
 
-class _Stored(NamedTuple):
-    node: Node
-
-
 class Outcome(NamedTuple):
     """What happened to one request."""
 
@@ -137,7 +133,7 @@ class Simulator:
             cold_max=policy.cold_max,
             interval=policy.interval,
             state=self._geometry.state_kind,
-            restored=progress.restored,
+            restored=progress.num_tokens,
             sighting=admission.look(prompt.token_ids, names, policy.block_size) if is_auto else Sighting(),
         )
         if not request.save and scope.kind != "off":
@@ -148,8 +144,8 @@ class Simulator:
             if request.save and len(prompt.token_ids) >= policy.min_tokens:
                 history.add(prompt.token_ids, request.group)
                 admission.add(prompt.token_ids, names, policy.block_size)
-        self._count(len(prompt.token_ids), progress.restored, selection, written)
-        return Outcome(progress.restored, selection, written)
+        self._count(len(prompt.token_ids), progress.num_tokens, selection, written)
+        return Outcome(progress.num_tokens, selection, written)
 
     def _memory(self, request: TraceRequest) -> tuple[History, AdmissionFilter]:
         if request.tenant not in self.memories:
@@ -159,25 +155,19 @@ class Simulator:
         return self.memories[request.tenant]
 
     def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Progress:
-        found: Found[_Stored] = Found()
-        matcher = Matcher(
-            nodes, lambda node: _Stored(node) if node.name in self.store else None, self._geometry.state_kind
-        )
-        matcher.match(found)
-        matches = matcher.restorable(found)
-        blocks = [match.node for match in found.blocks]
-        if not matches:
-            return Progress(blocks=blocks)
-        tip = matches[-1].node
+        matcher = Matcher(nodes, lambda node: node.name in self.store, self._geometry.state_kind)
+        matcher.match()
+        restorable = matcher.restorable()
+        if not restorable:
+            return Progress(blocks=matcher.blocks)
+        tip = restorable[-1]
         self.store.touch(tip.name, request.when, 1, ttl_at(tip.end, request.prompt.marks, request.ttl_s))
-        return Progress(
-            blocks=blocks, tip=tip.name, restored=tip.end, has_tail=found.tail is not None, restorable=tip.end
-        )
+        return Progress(blocks=matcher.blocks, tip=tip.name, num_tokens=tip.end)
 
     def _publish(self, request: TraceRequest, nodes: PromptNodes, progress: Progress, selection: Selection) -> int:
         planner = Planner(nodes, progress, self._geometry.state_kind, len(nodes.token_ids))
         # What was restored is not computed, so no checkpoint can be taken there.
-        plan = planner.plan(selection, {at for at in selection.checkpoints if at > progress.restored})
+        plan = planner.plan(selection, {at for at in selection.checkpoints if at > progress.num_tokens})
         marks, ttl_s, per_token = request.prompt.marks, request.ttl_s, self._policy.seconds_per_token
         entries = [
             NewEntry(

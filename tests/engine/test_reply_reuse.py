@@ -104,7 +104,7 @@ def test_the_next_turn_goes_on_inside_the_reply_and_says_that_it_is_not_exact(en
     first = run(engine, token_ids)
     assert len(tokens_of(first)) == 40
     second = report_of(run(engine, next_turn(token_ids, tokens_of(first))))
-    assert (second.restored, second.exact, second.retained) == (5 * BLOCK, False, {"full": (0, 5 * BLOCK)})
+    assert (second.restored, second.exact) == (5 * BLOCK, False)
 
 
 def test_nothing_is_kept_of_a_reply_unless_it_is_asked_for(engine: Engine) -> None:

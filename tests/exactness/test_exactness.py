@@ -18,7 +18,8 @@ from diskprefix.errors import ModelError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group
 from diskprefix.model.rehearsal import rehearse
-from diskprefix.prefix_cache.matching import Found, Matcher
+from diskprefix.prefix_cache.matching import Matcher
+from diskprefix.prefix_cache.nodes import Node
 from diskprefix.store.schema import Kind as NodeKind
 from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot
@@ -191,8 +192,8 @@ def no_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt whose blocks are all stored is restored whole, though its next-token logits are not stored."""
     restorable = Matcher.restorable
 
-    def all_of_it(self: Matcher[Any], found: Found[Any]) -> list[Any]:
-        return found.blocks if found.tail is None else restorable(self, found)
+    def all_of_it(self: Matcher) -> list[Node]:
+        return self.blocks if self.tail is None else restorable(self)
 
     monkeypatch.setattr(Matcher, "restorable", all_of_it)
 

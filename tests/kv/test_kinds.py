@@ -173,12 +173,11 @@ def test_a_restore_loads_only_the_blocks_under_a_window(tmp_path: Path) -> None:
     prompt = random_prompt(1, 20 * BLOCK + 3)
     runner.run(prompt, "full")
     runner.reopen()
-    warm = runner.run(prompt[: 16 * BLOCK + 1].copy(), "full")
+    runner.run(prompt[: 16 * BLOCK + 1].copy(), "full")
     (window,) = {group.window for group in runner.layout.groups if group.window}
     full = sum(group.bytes_per_token for group in runner.layout.groups if group.window is None)
     sliding = runner.layout.bytes_per_token - full
     blocks_under = -(-(window - 1) // BLOCK)
-    assert warm.report.retained == {"full": (0, 16 * BLOCK), f"window_{window}": (16 * BLOCK - window + 1, 16 * BLOCK)}
     assert runner.cache.stats()["restored_bytes"] == BLOCK * (16 * full + blocks_under * sliding)
     runner.close()
 

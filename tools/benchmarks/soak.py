@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -224,7 +225,7 @@ class Soak:
         self._payloads = Payloads()
         self.writer = Writer(self.store, buffer_bytes=self.store.budget_bytes // BUFFERS_IN_BUDGET)
         self._models = [self._model("soak-bf16", SMOLLM2), self._model("soak-fp32", OTHER)]
-        self._pins: deque[bytes] = deque()
+        self._pins: deque[ExitStack] = deque()
         self._next_expiry = self.clock.now + EXPIRY_EVERY_S
         self._started = time.monotonic()
 
@@ -265,9 +266,9 @@ class Soak:
     def _request(self, model: Model) -> None:
         """What a daemon does with a prompt: restore, compute the rest, publish."""
         prompt = model.conversations.next_prompt()
-        restored, pinned = model.restorer.restore_pinned(prompt)
-        for name in pinned:
-            self._keep_pinned(name)
+        pins = ExitStack()
+        restored = model.restorer.restore_pinned(prompt, pins)
+        self._keep_pinned(pins)
         if restored.tip is not None:
             self.writer.touch(restored.tip, self.clock.now)
         self._note(model, prompt, restored)
@@ -299,11 +300,11 @@ class Soak:
             for node in path
         )
 
-    def _keep_pinned(self, name: bytes) -> None:
+    def _keep_pinned(self, pins: ExitStack) -> None:
         """Keeps a restored prefix pinned for some more requests, as a long request does."""
-        self._pins.append(name)
+        self._pins.append(pins)
         if len(self._pins) > PINS:
-            self.store.evictor.unpin(self._pins.popleft())
+            self._pins.popleft().close()
 
 
 def measure(folder: Path, *, budget_bytes: int, churn: float, codec: str, min_seconds: float) -> dict[str, Any]:
