@@ -9,16 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diskprefix.errors import ModelError
-from diskprefix.policy.scope import Scope, parse_scope
+from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from diskprefix.engine.engine import Engine
-    from diskprefix.prefix_cache.recording import Recorder
     from diskprefix.progress import Report
-    from diskprefix.store.store import Store
 
 
 def serve(settings: Settings) -> None:
@@ -45,21 +43,29 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     the store is free again.
     """
     started = time.perf_counter()
+    import torch
+
     from diskprefix.engine.engine import Engine
     from diskprefix.kv.layout import LAYOUT_VERSION
     from diskprefix.model.fingerprint import Fingerprint
     from diskprefix.model.loader import load_model
+    from diskprefix.model.memory import available_bytes
     from diskprefix.model.rehearsal import rehearse
     from diskprefix.prefix_cache.cache import PrefixCache
+    from diskprefix.prefix_cache.recording import Recorder
+    from diskprefix.prefix_cache.resources import open_store
 
     imported = time.perf_counter()
-    scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
+    # A wrong scope is reported before anything else.
+    parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
+    recorder: Recorder | None = None
     with ExitStack() as opened, _out_of_memory_explained():
         # The store comes first: an unusable folder is reported before the model takes seconds to load.
-        store = _open_store(settings)
+        store = open_store(settings)
         opened.callback(store.close)
-        recorder = _open_recorder(settings, store, scope)
-        if recorder is not None:
+        store.use_codec(settings.kv_cache_codec, available_bytes(torch.device("cpu")))
+        if settings.record is not None:
+            recorder = Recorder(settings.record, settings, lambda: store.secret)
             opened.callback(recorder.close)
         loaded = load_model(settings, progress)
         loaded_at = time.perf_counter()
@@ -77,7 +83,6 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             layout,
             partial(fingerprint.identity, settings.block_size, LAYOUT_VERSION, layout.describe()),
             loaded.name,
-            scope,
             recorder.know if recorder else None,
             device=fingerprint.device,
         )
@@ -94,41 +99,6 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     timings["imports"] += imported - started
     engine.startup_timings = timings | {"warm_up": time.perf_counter() - loaded_at}
     return engine
-
-
-def _open_store(settings: Settings) -> Store:
-    import torch
-
-    from diskprefix.model.memory import available_bytes
-    from diskprefix.store.store import Store
-
-    store = Store(
-        settings.kv_cache_dir,
-        budget_bytes=settings.kv_cache_budget,
-        on_corruption=settings.kv_cache_on_corruption,
-        min_free_bytes=settings.kv_cache_min_free,
-        serving=True,
-    )
-    try:
-        store.use_codec(settings.kv_cache_codec, available_bytes(torch.device("cpu")))
-    except BaseException:
-        store.close()
-        raise
-    return store
-
-
-def _open_recorder(settings: Settings, store: Store, scope: Scope) -> Recorder | None:
-    from diskprefix.prefix_cache.recording import Recorder
-
-    if settings.record is None:
-        return None
-    return Recorder(
-        settings.record,
-        secret_of=lambda: store.secret,
-        block_size=settings.block_size,
-        min_tokens=settings.kv_cache_min_tokens,
-        default_scope=scope,
-    )
 
 
 @contextmanager

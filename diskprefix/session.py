@@ -39,10 +39,10 @@ from diskprefix.model.rehearsal import rehearse, unsupported
 from diskprefix.model.weights import memory_digest, stamp
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cache import PrefixCache
+from diskprefix.prefix_cache.resources import open_store
 from diskprefix.printable import printable_only
 from diskprefix.prompt import Prompt, raw_boundaries
 from diskprefix.settings import Settings, parse_size
-from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, floor_to_grid
 
 log = logging.getLogger("diskprefix")
@@ -207,7 +207,7 @@ class PrefixCacheSession:
         return self._cache.stats()
 
     def _open(self) -> None:
-        store = _open_store(self.settings)
+        store = open_store(self.settings)
         try:
             store.use_codec(self.settings.kv_cache_codec, available_bytes(torch.device("cpu")))
             layout, digest = _identified(self.model)
@@ -215,8 +215,8 @@ class PrefixCacheSession:
             identity = partial(fingerprint.identity, self.settings.block_size, LAYOUT_VERSION, layout.describe())
             self._arena = None if layout.unsupported else self._new_arena(layout)
             self._seen = self._look()
-            name, scope = _model_name(self.model), self._options.scope
-            self._cache = PrefixCache(self.settings, store, layout, identity, name, scope, device=fingerprint.device)
+            name = _model_name(self.model)
+            self._cache = PrefixCache(self.settings, store, layout, identity, name, device=fingerprint.device)
         except BaseException:
             store.close()
             raise
@@ -361,24 +361,6 @@ def _is_off(name: str, value: Any) -> bool:
     if name in ("use_cache", "return_dict"):
         return value is not False
     return value is None or value is False or (isinstance(value, Sequence | Mapping) and not value)
-
-
-def _open_store(settings: Settings) -> Store:
-    try:
-        return Store(
-            settings.kv_cache_dir,
-            budget_bytes=settings.kv_cache_budget,
-            on_corruption=settings.kv_cache_on_corruption,
-            min_free_bytes=settings.kv_cache_min_free,
-            serving=True,
-        )
-    except StoreUnavailable as error:
-        if "already open in this process" in str(error):
-            raise StoreUnavailable(
-                f"{settings.kv_cache_dir} is in use by another session of this process; close() that one first, or "
-                "choose another cache_dir"
-            ) from error
-        raise
 
 
 def _identified(model: PreTrainedModel) -> tuple[Layout, str]:

@@ -25,14 +25,6 @@ def _id(kind: str, secret: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_DIGITS]
 
 
-def _salt_id(salt: str) -> str:
-    return _id("salt", salt)
-
-
-def _key_id(api_key: str) -> str:
-    return _id("api key", api_key)
-
-
 @dataclass(frozen=True)
 class Tenant:
     """The ids of a tenant: that of the API key, then that of the salt. Its text joins them with `/`."""
@@ -42,7 +34,7 @@ class Tenant:
     @classmethod
     def of_key(cls, api_key: str) -> Tenant:
         """Returns the tenant of an API key."""
-        return cls((_key_id(api_key),))
+        return cls((_id("api key", api_key),))
 
     @classmethod
     def parse(cls, text: str) -> Tenant:
@@ -54,7 +46,7 @@ class Tenant:
 
     def with_salt(self, salt: str) -> Tenant:
         """Returns the tenant of a user of this tenant. For `SHARED`, that is the tenant of the salt alone."""
-        return Tenant((*self.ids, _salt_id(salt)))
+        return Tenant((*self.ids, _id("salt", salt)))
 
     def __str__(self) -> str:
         return "/".join(self.ids)
@@ -76,7 +68,7 @@ def matches(tenant: str, wanted: str) -> bool:
     its first 8 hex digits. No text names `SHARED`.
     """
     ids = tenant.split("/")
-    if _salt_id(wanted) in ids or _key_id(wanted) in ids:
+    if _id("salt", wanted) in ids or _id("api key", wanted) in ids:
         return True
     prefixes = wanted.strip().lower().split("/")
     if not all(map(_PREFIX.fullmatch, prefixes)):

@@ -19,9 +19,9 @@ from diskprefix.model.rehearsal import rehearse
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cache import PrefixCache
 from diskprefix.prefix_cache.request import CachedRequest
+from diskprefix.prefix_cache.resources import open_store
 from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
-from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, as_token_ids
 
 VOCAB = 400
@@ -98,22 +98,14 @@ class Runner:
 
     def open(self) -> None:
         """New memory too: nothing may be left over from before."""
-        store = Store(
-            self.settings.kv_cache_dir,
-            budget_bytes=self.settings.kv_cache_budget,
-            on_corruption=self.settings.kv_cache_on_corruption,
-            min_free_bytes=self.settings.kv_cache_min_free,
-            serving=True,
-        )
+        store = open_store(self.settings)
         store.use_codec(self.settings.kv_cache_codec, 0)
-        scope = parse_scope("full", param="scope")
         self.cache = PrefixCache(
             self.settings,
             store,
             self.layout,
             self.identity,
             "tiny",
-            scope,
             on_history=self.on_history,
             device=self.device,
         )

@@ -129,7 +129,7 @@ class Engine:
             run.request.prompt,
             run.request.cache,
             report,
-            root=cached.root,
+            root=cached.namespace.root,
             when=time.time() - (time.perf_counter() - run.arrived_at),
             output_tokens=run.num_generated,
             prefill_ms=run.prefill_s * 1e3,

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -273,9 +274,9 @@ def _compared_with_one_pass(
     dropped = _arena(model, layout)
     second_alone = dropped.forward(model, token_ids[:, _STEP:])
     if layout.states:
-        whole, at = _arena(model, layout), _first_recurrent(layout)
+        whole = _arena(model, layout)
         whole.forward(model, token_ids)
-        ends = [_state_at(layout, found, at) for found in (states, whole.read_states(), dropped.read_states())]
+        ends = [_first_recurrent(layout, found) for found in (states, whole.read_states(), dropped.read_states())]
         if _error(*ends) > _MOST_STATE_ERROR:
             return replace(layout, is_one_pass=True)
     one_pass = model(input_ids=token_ids, use_cache=False).logits[0]
@@ -294,20 +295,15 @@ def _error(found: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> flo
     return float((found.float() - right.float()).abs().max() / scale) if scale else 0.0
 
 
-def _first_recurrent(layout: Layout) -> StateSpec:
+def _first_recurrent(layout: Layout, states: memoryview) -> torch.Tensor:
     """Returns the recurrent state of the first layer that has one, or else the first state of a convolution."""
     specs = [spec for group in layout.states for spec in group.specs]
-    return min(specs, key=lambda spec: (spec.part != "recurrent", spec.layer, spec.index))
-
-
-def _state_at(layout: Layout, states: memoryview, wanted: StateSpec) -> torch.Tensor:
-    start = 0
-    for group in layout.states:
-        for spec in group.specs:
-            if spec == wanted:
-                return torch.frombuffer(bytearray(states[start : start + spec.num_bytes]), dtype=spec.dtype)
-            start += spec.num_bytes
-    raise AssertionError("the layout has no such state")
+    starts = accumulate((spec.num_bytes for spec in specs), initial=0)
+    *_, start, spec = min(
+        (spec.part != "recurrent", spec.layer, spec.index, start, spec)
+        for spec, start in zip(specs, starts, strict=False)
+    )
+    return torch.frombuffer(bytearray(states[start : start + spec.num_bytes]), dtype=spec.dtype)
 
 
 def _arena(model: PreTrainedModel, layout: Layout) -> KVArena:

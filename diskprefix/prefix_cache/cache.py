@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -12,7 +13,7 @@ from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.policy.scope import Scope
+from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.prefix_cache.namespaces import TenantNamespaces
 from diskprefix.prefix_cache.request import CachedRequest
@@ -21,7 +22,7 @@ from diskprefix.prefix_cache.restore import READER_THREADS
 from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import Kind, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tenant import SHARED, Tenant
 from diskprefix.tokens import TokenIds
@@ -34,8 +35,7 @@ class PrefixCache(CacheResources):
 
     `identity` gives the canonical text that identifies the model's numbers for a tenant (`model.fingerprint`): its
     hash is the root of all that the tenant stores. `device` names what computes them, as precisely as its speed is to
-    be told from others'. `on_history` is told of a root's recent prompts, oldest first, when they are read from the
-    store.
+    be told from others'. `on_history`: see `TenantNamespaces`.
     """
 
     def __init__(
@@ -45,22 +45,14 @@ class PrefixCache(CacheResources):
         layout: Layout,
         identity: Callable[[str], str],
         model_name: str,
-        default_scope: Scope,
         on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         *,
         device: str,
     ) -> None:
         super().__init__(settings, store, layout)
-        self.default_scope = default_scope
-        self.namespaces = TenantNamespaces(
-            store,
-            identity,
-            model_name=model_name,
-            block_size=settings.block_size,
-            layout=self.payload_layout,
-            layout_text=layout.describe(),
-            on_history=on_history,
-        )
+        self._identity = identity
+        self._model_name = model_name
+        self.namespaces = TenantNamespaces(store, self.payload_layout, self._root_record, on_history)
         self.load(SHARED).result()
         self.root = self.namespaces.get(SHARED).root
         """What is stored under for callers with neither key nor salt."""
@@ -101,7 +93,8 @@ class PrefixCache(CacheResources):
         nor kept.
         """
         self.settle()
-        return CachedRequest(self, self.namespaces.get(options.tenant), prompt, options, goes_on=goes_on)
+        namespace = self.namespaces.get(options.tenant)
+        return CachedRequest(cache=self, namespace=namespace, prompt=prompt, options=options, goes_on=goes_on)
 
     @property
     def health(self) -> tuple[str, str | None]:
@@ -121,16 +114,13 @@ class PrefixCache(CacheResources):
             counts = dict.fromkeys(("entries", "blocks", "prompts", "used_bytes", "file_bytes"), 0)
             state, error = "degraded", str(failure)
         return {
-            "scope": str(self.default_scope),
+            "scope": str(parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")),
             "dir": str(self.store.path),
             "store_id": self.store.store_id.hex(),
             "state": state,
             "error": error,
-            "entries": counts["entries"],
-            "blocks": counts["blocks"],
-            "history": counts["prompts"],
-            "used_bytes": counts["used_bytes"],
-            "file_bytes": counts["file_bytes"],
+            "history": counts.pop("prompts"),
+            **counts,
             "budget_bytes": self.store.budget_bytes,
             "codec": self.store.codec.name.lower(),
             "codec_reason": self.store.codec_reason,
@@ -161,3 +151,13 @@ class PrefixCache(CacheResources):
         if not self.writer.is_alive:
             self.store.close()
         return flushed
+
+    def _root_record(self, tenant: Tenant) -> RootRecord:
+        return RootRecord(
+            model=self._model_name,
+            block_size=self.settings.block_size,
+            layout=self.layout.describe(),
+            created_at=time.time(),
+            identity=self._identity(str(tenant)),
+            tenant=str(tenant),
+        )

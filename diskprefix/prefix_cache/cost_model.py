@@ -102,8 +102,6 @@ class CostModel:
     def __init__(self, mode: str, loaded_bytes: Callable[[int], int], *, key: str = "") -> None:
         self.mode = mode
         self._loaded_bytes = loaded_bytes
-        self.skipped: Counter[Use] = Counter()
-        """Cases that were refused, by use."""
         self._below: Counter[Use] = Counter()
         """Cases below the break-even, those that were let through too."""
         self._key = key if mode == "auto" else ""
@@ -141,10 +139,7 @@ class CostModel:
         if fewest is not None and num_tokens >= fewest:
             return True
         self._below[use] += 1
-        if self._below[use] % _LET_THROUGH == 0:
-            return True
-        self.skipped[use] += 1
-        return False
+        return self._below[use] % _LET_THROUGH == 0
 
     def remember(self) -> None:
         """Keep what was measured for the next start. Without a folder to write to, it is forgotten."""
@@ -173,9 +168,12 @@ class CostModel:
             "break_even_tokens": self.break_even_tokens if self.is_known else None,
             "prefill_samples": len(self._prefills),
             "restore_samples": len(self._restores),
-            "skipped_restores": self.skipped["restore"],
-            "skipped_saves": self.skipped["save"],
+            "skipped_restores": self._skipped("restore"),
+            "skipped_saves": self._skipped("save"),
         }
+
+    def _skipped(self, use: Use) -> int:
+        return self._below[use] - self._below[use] // _LET_THROUGH
 
     def _note(self, samples: deque[Sample], size: int, seconds: float) -> None:
         if not _is_sample(size, seconds):

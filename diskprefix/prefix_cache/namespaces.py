@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,27 +52,20 @@ class TenantNamespaces:
     """The namespaces of the tenants that were used last. `load` is for any thread; `get` and what it returns are for
     the engine's thread.
 
-    `identity` returns the text whose hash is the tenant's root: see `model.fingerprint`. `on_history` gets a root and
-    the prompts, oldest first, that were read from the store for it.
+    `record_of` returns the record of a tenant's root. `on_history` gets a root and the prompts, oldest first, that were
+    read from the store for it.
     """
 
     def __init__(
         self,
         store: Store,
-        identity: Callable[[str], str],
-        *,
-        model_name: str,
-        block_size: int,
         layout: PayloadLayout,
-        layout_text: str,
+        record_of: Callable[[Tenant], RootRecord],
         on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
     ) -> None:
         self._store = store
-        self._identity = identity
-        self._model_name = model_name
-        self._block_size = block_size
         self._layout = layout
-        self._layout_text = layout_text
+        self._record_of = record_of
         self._on_history = on_history
         self._loaded: OrderedDict[Tenant, TenantNamespace] = OrderedDict()
         """The one that was used longest ago comes first."""
@@ -157,24 +149,19 @@ class TenantNamespaces:
                 self._loaded.clear()
 
     def _new(self, tenant: Tenant) -> TenantNamespace:
-        identity = self._identity(str(tenant))
-        record = RootRecord(
-            model=self._model_name,
-            block_size=self._block_size,
-            layout=self._layout_text,
-            created_at=time.time(),
-            identity=identity,
-            tenant=str(tenant),
-        )
+        record = self._record_of(tenant)
         history = History(max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
-        return TenantNamespace(root_hash(identity), record, history, AdmissionFilter(is_trusting=tenant == SHARED))
+        return TenantNamespace(
+            root_hash(record.identity), record, history, AdmissionFilter(is_trusting=tenant == SHARED)
+        )
 
     def _read_into(self, namespace: TenantNamespace) -> None:
         with self._store.snapshot() as snapshot:
             prompts = snapshot.recent_prompts(namespace.root, MAX_VALUE)
         if self._on_history is not None:
             self._on_history(namespace.root, (token_ids for _, token_ids in prompts))
+        block_size = namespace.record.block_size
         for group, token_ids in prompts:
             namespace.history.add(token_ids, group)
-            nodes = PromptNodes(self._store.secret, namespace.root, token_ids, self._block_size, self._layout)
-            namespace.admission.add(token_ids, nodes.block_names(), self._block_size)
+            nodes = PromptNodes(self._store.secret, namespace.root, token_ids, block_size, self._layout)
+            namespace.admission.add(token_ids, nodes.block_names(), block_size)

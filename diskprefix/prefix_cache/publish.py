@@ -18,7 +18,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.policy.scope import MAX_VALUE
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
-from diskprefix.prefix_cache.planning import Plan, Planner, ttl_at
+from diskprefix.prefix_cache.planning import Plan, Planner, Progress, ttl_at
 from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prompt import Prompt
 from diskprefix.store.changes import NewNode
@@ -29,18 +29,27 @@ from diskprefix.tokens import TokenIds
 log = logging.getLogger("diskprefix")
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Publisher:
-    """Publishes what one request stores. `store_id` is that of the store that the request began with."""
+    """Publishes what one request stores. `goes_on`: the prompt ends at a grid point and is only a beginning."""
 
     cache: CacheResources
     namespace: TenantNamespace
     prompt: Prompt
     options: CacheOptions
-    planner: Planner
-    store_id: bytes
+    goes_on: bool = False
     token_s: float = 0.0
     """How long computing a token took, in seconds."""
+
+    def __post_init__(self) -> None:
+        self._names = self.cache.store.names
+        """Those of the store that the request began with."""
+        num_tokens, state = len(self.prompt.token_ids), self.cache.layout.state_kind
+        self.planner = Planner(self.nodes_of(self.prompt.token_ids), Progress(), state, num_tokens)
+
+    def nodes_of(self, token_ids: TokenIds) -> PromptNodes:
+        block_size, layout = self.cache.settings.block_size, self.cache.payload_layout
+        return PromptNodes(self._names.secret, self.namespace.root, token_ids, block_size, layout)
 
     def fit(self, plan: Plan) -> Plan:
         """Returns what of the plan the write buffer has room for: its longest beginning."""
@@ -99,7 +108,7 @@ class Publisher:
             created_at=time.time(),
         )
         return Publication(
-            store_id=self.store_id,
+            store_id=self._names.store_id,
             root=self.namespace.root,
             root_record=self.namespace.record,
             nodes=nodes,

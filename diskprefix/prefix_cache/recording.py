@@ -30,9 +30,11 @@ import msgspec
 from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport, MissReason, Source
 from diskprefix.errors import SettingsError
-from diskprefix.policy.scope import Scope, parse_scope
+from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.radix_tree import RadixTree
+from diskprefix.printable import first_line
 from diskprefix.prompt import Prompt
+from diskprefix.settings import Settings
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds
 
@@ -134,16 +136,13 @@ class Recorder:
     `note` and `close` are for one.
     """
 
-    def __init__(
-        self, path: Path, *, secret_of: Callable[[], int], block_size: int, min_tokens: int, default_scope: Scope
-    ) -> None:
+    def __init__(self, path: Path, settings: Settings, secret_of: Callable[[], int]) -> None:
         """Opens the file, private to its owner where it is new. Raises `SettingsError` if it cannot be written, if it
         is no recording, or if another daemon writes it."""
         self._path = path
+        self._settings = settings
+        self._default_scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
         self._secret_of = secret_of
-        self._block_size = block_size
-        self._min_tokens = min_tokens
-        self._default_scope = default_scope
         self._own_key = secrets.token_bytes(_KEY_BYTES)
         self._partings = RadixTree()
         self._is_failing = False
@@ -178,16 +177,14 @@ class Recorder:
     ) -> None:
         """Append one request that has ended. `when` it arrived, in seconds since 1970. `remembered`: see
         `RecordedRequest`."""
-        record = RecordedRequest(
+        record_of = partial(
+            RecordedRequest,
             version=VERSION,
             when=round(when, 3),
-            root="",
             scope=str(options.scope),
-            block_size=self._block_size,
-            min_tokens=self._min_tokens,
+            block_size=self._settings.block_size,
+            min_tokens=self._settings.kv_cache_min_tokens,
             prompt_tokens=len(prompt.token_ids),
-            cuts=[],
-            hashes=[],
             is_shared=options.tenant == SHARED,
             own_scope=options.scope != self._default_scope,
             save=options.save,
@@ -206,7 +203,7 @@ class Recorder:
             restore_ms=round(report.restore_ms, 2),
         )
         try:
-            self._waiting.put_nowait(partial(self._append, prompt, root, options.group, record))
+            self._waiting.put_nowait(partial(self._append, record_of, prompt, root, options.group))
         except queue.Full:
             self._failed("requests come faster than they are written")
 
@@ -224,35 +221,32 @@ class Recorder:
         while (work := self._waiting.get()) is not None:
             try:
                 work()
-            except OSError as error:
-                self._failed(error.strerror or str(error))
-            except SettingsError as error:
-                self._failed(error.message)
             except Exception as error:
                 # A mistake in here must not end the thread: the requests themselves are served.
                 log.debug("[record] failed", exc_info=error)
-                self._failed(repr(error))
+                self._failed(getattr(error, "strerror", None) or first_line(error))
 
     def _failed(self, reason: str) -> None:
         if not self._is_failing:
             self._is_failing = True
             log.warning("[record] %s: a request was not recorded: %s (said once)", self._path, reason)
 
-    def _append(self, prompt: Prompt, root: bytes, group: bytes, record: RecordedRequest) -> None:
-        self._write(msgspec.json.encode(self._hashed(prompt, root, group, record)) + b"\n")
+    def _append(self, record_of: Callable[..., RecordedRequest], prompt: Prompt, root: bytes, group: bytes) -> None:
+        self._write(msgspec.json.encode(record_of(**self._hashed(prompt, root, group))) + b"\n")
         self._is_failing = False
 
-    def _hashed(self, prompt: Prompt, root: bytes, group: bytes, record: RecordedRequest) -> RecordedRequest:
-        """The record, with where the prompt is cut and all that is hashed."""
-        key = self._key()
-        record = msgspec.structs.replace(
-            record, root=_keyed(key, b"root", root), group=_keyed(key, b"group", group) if group else ""
-        )
+    def _hashed(self, prompt: Prompt, root: bytes, group: bytes) -> dict[str, Any]:
+        """The fields of the record that say where the prompt is cut, and all that is hashed."""
+        key, block_size = self._key(), self._settings.block_size
+        fields: dict[str, Any] = {
+            "root": _keyed(key, b"root", root),
+            "group": _keyed(key, b"group", group) if group else "",
+        }
         wanted = {
             *prompt.boundaries,
             *(mark.position for mark in prompt.marks),
             prompt.system_end,
-            *range(self._block_size, len(prompt.token_ids), self._block_size),
+            *range(block_size, len(prompt.token_ids), block_size),
             len(prompt.token_ids),
         }
         # With media, equal tokens are not equal prompts: what is hashed then is like nothing else.
@@ -265,9 +259,8 @@ class Recorder:
         for place in places:
             place.digest = digest_at[place.position]
         if left is not None and left.before is not None and left.digest:
-            parted_at, parted_from = left.before.position, left.digest.hex()
-            record = msgspec.structs.replace(record, parted_at=parted_at, parted_from=parted_from)
-        return msgspec.structs.replace(record, cuts=cuts, hashes=[digest.hex() for digest in hashes])
+            fields |= {"parted_at": left.before.position, "parted_from": left.digest.hex()}
+        return fields | {"cuts": cuts, "hashes": [digest.hex() for digest in hashes]}
 
     def _learn(self, root: bytes, prompts: Sequence[TokenIds]) -> None:
         for token_ids in prompts:

@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport, MissReason, Saved
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
@@ -19,44 +18,26 @@ from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.policy.admission import Sighting
 from diskprefix.policy.scope import DEFAULT_WINDOW
 from diskprefix.policy.select import Selection, select
-from diskprefix.prefix_cache.namespaces import TenantNamespace
-from diskprefix.prefix_cache.nodes import PromptNodes
-from diskprefix.prefix_cache.planning import Plan, Planner, marked_nodes, ttl_at
+from diskprefix.prefix_cache.planning import Plan, marked_nodes, ttl_at
 from diskprefix.prefix_cache.publish import Publisher
-from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restoration, Restored
-from diskprefix.prompt import Prompt
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
 
 
-class CachedRequest:
+class CachedRequest(Publisher):
     """One request's way through the cache. Call `close` when the request ends, however it ends."""
 
-    def __init__(
-        self,
-        cache: CacheResources,
-        namespace: TenantNamespace,
-        prompt: Prompt,
-        options: CacheOptions,
-        *,
-        goes_on: bool = False,
-    ) -> None:
-        self._cache = cache
-        self._namespace = namespace
-        self._prompt = prompt
-        self._options = options
-        self._goes_on = goes_on
-        self._names = cache.store.names
-        self._nodes = self._nodes_of(prompt.token_ids)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._bypass: Literal["media", "unsupported", "off"] | None = None
-        if prompt.media:
+        if self.prompt.media:
             self._bypass = "media"
-        elif cache.layout.unsupported or options.scope.kind == "off":
-            self._bypass = "unsupported" if cache.layout.unsupported else "off"
+        elif self.cache.layout.unsupported or self.options.scope.kind == "off":
+            self._bypass = "unsupported" if self.cache.layout.unsupported else "off"
         self.selection = Selection(
-            scope=options.scope, prompt_tokens=len(prompt.token_ids), reason=self._bypass or "off"
+            scope=self.options.scope, prompt_tokens=len(self.prompt.token_ids), reason=self._bypass or "off"
         )
         """What is kept; known once `restore` was called."""
         self.is_published = False
@@ -70,11 +51,6 @@ class CachedRequest:
         self._pins = ExitStack()
         """What is to be unpinned."""
 
-    @property
-    def root(self) -> bytes:
-        """What the prompt's state is stored under."""
-        return self._namespace.root
-
     def restore(self, arena: KVArena) -> Restored:
         """Copy the longest restorable prefix into the arena, which has room for the prompt; of a miss, nothing. Then
         select what to save."""
@@ -83,16 +59,7 @@ class CachedRequest:
             with self._guarded("nothing is restored"):
                 self.restored = self._try_restore(arena)
             arena.truncate(self.restored.num_tokens)
-        self._publisher = Publisher(
-            cache=self._cache,
-            namespace=self._namespace,
-            prompt=self._prompt,
-            options=self._options,
-            planner=Planner(
-                self._nodes, self.restored, self._cache.layout.state_kind, prompt_tokens=len(self._prompt.token_ids)
-            ),
-            store_id=self._names.store_id,
-        )
+        self.planner = replace(self.planner, progress=self.restored)
         self.selection = self._select()
         if self._bypass is None and self.restored.tip is None and self._miss_reason is None:
             self._miss_reason = self._explain_miss()
@@ -112,45 +79,45 @@ class CachedRequest:
         not restored took, in seconds. Until the next `begin` the arena may grow but must not be changed before the
         prompt's end.
         """
-        self.is_published = not self._prompt.media
+        self.is_published = not self.prompt.media
         if self._bypass is not None:
             return
-        assert arena.num_tokens == len(self._prompt.token_ids), "state length must equal key length"
+        assert arena.num_tokens == len(self.prompt.token_ids), "state length must equal key length"
         self._saved = "dropped"
-        if self._cache.store.problem is not None:
-            self._cache.counters["refused"] += 1
+        if self.cache.store.problem is not None:
+            self.cache.counters["refused"] += 1
             return
         if logits is not None and not logits.max().isfinite():
-            self._cache.counters["refused"] += 1
+            self.cache.counters["refused"] += 1
             log.warning("[disk-cache] the prompt is not saved: its next-token logits are not finite")
             return
         with self._guarded("the prompt is not saved"):
             self._saved = self._publish(arena, logits, prefill_s)
 
     def _publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> Saved:
-        computed = len(self._prompt.token_ids) - self.restored.num_tokens
-        self._publisher.token_s = prefill_s / computed if computed else 0.0
+        computed = len(self.prompt.token_ids) - self.restored.num_tokens
+        self.token_s = prefill_s / computed if computed else 0.0
         if computed:
-            self._cache.cost_model.note_prefill(computed, prefill_s)
-        wanted = self._publisher.planner.plan(self.selection, self._states)
-        plan = self._publisher.fit(wanted)
+            self.cache.cost_model.note_prefill(computed, prefill_s)
+        wanted = self.planner.plan(self.selection, self._states)
+        plan = self.fit(wanted)
         prompt = self._remembered()
         if plan.tip is not None or prompt is not None or plan.nodes:
-            self._publisher.submit(arena, logits, plan, self._states, self._pins, prompt=prompt)
-        if self._options.save:
-            for name, ttl_s in marked_nodes(self._nodes, self._prompt.marks, self._options.ttl_s):
-                self._cache.writer.touch(name, time.time(), ttl_s, hits=0)
+            self.submit(arena, logits, plan, self._states, self._pins, prompt=prompt)
+        if self.options.save:
+            for name, ttl_s in marked_nodes(self.planner.nodes, self.prompt.marks, self.options.ttl_s):
+                self.cache.writer.touch(name, time.time(), ttl_s, hits=0)
         if plan.nodes:
             return "queued"
         return "dropped" if wanted.nodes else "stored" if wanted.tip is not None else "none"
 
     def after_decode(self, arena: KVArena) -> None:
         """Remember the states if the reply has just completed a block, in case that its blocks are kept."""
-        at_end_of_block = arena.num_tokens % self._nodes.block_size == 0
-        if not self._keeps_reply or not at_end_of_block or self._cache.layout.is_sliceable:
+        at_end_of_block = arena.num_tokens % self.planner.nodes.block_size == 0
+        if not self._keeps_reply or not at_end_of_block or self.cache.layout.is_sliceable:
             return
         with self._guarded("no checkpoint of the reply is taken"):
-            end = len(self._prompt.token_ids)
+            end = len(self.prompt.token_ids)
             of_prompt = {position: states for position, states in self._states.items() if position <= end}
             self._states = of_prompt | {arena.num_tokens: arena.read_states()}
 
@@ -161,19 +128,19 @@ class CachedRequest:
         token by token, they are not what a prefill computes bit for bit. What they continue is stored with them, also
         where the scope keeps less of the prompt.
         """
-        if not self._keeps_reply or self._cache.store.problem is not None:
+        if not self._keeps_reply or self.cache.store.problem is not None:
             return
         assert arena.num_tokens == len(token_ids), "state length must equal key length"
-        nodes = self._nodes_of(token_ids)
-        is_too_short = nodes.num_blocks * nodes.block_size < self._cache.settings.kv_cache_min_tokens
-        if is_too_short or nodes.num_blocks == self._nodes.num_blocks:
+        nodes = self.nodes_of(token_ids)
+        is_too_short = nodes.num_blocks * nodes.block_size < self.cache.settings.kv_cache_min_tokens
+        if is_too_short or nodes.num_blocks == self.planner.nodes.num_blocks:
             return
-        self._publisher.planner.nodes = nodes
+        self.planner.nodes = nodes
         with self._guarded("the reply is not saved"):
-            missing, _ = self._publisher.planner.missing(nodes.num_blocks, self._states)
-            plan = self._publisher.fit(Plan(missing, missing[-1].name, missing[-1].end))
+            missing, _ = self.planner.missing(nodes.num_blocks, self._states)
+            plan = self.fit(Plan(missing, missing[-1].name, missing[-1].end))
             if plan.nodes:
-                self._publisher.submit(arena, None, plan, self._states, self._pins)
+                self.submit(arena, None, plan, self._states, self._pins)
                 self._saved = "queued"
 
     def close(self) -> CacheReport:
@@ -181,11 +148,11 @@ class CachedRequest:
         self._pins.close()
         restored = self.restored
         if restored.num_tokens:
-            self._cache.counters["hits"] += 1
-            self._cache.counters["restored_tokens"] += restored.num_tokens
-            self._cache.counters["restored_bytes"] += restored.num_bytes
+            self.cache.counters["hits"] += 1
+            self.cache.counters["restored_tokens"] += restored.num_tokens
+            self.cache.counters["restored_bytes"] += restored.num_bytes
         elif self._miss_reason is not None:
-            self._cache.misses[self._miss_reason] += 1
+            self.cache.misses[self._miss_reason] += 1
         report = CacheReport(
             selection=self.selection,
             restored=restored.num_tokens,
@@ -202,15 +169,9 @@ class CachedRequest:
 
     @property
     def _keeps_reply(self) -> bool:
-        options, layout = self._options, self._cache.layout
+        options, layout = self.options, self.cache.layout
         is_wanted = options.reuse_generated and options.save and self.selection.reason != "faster_to_compute"
         return is_wanted and self._bypass is None and not layout.is_one_pass
-
-    def _nodes_of(self, token_ids: TokenIds) -> PromptNodes:
-        cache = self._cache
-        return PromptNodes(
-            self._names.secret, self._namespace.root, token_ids, cache.settings.block_size, cache.payload_layout
-        )
 
     @contextmanager
     def _guarded(self, consequence: str) -> Iterator[None]:
@@ -220,60 +181,60 @@ class CachedRequest:
         except Exception as error:
             if not isinstance(error, CacheError) and not is_out_of_memory(error):
                 raise
-            self._cache.counters["errors"] += 1
+            self.cache.counters["errors"] += 1
             log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
 
     def _has_room_for_states(self) -> bool:
         """Whether one more copy of the states fits what may wait to be written."""
-        num_bytes = (len(self._states) + 1) * self._cache.layout.state_bytes
-        return self._cache.store.problem is None and num_bytes <= self._cache.writer.room_bytes
+        num_bytes = (len(self._states) + 1) * self.cache.layout.state_bytes
+        return self.cache.store.problem is None and num_bytes <= self.cache.writer.room_bytes
 
     def _select(self) -> Selection:
         if self._bypass is not None:
             return self.selection
-        settings, scope = self._cache.settings, self._options.scope
+        settings, scope = self.cache.settings, self.options.scope
         sighting, window = Sighting(), DEFAULT_WINDOW
         if scope.kind == "auto":
-            names, window = self._nodes.block_names(), scope.value
-            sighting = self._namespace.admission.look(self._prompt.token_ids, names, settings.block_size)
+            names, window = self.planner.nodes.block_names(), scope.value
+            sighting = self.namespace.admission.look(self.prompt.token_ids, names, settings.block_size)
         selection = select(
             scope,
-            self._prompt,
-            self._namespace.history.recent(window, self._options.group),
+            self.prompt,
+            self.namespace.history.recent(window, self.options.group),
             block_size=settings.block_size,
             min_tokens=settings.kv_cache_min_tokens,
             cold_max=settings.kv_cache_cold_max,
             interval=settings.kv_cache_interval,
-            state=self._cache.layout.state_kind,
+            state=self.cache.layout.state_kind,
             restored=self.restored.num_tokens,
             sighting=sighting,
         )
-        if self._goes_on:
+        if self.goes_on:
             selection = replace(selection, keep_tail=False)
-        if not self._options.save:
+        if not self.options.save:
             return selection.keeping_nothing("read_only")
-        if selection.kept and not self._cache.cost_model.allows(selection.kept, use="save"):
+        if selection.kept and not self.cache.cost_model.allows(selection.kept, use="save"):
             return selection.keeping_nothing("faster_to_compute")
         return selection
 
     def _try_restore(self, arena: KVArena) -> Restored:
-        cache = self._cache
+        cache = self.cache
         restoration = Restoration(
-            self._nodes,
+            self.planner.nodes,
             cache.layout,
             cache.store,
             cache.writer,
             cache.readers,
             self._pins,
             allows=cache.cost_model.allows,
-            reuse_generated=self._options.reuse_generated,
-            needs_logits=not self._goes_on,
+            reuse_generated=self.options.reuse_generated,
+            needs_logits=not self.goes_on,
         )
         self._miss_reason = "error"
         restored = restoration.run(arena)
         self._miss_reason = None
         if restored.tip is not None:
-            ttl_s = ttl_at(restored.num_tokens, self._prompt.marks, self._options.ttl_s)
+            ttl_s = ttl_at(restored.num_tokens, self.prompt.marks, self.options.ttl_s)
             cache.writer.touch(restored.tip, time.time(), ttl_s)
         if restored.source == "disk":
             cache.cost_model.note_restore(restored.num_bytes, restored.restore_ms / 1e3)
@@ -284,18 +245,18 @@ class CachedRequest:
         have been restored, had it been stored."""
         if self.restored.refused is not None:
             return self.restored.refused
-        if len(self._prompt.token_ids) < self._cache.settings.kv_cache_min_tokens:
+        if len(self.prompt.token_ids) < self.cache.settings.kv_cache_min_tokens:
             return "too_short"
-        if not self.selection.recent or self.selection.common >= self._nodes.block_size:
+        if not self.selection.recent or self.selection.common >= self.planner.nodes.block_size:
             return "not_stored"
         return "diverged"
 
     def _remembered(self) -> TokenIds | None:
         """The prompt, added to the history; None when it is too short to be worth a place in the window, or is only to
         be read for."""
-        token_ids = self._prompt.token_ids
-        if len(token_ids) < self._cache.settings.kv_cache_min_tokens or not self._options.save:
+        token_ids = self.prompt.token_ids
+        if len(token_ids) < self.cache.settings.kv_cache_min_tokens or not self.options.save:
             return None
-        self._namespace.history.add(token_ids, self._options.group)
-        self._namespace.admission.add(token_ids, self._nodes.block_names(), self._nodes.block_size)
+        self.namespace.history.add(token_ids, self.options.group)
+        self.namespace.admission.add(token_ids, self.planner.nodes.block_names(), self.planner.nodes.block_size)
         return token_ids

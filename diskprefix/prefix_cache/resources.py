@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.layout import Layout
 from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.prefix_cache.restore import READER_THREADS
@@ -18,6 +19,26 @@ from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 
 log = logging.getLogger("diskprefix")
+
+
+def open_store(settings: Settings) -> Store:
+    """Opens the store of a cache. Raises `CacheError` if the folder cannot be used, but not if it is full or
+    read-only."""
+    try:
+        return Store(
+            settings.kv_cache_dir,
+            budget_bytes=settings.kv_cache_budget,
+            on_corruption=settings.kv_cache_on_corruption,
+            min_free_bytes=settings.kv_cache_min_free,
+            serving=True,
+        )
+    except StoreUnavailable as error:
+        if "already open in this process" in str(error):
+            raise StoreUnavailable(
+                f"{settings.kv_cache_dir} is in use by another session of this process; close() that one first, or "
+                "choose another cache_dir"
+            ) from error
+        raise
 
 
 class CacheResources:

@@ -19,7 +19,7 @@ from diskprefix.cache_report import CacheReport
 from diskprefix.policy.scope import Scope
 from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache.recording import Recorder
-from diskprefix.settings import find_policy, parse_size
+from diskprefix.settings import Settings, find_policy, parse_size
 from diskprefix.simulate.baselines import whole_snapshots
 from diskprefix.simulate.formats import read_trace
 from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
@@ -126,13 +126,7 @@ def test_a_policy_file_is_a_row_of_its_own_settings(run: Run, tmp_path: Path) ->
 def test_traces_of_all_kinds_are_replayed_in_one_go(run: Run, tmp_path: Path, tokenizer: Path) -> None:
     body = {"messages": [{"role": "system", "content": WORDS * 40}, {"role": "user", "content": "Rivers?"}]}
     bodies = write_lines(tmp_path / "bodies.jsonl", body, body, {"prompt": WORDS * 40})
-    recorder = Recorder(
-        tmp_path / "recorded.jsonl",
-        secret_of=lambda: 1,
-        block_size=256,
-        min_tokens=512,
-        default_scope=Scope("full"),
-    )
+    recorder = Recorder(tmp_path / "recorded.jsonl", Settings(disk_prefix_cache="full"), lambda: 1)
     for request in interleaved(num_requests=5):
         options = CacheOptions(scope=Scope("full"))
         recorder.note(
@@ -214,9 +208,7 @@ def test_what_requests_asked_for_themselves_is_said_below_the_table(run: Run, tm
 
 
 def record(path: Path, *, block_size: int, state_bytes: int = 0, bytes_per_token: int = 1024) -> Path:
-    recorder = Recorder(
-        path, secret_of=lambda: 1, block_size=block_size, min_tokens=64, default_scope=Scope("auto", 30)
-    )
+    recorder = Recorder(path, Settings(block_size=block_size, kv_cache_min_tokens=64), lambda: 1)
     recorder.weigh(bytes_per_token=bytes_per_token, state_bytes=state_bytes, logits_bytes=800)
     for request in interleaved(num_requests=8):
         options = CacheOptions(scope=Scope("auto", 30))

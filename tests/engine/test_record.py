@@ -15,7 +15,7 @@ from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import GenerateRequest, SamplingParams
 from diskprefix.model import rehearsal as probe
-from diskprefix.policy.scope import Scope
+from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.simulate.formats import read_trace
@@ -43,7 +43,7 @@ def recorded(model: Path, folder: Path, *, scope: str = "off", cancelled: bool =
         id="test",
         prompt=Prompt(np.random.default_rng(0).integers(3, 250, 100).astype(np.int32)),
         sampling=SamplingParams(temperature=0, max_tokens=3),
-        cache=CacheOptions(scope=engine.cache.default_scope),
+        cache=CacheOptions(scope=parse_scope(scope, param="scope")),
     )
     for _ in range(2):
         try:

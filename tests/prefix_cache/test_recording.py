@@ -27,6 +27,7 @@ from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache import recording
 from diskprefix.prefix_cache.recording import RecordedRequest, Recorder, joined
 from diskprefix.prompt import Mark, Prompt
+from diskprefix.settings import Settings
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds, common_prefix_length
 
@@ -45,7 +46,8 @@ CAME_WITH_A_SALT = CacheOptions(scope=Scope("full"), tenant=SHARED.with_salt("me
 
 
 def open_recorder(path: Path, *, secret: int = 7, default_scope: Scope = FULL.scope) -> Recorder:
-    return Recorder(path, secret_of=lambda: secret, block_size=BLOCK, min_tokens=BLOCK, default_scope=default_scope)
+    settings = Settings(block_size=BLOCK, kv_cache_min_tokens=BLOCK, disk_prefix_cache=str(default_scope))
+    return Recorder(path, settings, lambda: secret)
 
 
 def note(

@@ -27,6 +27,7 @@ from diskprefix.prefix_cache import publish as publish_module
 from diskprefix.prefix_cache import request as request_module
 from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.prompt import Mark, Prompt, raw_boundaries
+from diskprefix.settings import Settings
 from diskprefix.simulate.formats import read_trace
 from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.simulator import Outcome, Policy, Simulator
@@ -226,13 +227,8 @@ class Daemon:
         self._histories.append((root, [token_ids.copy() for token_ids in prompts]))
 
     def _open_recorder(self) -> Recorder:
-        return Recorder(
-            self.recording,
-            secret_of=lambda: self.runner.cache.store.secret,
-            block_size=BLOCK,
-            min_tokens=MIN_TOKENS,
-            default_scope=AUTO,
-        )
+        settings = Settings(block_size=BLOCK, kv_cache_min_tokens=MIN_TOKENS, disk_prefix_cache=str(AUTO))
+        return Recorder(self.recording, settings, lambda: self.runner.cache.store.secret)
 
     @property
     def written_tokens(self) -> int:

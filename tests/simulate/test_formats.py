@@ -19,6 +19,7 @@ from diskprefix.policy.scope import Scope
 from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.prompt import Mark, Prompt
+from diskprefix.settings import Settings
 from diskprefix.simulate.formats import JsonObject, read_trace
 from diskprefix.simulate.trace import RecordedDaemon, TraceRequest
 from diskprefix.tenant import SHARED
@@ -211,8 +212,14 @@ def test_bodies_need_a_tokenizer(tmp_path: Path) -> None:
         read_trace(write(tmp_path / "t.jsonl", {"prompt": "a"}))
 
 
+def open_recorder(path: Path, block_size: int = BLOCK, min_tokens: int = BLOCK) -> Recorder:
+    scope = str(DEFAULT.scope)
+    settings = Settings(block_size=block_size, kv_cache_min_tokens=min_tokens, disk_prefix_cache=scope)
+    return Recorder(path, settings, lambda: 7)
+
+
 def record(path: Path, *prompts: Prompt, options: CacheOptions = DEFAULT, root: bytes = ROOT, **more: Any) -> Path:
-    recorder = Recorder(path, secret_of=lambda: 7, block_size=BLOCK, min_tokens=BLOCK, default_scope=DEFAULT.scope)
+    recorder = open_recorder(path)
     report = more.pop("report", CacheReport(selection=CHOSEN))
     details = {"when": 100.0, "output_tokens": 5, "prefill_ms": 1.0, "remembered": True} | more
     for prompt in prompts:
@@ -248,7 +255,7 @@ def test_a_recording_says_what_its_daemon_was_like(tmp_path: Path) -> None:
     prompt = Prompt(as_token_ids(range(100)))
     path = record(tmp_path / "r.jsonl", prompt, prefill_ms=500.0)
     assert read_trace(path).daemon == RecordedDaemon(block_size=BLOCK, min_tokens=BLOCK, tokens_per_s=200.0)
-    recorder = Recorder(path, secret_of=lambda: 7, block_size=32, min_tokens=64, default_scope=DEFAULT.scope)
+    recorder = open_recorder(path, block_size=32, min_tokens=64)
     recorder.weigh(bytes_per_token=640, state_bytes=1024, logits_bytes=800)
     for report, prefill_ms in (
         (CacheReport(selection=CHOSEN, restored=60), 300.0),
