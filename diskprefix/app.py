@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diskprefix.errors import ModelError
 from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 
@@ -49,7 +47,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     from diskprefix.kv.layout import LAYOUT_VERSION
     from diskprefix.model.fingerprint import Fingerprint
     from diskprefix.model.loader import load_model
-    from diskprefix.model.memory import available_bytes
+    from diskprefix.model.memory import available_bytes, explain_out_of_memory
     from diskprefix.model.rehearsal import rehearse
     from diskprefix.prefix_cache.cache import PrefixCache
     from diskprefix.prefix_cache.recording import Recorder
@@ -59,7 +57,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
     recorder: Recorder | None = None
-    with ExitStack() as opened, _out_of_memory_explained():
+    no_memory_left = "the model fits in memory, but nothing to compute with is left"
+    with ExitStack() as opened, explain_out_of_memory(no_memory_left):
         # The store comes first: an unusable folder is reported before the model takes seconds to load.
         store = open_store(settings)
         opened.callback(store.close)
@@ -95,23 +94,6 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         engine = Engine(loaded, cache, recorder=recorder, identity=identity)
         engine.warm_up()
         opened.pop_all()
-    timings = {"imports": 0.0} | loaded.timings
-    timings["imports"] += imported - started
-    engine.startup_timings = timings | {"warm_up": time.perf_counter() - loaded_at}
+    imports_s = loaded.timings["imports"] + imported - started
+    engine.startup_timings = loaded.timings | {"imports": imports_s, "warm_up": time.perf_counter() - loaded_at}
     return engine
-
-
-@contextmanager
-def _out_of_memory_explained() -> Iterator[None]:
-    """Turns what torch raises when memory runs out into a `ModelError`."""
-    try:
-        yield
-    except Exception as error:
-        from diskprefix.kv.layout import is_out_of_memory
-
-        if is_out_of_memory(error):
-            raise ModelError(
-                "the model fits in memory, but nothing to compute with is left; free some, or choose a smaller model, "
-                "another --dtype or another --device"
-            ) from error
-        raise

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 from diskprefix.policy.scope import Scope
-from diskprefix.tenant import SHARED, Tenant
+from diskprefix.tenant import SHARED, Tenant, id_of
 
 _GROUP_BYTES = 8
 
@@ -31,5 +30,4 @@ class CacheOptions:
 
 def group_of(key: str) -> bytes:
     """The group that a `prompt_cache_key` names: 8 bytes of SHA-256. The key itself is not written to disk."""
-    text = f"diskprefix prompt cache key\0{key}"
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:_GROUP_BYTES]
+    return bytes.fromhex(id_of("prompt cache key", key))[:_GROUP_BYTES]

@@ -5,15 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from diskprefix.tokens import TokenIds
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A position that the client wants kept, in tokens, and for how long after its last use, in seconds; None leaves
     that to the daemon."""
 

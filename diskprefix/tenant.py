@@ -19,7 +19,7 @@ _ID = re.compile(rf"[0-9a-f]{{{_ID_DIGITS}}}")
 _PREFIX = re.compile(rf"[0-9a-f]{{{_SHOWN_DIGITS},{_ID_DIGITS}}}")
 
 
-def _id(kind: str, secret: str) -> str:
+def id_of(kind: str, secret: str) -> str:
     """Returns 128 bits of SHA-256 as 32 hex digits. An argument of the command line may hold surrogates."""
     text = f"diskprefix {kind}\0{secret}"
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_DIGITS]
@@ -34,7 +34,7 @@ class Tenant:
     @classmethod
     def of_key(cls, api_key: str) -> Tenant:
         """Returns the tenant of an API key."""
-        return cls((_id("api key", api_key),))
+        return cls((id_of("api key", api_key),))
 
     @classmethod
     def parse(cls, text: str) -> Tenant:
@@ -46,7 +46,7 @@ class Tenant:
 
     def with_salt(self, salt: str) -> Tenant:
         """Returns the tenant of a user of this tenant. For `SHARED`, that is the tenant of the salt alone."""
-        return Tenant((*self.ids, _id("salt", salt)))
+        return Tenant((*self.ids, id_of("salt", salt)))
 
     def __str__(self) -> str:
         return "/".join(self.ids)
@@ -68,7 +68,7 @@ def matches(tenant: str, wanted: str) -> bool:
     its first 8 hex digits. No text names `SHARED`.
     """
     ids = tenant.split("/")
-    if _id("salt", wanted) in ids or _id("api key", wanted) in ids:
+    if id_of("salt", wanted) in ids or id_of("api key", wanted) in ids:
         return True
     prefixes = wanted.strip().lower().split("/")
     if not all(map(_PREFIX.fullmatch, prefixes)):

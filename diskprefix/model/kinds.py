@@ -37,18 +37,12 @@ def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
     if config.is_encoder_decoder:
         raise _not_served(folder, config, "an encoder–decoder model")
     named = set(config.architectures or [])
-    # Multimodal first: a class in both registries takes more than text.
-    for loader, name in (
-        (AutoModelForMultimodalLM, "MODEL_FOR_MULTIMODAL_LM"),
-        (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM"),
-    ):
-        is_listed = type(config) in (mapping := getattr(registry, f"{name}_MAPPING"))
-        # A configuration that names no class is taken for a text model.
-        is_meant = bool(named & _classes(name)) if named else loader is AutoModelForCausalLM
-        if is_listed and is_meant:
+    kinds = ((AutoModelForMultimodalLM, "MODEL_FOR_MULTIMODAL_LM"), (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM"))
+    # A class in both registries takes more than text. A configuration that names no class is taken for a text model.
+    for loader, name in kinds if named else reversed(kinds):
+        mapping = getattr(registry, f"{name}_MAPPING")
+        if type(config) in mapping and (not named or named & _classes(name)):
             return _served(folder, config, loader, mapping)
-    if not named and type(config) in registry.MODEL_FOR_MULTIMODAL_LM_MAPPING:
-        return _served(folder, config, AutoModelForMultimodalLM, registry.MODEL_FOR_MULTIMODAL_LM_MAPPING)
     is_without_head = bool(named & (_classes("MODEL") | _classes("MODEL_FOR_TEXT_ENCODING")))
     raise _not_served(folder, config, _EMBEDDING if is_without_head else "not a decoder model")
 

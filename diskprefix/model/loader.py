@@ -20,7 +20,7 @@ from diskprefix.model.fingerprint import weights_digest
 from diskprefix.model.gguf import converted_folder, quiet_transformers
 from diskprefix.model.kinds import ModelKind, require_served_kind
 from diskprefix.model.media import MediaProcessor
-from diskprefix.model.memory import available_bytes, require_memory, weights_bytes
+from diskprefix.model.memory import ADVICE, available_bytes, explain_out_of_memory, require_memory, weights_bytes
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
@@ -85,7 +85,8 @@ def load_model(settings: Settings, progress: Report) -> LoadedModel:
         with _load_failures(folder):
             kind = require_served_kind(folder, config)
         dtype = _pick_dtype(settings.dtype, config)
-    _require_fit(folder, files, dtype, device)
+    what = f"{folder.name} as {str(dtype).removeprefix('torch.')} on {device}"
+    require_memory(weights_bytes(files, dtype.itemsize), available_bytes(device), what=what, advice=ADVICE)
     with clock("digest"), _load_failures(folder):
         digest = weights_digest(files)
     with clock("tokenizer"):
@@ -242,15 +243,6 @@ def _pick_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.float32
 
 
-def _require_fit(folder: Path, files: list[Path], dtype: torch.dtype, device: torch.device) -> None:
-    require_memory(
-        weights_bytes(files, dtype.itemsize),
-        available_bytes(device),
-        what=f"{folder.name} as {str(dtype).removeprefix('torch.')} on {device}",
-        advice="free some, or choose a smaller model, another --dtype or another --device",
-    )
-
-
 def _load_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
@@ -364,15 +356,9 @@ def _copy_into_memory(model: PreTrainedModel) -> None:
 def _load_failures(folder: Path) -> Iterator[None]:
     """Turns what transformers, safetensors or torch raise for a model's files into a `ModelError` of one line."""
     try:
-        yield
+        with explain_out_of_memory(f"{folder.name} does not fit in memory"):
+            yield
     except DiskPrefixError:
         raise
     except Exception as error:
-        from diskprefix.kv.layout import is_out_of_memory
-
-        if is_out_of_memory(error):
-            raise ModelError(
-                f"{folder.name} does not fit in memory; free some, or choose a smaller model, another --dtype or "
-                f"another --device"
-            ) from error
         raise ModelError(f"cannot load the model in {folder}: {first_line(error)}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from diskprefix.settings import format_size
 if TYPE_CHECKING:
     import torch
 
+ADVICE = "free some, or choose a smaller model, another --dtype or another --device"
 _CAST_AT_LOAD = frozenset({"F64", "F32", "F16", "BF16"})
 """Types of safetensors that are cast to the model's dtype when loaded. Packed quantised weights keep their size."""
 _ELEMENT_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
@@ -26,6 +28,19 @@ def require_memory(needed_bytes: int, available: int, *, what: str, advice: str)
             f"{what} does not fit: about {format_size(needed_bytes)} of memory needed, {format_size(available)} "
             f"available; {advice}"
         )
+
+
+@contextmanager
+def explain_out_of_memory(problem: str) -> Iterator[None]:
+    """Turns what torch raises when memory runs out into a `ModelError` that names the `problem`."""
+    try:
+        yield
+    except Exception as error:
+        from diskprefix.kv.layout import is_out_of_memory
+
+        if is_out_of_memory(error):
+            raise ModelError(f"{problem}; {ADVICE}") from error
+        raise
 
 
 def weights_bytes(files: Sequence[Path], dtype_bytes: int) -> int:

@@ -59,7 +59,7 @@ class PrefixCache(CacheResources):
         key = f"{self.root.hex()} {device} {store.store_id.hex()}"
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
 
-    def load(self, tenant: Tenant) -> Future[None]:
+    def load(self, tenant: Tenant) -> Future[Any]:
         """Have the tenant's recent prompts in memory when its request begins, which is to wait for the returned future.
 
         See `TenantNamespaces.load`. Without it, a request is served as if the tenant had no recent prompts.

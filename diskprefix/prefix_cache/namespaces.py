@@ -67,16 +67,14 @@ class TenantNamespaces:
         self._layout = layout
         self._record_of = record_of
         self._on_history = on_history
-        self._loaded: OrderedDict[Tenant, TenantNamespace] = OrderedDict()
-        """The one that was used longest ago comes first."""
+        self._loaded: OrderedDict[Tenant, Future[TenantNamespace]] = OrderedDict()
+        """Those that are being read too. The one that was used longest ago comes first."""
         self._lock = threading.Lock()
-        """Of `_loaded`, `_loading` and `_purged_at`; never held while the store's prompts are read."""
-        self._loading: dict[Tenant, Future[None]] = {}
-        """The tenants that are being read, or wait for a thread to be read."""
+        """Of `_loaded` and `_purged_at`; never held while the store's prompts are read."""
         self._threads = ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="tenant")
         self._purged_at: bytes | None = None
 
-    def load(self, tenant: Tenant) -> Future[None]:
+    def load(self, tenant: Tenant) -> Future[TenantNamespace]:
         """Have the tenant's recent prompts read from the store unless they are in memory. May take a second.
 
         Returns a future that is done when they are in memory, or could not be read: the next `load` tries again. All
@@ -85,13 +83,9 @@ class TenantNamespaces:
         """
         self._forget_what_was_purged()
         with self._lock:
-            if self._use(tenant) is not None:
-                loaded: Future[None] = Future()
-                loaded.set_result(None)
-                return loaded
-            if tenant not in self._loading:
-                self._loading[tenant] = self._threads.submit(self._load, tenant)
-            return self._loading[tenant]
+            if tenant not in self._loaded:
+                self._loaded[tenant] = self._threads.submit(self._load, tenant)
+            return self._use(tenant)
 
     def close(self) -> None:
         """Wait for the tenants that are being read, and end the threads."""
@@ -102,39 +96,34 @@ class TenantNamespaces:
         is served as a tenant's first one is, and what it adds to the history counts from the next `load` on."""
         self._forget_what_was_purged()
         with self._lock:
-            namespace = self._use(tenant)
-        if namespace is None:
-            log.debug("[disk-cache] the recent prompts of a tenant are not in memory: going on without them")
-            return self._new(tenant)
-        return namespace
+            if tenant in self._loaded and self._use(tenant).done():
+                return self._loaded[tenant].result()
+        log.debug("[disk-cache] the recent prompts of a tenant are not in memory: going on without them")
+        return self._new(tenant)
 
-    def _load(self, tenant: Tenant) -> None:
-        purged_at, namespace, is_read = self._purged_at, self._new(tenant), False
+    def _load(self, tenant: Tenant) -> TenantNamespace:
+        namespace = self._new(tenant)
         try:
             self._read_into(namespace)
-            is_read = True
-        except CacheError as error:
-            log.warning("[disk-cache] the recent prompts cannot be read: %s", error)
-        finally:
+        except BaseException as error:
             with self._lock:
-                del self._loading[tenant]
-                # What was read may have been purged meanwhile.
-                if is_read and self._purged_at == purged_at:
-                    self._loaded[tenant] = namespace
-                    self._drop_the_oldest()
-
-    def _use(self, tenant: Tenant) -> TenantNamespace | None:
-        """The caller holds the lock."""
-        namespace = self._loaded.get(tenant)
-        if namespace is not None:
-            self._loaded.move_to_end(tenant)
-            self._drop_the_oldest()
+                self._loaded.pop(tenant, None)
+            if not isinstance(error, CacheError):
+                raise
+            log.warning("[disk-cache] the recent prompts cannot be read: %s", error)
         return namespace
 
-    def _drop_the_oldest(self) -> None:
-        num_bytes = sum(namespace.num_bytes for namespace in self._loaded.values())
-        while len(self._loaded) > 1 and (num_bytes > _MAX_BYTES or len(self._loaded) > _MAX_TENANTS):
-            num_bytes -= self._loaded.popitem(last=False)[1].num_bytes
+    def _use(self, tenant: Tenant) -> Future[TenantNamespace]:
+        """Drops other tenants if there are too many. The caller holds the lock."""
+        self._loaded.move_to_end(tenant)
+        num_bytes = {other: one.result().num_bytes for other, one in self._loaded.items() if one.done()}
+        total = sum(num_bytes.values())
+        for oldest in list(num_bytes)[:-1]:
+            if total <= _MAX_BYTES and len(self._loaded) <= _MAX_TENANTS:
+                break
+            del self._loaded[oldest]
+            total -= num_bytes[oldest]
+        return self._loaded[tenant]
 
     def _forget_what_was_purged(self) -> None:
         """`diskprefix purge` may have removed recent prompts, here or in another process: they must be read anew."""

@@ -59,13 +59,6 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
-class RecordedMark(msgspec.Struct, frozen=True, array_like=True):
-    """A position that the client marked, in tokens, and its time to live in seconds; None is the daemon's own."""
-
-    position: int
-    ttl_s: _Amount | None = None
-
-
 class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request; a line of the file. A field that is absent has its default.
 
@@ -73,6 +66,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     keyed hashes of 16 hex digits. `is_shared`: the request came with neither key nor salt. `own_scope`: it asked for
     another scope than the daemon's. `bytes_per_token`, `state_bytes` and `logits_bytes` are what the model's state
     weighs, as `kv.layout.Layout` has them; all 0 if that is not known.
+    `marks` are the positions that the client marked, with their times to live in seconds: see `prompt.Mark`.
     `cuts` are positions in tokens, ascending, the last one the prompt's end; `hashes` says, as 16 hex digits each,
     what the prompt is up to there. At `parted_at`, one of the cuts, it leaves an earlier prompt that was not cut there;
     `parted_from` is the hash of that one at a later cut. `remembered`: the prompt was computed to its end and holds no
@@ -99,7 +93,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     output_tokens: _Count = 0
     boundaries: list[int] = []
     system_end: int = 0
-    marks: list[RecordedMark] = []
+    marks: list[tuple[int, _Amount | None]] = []
     remembered: bool = True
     bytes_per_token: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
     state_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
@@ -122,7 +116,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             raise ValueError("cuts: they must ascend")
         if self.parted_at and self.parted_at not in self.cuts:
             raise ValueError("parted_at: is no cut")
-        marks = [mark.position for mark in self.marks]
+        marks = [position for position, _ in self.marks]
         for key, found in (("boundaries", self.boundaries), ("marks", marks), ("system_end", [self.system_end])):
             if found != sorted(found) or not all(0 <= place <= self.prompt_tokens for place in found):
                 raise ValueError(f"{key}: must ascend and lie within the prompt")
@@ -193,7 +187,7 @@ class Recorder:
             output_tokens=output_tokens,
             boundaries=list(prompt.boundaries),
             system_end=prompt.system_end,
-            marks=[RecordedMark(mark.position, mark.ttl_s) for mark in prompt.marks],
+            marks=list(prompt.marks),
             remembered=remembered,
             **self._weights,
             restored=report.restored,

@@ -241,7 +241,7 @@ def _note_cuts(record: RecordedRequest, position_of: dict[str, int]) -> None:
 
 
 def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> TraceRequest:
-    marks = tuple(Mark(mark.position, mark.ttl_s) for mark in record.marks)
+    marks = tuple(Mark(*mark) for mark in record.marks)
     prompt = Prompt(token_ids, tuple(record.boundaries), record.system_end, marks=marks)
     scope = parse_scope(record.scope, param="scope") if record.own_scope else None
     if record.miss_reason == "media":

@@ -41,7 +41,7 @@ def ask(runner: Runner, tenant: Tenant, token_ids: TokenIds) -> str:
 def held(namespaces: TenantNamespaces) -> list[tuple[Tenant, int]]:
     """The tenants in memory, and the bytes of each."""
     loaded = namespaces._loaded.items()
-    return [(tenant, one.history.num_bytes + one.admission.num_bytes) for tenant, one in loaded]
+    return [(tenant, one.result().history.num_bytes + one.result().admission.num_bytes) for tenant, one in loaded]
 
 
 @pytest.mark.parametrize("num_tokens", [BLOCK + 1, 3 * BLOCK])

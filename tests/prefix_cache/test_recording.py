@@ -124,7 +124,7 @@ def test_a_line_says_what_was_asked_for_and_what_the_cache_did(tmp_path: Path) -
         output_tokens=3,
         boundaries=[5, 20],
         system_end=5,
-        marks=[recording.RecordedMark(20, 300.0), recording.RecordedMark(33)],
+        marks=[Mark(20, 300.0), Mark(33)],
         cuts=[5, 16, 20, 32, 33, 40],
         hashes=line.hashes,
         bytes_per_token=640,
