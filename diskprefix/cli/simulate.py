@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -196,7 +196,7 @@ def simulate(
     if plot is not None:
         draw(rows, plot)
     if json:
-        print_json([asdict(row) for row in rows])
+        print_json([row.as_dict() for row in rows])
     else:
         show([trace for trace, _ in planned], rows)
 
@@ -234,9 +234,8 @@ def _geometry(
     regime: Regime, daemon: RecordedDaemon | None, bytes_per_token: int | None, state_bytes: int | None
 ) -> Geometry:
     found = SLICEABLE if regime == "sliceable" else CHECKPOINTS
-    if daemon and (daemon.bytes_per_token or daemon.state_bytes):
-        own = Geometry(daemon.bytes_per_token, daemon.state_bytes, daemon.logits_bytes)
-        found = own if own.state_kind == regime else found
+    if daemon and daemon.geometry and daemon.geometry.state_kind == regime:
+        found = daemon.geometry
     if regime == "sliceable":
         state_bytes = 0
     return replace(

@@ -41,17 +41,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     traces = list(dict.fromkeys(row.trace for row in rows))
-    regimes = list(dict.fromkeys(row.regime for row in rows))
-    labels = dict.fromkeys(row.label for row in rows if row.scope != "off")
+    regimes = list(dict.fromkeys(row.case.regime for row in rows))
+    labels = dict.fromkeys(row.case.label for row in rows if row.case.scope != "off")
     colors = dict(zip(labels, cycle(colormaps["tab10"].colors), strict=False))  # type: ignore[attr-defined]
-    budgets = sorted({row.budget_bytes for row in rows if not row.policy}, key=_size_of, reverse=True)
+    budgets = sorted({row.case.policy.budget_bytes for row in rows if not row.case.preset}, key=_size_of, reverse=True)
     shapes = dict(zip(budgets, cycle(_SHAPES), strict=False))
     with matplotlib.rc_context({"svg.hashsalt": "diskprefix", "font.size": 9.0}):
         figure = Figure((5.2 * len(regimes) + 2.2, 4.0 * len(traces)), layout="constrained")
         panels = figure.subplots(len(traces), len(regimes), squeeze=False)
         for trace, across in zip(traces, panels, strict=True):
             for regime, panel in zip(regimes, across, strict=True):
-                _draw_panel(panel, [row for row in rows if (row.trace, row.regime) == (trace, regime)], colors, shapes)
+                shown = [row for row in rows if (row.trace, row.case.regime) == (trace, regime)]
+                _draw_panel(panel, shown, colors, shapes)
                 panel.set_title(f"{trace}, {regime}", parse_math=False)
         for budget, shape in shapes.items():
             name = "no limit" if budget is None else f"budget {_short_size(budget)}"
@@ -68,18 +69,23 @@ def _draw_panel(panel: Axes, rows: Sequence[Row], colors: Mapping[str, Any], sha
     panel.set_xscale("log", base=2)
     for label, color in colors.items():
         style: Any = {"color": color, "linestyle": _STYLES.get(label, "-"), "label": label}
-        curve = [row for row in rows if row.label == label and (row.written_bytes or label == UPPER_BOUND)]
-        curve.sort(key=lambda row: _size_of(row.budget_bytes))
-        written, restored = [row.written_bytes for row in curve], [100 * row.restored_share for row in curve]
+        curve = [row for row in rows if row.case.label == label and (row.totals.written_bytes or label == UPPER_BOUND)]
+        curve.sort(key=lambda row: _size_of(row.case.policy.budget_bytes))
+        written = [row.totals.written_bytes for row in curve]
+        restored = [100 * row.totals.restored_share for row in curve]
         if label == UPPER_BOUND:
             panel.axhline(restored[0], **style)
-        elif curve and curve[0].policy:
+        elif curve and curve[0].case.preset:
             panel.plot(written, restored, "*", **style | {"linestyle": ""})
         else:
             panel.plot(written, restored, **style)
             for row, x, y in zip(curve, written, restored, strict=True):
-                panel.plot([x], [y], shapes[row.budget_bytes], color=color)
-    powers = [math.log2(row.written_bytes) for row in rows if row.written_bytes and row.label != UPPER_BOUND]
+                panel.plot([x], [y], shapes[row.case.policy.budget_bytes], color=color)
+    powers = [
+        math.log2(row.totals.written_bytes)
+        for row in rows
+        if row.totals.written_bytes and row.case.label != UPPER_BOUND
+    ]
     if powers:
         # Whole powers of two on both sides of the points, so that two ticks at least are on the axis.
         low, high = math.floor(min(powers)), math.ceil(max(powers))

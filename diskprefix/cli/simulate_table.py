@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 
-from diskprefix.cli.tooling import counted
+from diskprefix.cli.tooling import counted, plain, print_table, terminal_width
 from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
 from diskprefix.simulate.comparison import Row
+from diskprefix.simulate.simulator import Totals
 from diskprefix.simulate.trace import Trace
 
 
@@ -18,25 +20,25 @@ def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
     """Print a table for each trace. The `rows` of a trace bear its name."""
     for index, trace in enumerate(traces):
         of_trace = [row for row in rows if row.trace == trace.name]
-        requests, tokens = counted(of_trace[0].requests, "request"), counted(of_trace[0].prompt_tokens, "prompt token")
+        totals = of_trace[0].totals
+        requests, tokens = counted(totals.requests, "request"), counted(totals.prompt_tokens, "prompt token")
         if index:
             click.echo()
         click.echo(f"{printable_only(trace.name)}: {requests}, {tokens}")
-        click.echo(_assumed(of_trace))
-        for line in _table(of_trace):
-            click.echo(line)
+        click.echo(f"{_assumed(of_trace)}\n")
+        _print_table(of_trace)
         for line in _asked(trace):
             click.echo(line)
 
 
 def _assumed(rows: Sequence[Row]) -> str:
     """The assumptions behind the figures, whether they are recorded, given or the defaults."""
-    first = next(row for row in rows if row.policy is None)
-    parts = [f"blocks of {first.block_size} tokens, {first.min_tokens} at least"]
-    for row in {row.regime: row for row in rows}.values():
-        checkpoint = f" and {format_size(row.state_bytes)} a checkpoint" if row.state_bytes else ""
-        parts.append(f"{row.regime} state of {format_size(row.bytes_per_token)} a token{checkpoint}")
-    return f"assumed: {'; '.join(parts)}; prefill of {first.tokens_per_s:,.0f} tokens/s"
+    policy = next(row.case.policy for row in rows if row.case.preset is None)
+    parts = [f"blocks of {policy.block_size} tokens, {policy.min_tokens} at least"]
+    for regime, geometry in {row.case.regime: row.case.geometry for row in rows}.items():
+        checkpoint = f" and {format_size(geometry.state_bytes)} a checkpoint" if geometry.state_bytes else ""
+        parts.append(f"{regime} state of {format_size(geometry.bytes_per_token)} a token{checkpoint}")
+    return f"assumed: {'; '.join(parts)}; prefill of {1 / policy.seconds_per_token:,.0f} tokens/s"
 
 
 def _asked(trace: Trace) -> Iterator[str]:
@@ -51,36 +53,31 @@ def _asked(trace: Trace) -> Iterator[str]:
         yield f"of the requests, in every row but upper-bound: {', '.join(found)}"
 
 
-def _table(rows: Sequence[Row]) -> Iterator[str]:
-    """A section for each regime and budget, under common columns."""
+def _print_table(rows: Sequence[Row]) -> None:
+    """Print a section for each regime and budget, under common columns."""
+    from rich.table import Column
+
     sections: dict[str, list[Row]] = {}
     for row in rows:
-        budget = "unlimited" if row.budget_bytes is None else format_size(row.budget_bytes)
-        sections.setdefault(f"{row.regime}, {budget}", []).append(row)
-    figures = {row: _figures(row) for row in rows}
-    widths = {title: max(len(title), *(len(figures[row][title]) for row in rows)) for title in figures[rows[0]]}
-    name_width = max(len(printable_only(row.label)) for row in rows)
-
-    def line(name: str, cells: Iterable[str]) -> str:
-        padded = ("  " + cell.rjust(width) for cell, width in zip(cells, widths.values(), strict=True))
-        return printable_only(name).ljust(name_width) + "".join(padded)
-
-    yield ""
-    yield click.style(line("scope", widths), bold=True)
+        budget_bytes = row.case.policy.budget_bytes
+        budget = "unlimited" if budget_bytes is None else format_size(budget_bytes)
+        sections.setdefault(f"{row.case.regime}, {budget}", []).append(row)
+    columns = [Column("scope"), *(Column(title, justify="right") for title in _figures(rows[0].totals))]
+    cells: list[Sequence[Any]] = []
     for title, section in sections.items():
-        yield ""
-        yield click.style(title, bold=True)
-        yield from (line(row.label, figures[row].values()) for row in section)
+        cells += [[""], [f"[bold]{title}"]]
+        cells += [[plain(row.case.label), *_figures(row.totals).values()] for row in section]
+    print_table(columns, cells, width=terminal_width(otherwise=160))
 
 
-def _figures(row: Row) -> dict[str, str]:
+def _figures(totals: Totals) -> dict[str, str]:
     return {
-        "hits": f"{row.hit_rate:.1%}",
-        "restored": f"{row.restored_share:.1%}",
-        "written": f"{row.written_share:.1%}",
-        "bytes": format_size(row.written_bytes),
-        "evictions": f"{row.evictions:,}",
-        "saved": _duration(row.seconds_saved),
+        "hits": f"{totals.hit_rate:.1%}",
+        "restored": f"{totals.restored_share:.1%}",
+        "written": f"{totals.written_share:.1%}",
+        "bytes": format_size(totals.written_bytes),
+        "evictions": f"{totals.evictions:,}",
+        "saved": _duration(totals.seconds_saved),
     }
 
 

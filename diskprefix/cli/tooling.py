@@ -170,7 +170,7 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[Any]], *, wid
     # rich ends the process when nobody reads a pipe; click raises an error, which becomes the exit code.
     with console.capture() as printed:
         console.print(table)
-    click.echo(printed.get(), nl=False)
+    click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def show_first(lines: Sequence[str]) -> None:

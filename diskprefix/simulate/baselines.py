@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
@@ -15,21 +14,12 @@ from diskprefix.simulate.trace import Trace, TraceRequest
 from diskprefix.store.schema import HISTORY_TOKENS
 from diskprefix.tokens import block_hash, common_prefix_length, root_hash
 
-OnStep = Callable[[int], None]
-
 _OFF = Scope("off")
 _WITHOUT_END = 1 << 62
 
 
-def whole_snapshots(
-    trace: Trace,
-    policy: Policy,
-    geometry: Geometry,
-    on_step: OnStep = lambda _number: None,
-    *,
-    window: int = DEFAULT_WINDOW,
-) -> Totals:
-    """The plain best-match rule, as the systems before this one have it. `on_step` as of `simulate`.
+def whole_snapshots(trace: Trace, policy: Policy, geometry: Geometry, *, window: int = DEFAULT_WINDOW) -> Totals:
+    """The plain best-match rule, as the systems before this one have it.
 
     The boundary of a prompt is the last safe one in what it shares with one of the `window` prompts before. All that
     stands before it is one snapshot under the hash of these tokens. A request restores the snapshot of its own boundary
@@ -37,9 +27,8 @@ def whole_snapshots(
     goes. Of a request's own scope only `off` is heeded, of `policy` the budget, `min_tokens` and the speed of prefill.
     """
     rule = _WholeSnapshots(policy, geometry, window)
-    for number, request in enumerate(trace, start=1):
+    for request in trace:
         rule.step(request)
-        on_step(number)
     return rule.totals
 
 
@@ -101,30 +90,30 @@ class _WholeSnapshots:
             totals.distinct_bytes += num_bytes
 
 
-def upper_bound(trace: Trace, policy: Policy, geometry: Geometry, on_step: OnStep = lambda _number: None) -> Totals:
+def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
     """What no rule passes: of each prompt all tokens that it shares with any one before it.
 
     What is shared counts from one block, or from `min_tokens` if they are fewer: no rule with the settings of `policy`
-    restores less. Of what a request asks for itself only the scope `off` and `save: false` are heeded. `on_step` as of
-    `simulate`. Holds each distinct token in memory.
+    restores less. Of what a request asks for itself only the scope `off` and `save: false` are heeded. Holds
+    each distinct token in memory.
     """
     totals, kept = Totals(), RadixTree(max_tokens=_WITHOUT_END)
     least = min(policy.block_size, max(policy.min_tokens, 1))
-    for number, request in enumerate(trace, start=1):
+    for request in trace:
         token_ids, root = request.prompt.token_ids, request.tenant.encode()
         totals.requests += 1
         totals.prompt_tokens += len(token_ids)
-        if request.scope != _OFF:
-            shared = kept.shared(root, token_ids)
-            restored = shared if shared >= least else 0
-            totals.hits += restored > 0
-            totals.restored_tokens += restored
-            totals.seconds_saved += restored * policy.seconds_per_token
-            if request.save and request.remembered:
-                kept.add(root, token_ids)
-                totals.selected_tokens += len(token_ids)
-                totals.written_tokens += len(token_ids) - shared
-        on_step(number)
+        if request.scope == _OFF:
+            continue
+        shared = kept.shared(root, token_ids)
+        restored = shared if shared >= least else 0
+        totals.hits += restored > 0
+        totals.restored_tokens += restored
+        totals.seconds_saved += restored * policy.seconds_per_token
+        if request.save and request.remembered:
+            kept.add(root, token_ids)
+            totals.selected_tokens += len(token_ids)
+            totals.written_tokens += len(token_ids) - shared
     num_bytes = totals.written_tokens * geometry.bytes_per_token
     totals.written_bytes = totals.distinct_bytes = totals.peak_bytes = num_bytes
     return totals

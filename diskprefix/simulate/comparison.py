@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from diskprefix.simulate.baselines import OnStep, upper_bound, whole_snapshots
+from diskprefix.simulate.baselines import upper_bound, whole_snapshots
 from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.simulator import Policy, Totals, simulate
-from diskprefix.simulate.trace import Trace
+from diskprefix.simulate.trace import Trace, TraceRequest
 from diskprefix.store.eviction import usable_bytes
 
 Regime: TypeAlias = Literal["sliceable", "checkpoints"]
@@ -20,7 +20,7 @@ WHOLE_SNAPSHOTS, UPPER_BOUND = "whole-snapshots", "upper-bound"
 """Rows of these two have such a name in the place of a scope."""
 
 
-Simulate: TypeAlias = Callable[[Trace, Policy, Geometry, OnStep], Totals]
+Simulate: TypeAlias = Callable[[Trace, Policy, Geometry], Totals]
 """What runs a workload: the daemon's rules, or one of the baselines."""
 
 
@@ -35,48 +35,38 @@ class Case:
     simulate: Simulate = simulate
     preset: str | None = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What one policy did to one workload.
-
-    `budget_bytes` None is without end; `policy` names the policy file whose settings these are. The figures are those
-    of `Totals`. `block_size` and `min_tokens` are the policy's, in tokens, `bytes_per_token` and `state_bytes` those of
-    the `Geometry`, `tokens_per_s` is the speed of prefill.
-    """
-
-    trace: str
-    scope: str
-    regime: Regime
-    budget_bytes: int | None
-    policy: str | None
-    requests: int
-    hit_rate: float
-    restored_share: float
-    written_share: float
-    prompt_tokens: int
-    restored_tokens: int
-    written_tokens: int
-    selected_tokens: int
-    written_bytes: int
-    peak_bytes: int
-    write_amplification: float
-    evictions: int
-    dropped: int
-    seconds_saved: float
-    block_size: int
-    min_tokens: int
-    bytes_per_token: int
-    state_bytes: int
-    tokens_per_s: float
-
     @property
     def label(self) -> str:
         """What people read: the scope, and the policy file where there is one."""
-        return f"{self.policy} ({self.scope})" if self.policy else self.scope
+        return f"{self.preset} ({self.scope})" if self.preset else self.scope
 
 
-_OF_TOTALS = [field.name for field in fields(Row) if hasattr(Totals, field.name)]
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What the settings of `case` did to the workload with the name `trace`."""
+
+    trace: str
+    case: Case
+    totals: Totals
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the figures with the settings beside them. `budget_bytes` is None without a limit."""
+        policy, geometry, totals = self.case.policy, self.case.geometry, self.totals
+        shares = ("hit_rate", "restored_share", "written_share", "write_amplification")
+        return {
+            "trace": self.trace,
+            "scope": self.case.scope,
+            "regime": self.case.regime,
+            "budget_bytes": policy.budget_bytes,
+            "policy": self.case.preset,
+            **asdict(totals),
+            **{name: getattr(totals, name) for name in shares},
+            "block_size": policy.block_size,
+            "min_tokens": policy.min_tokens,
+            "bytes_per_token": geometry.bytes_per_token,
+            "state_bytes": geometry.state_bytes,
+            "tokens_per_s": 1 / policy.seconds_per_token,
+        }
 
 
 def cases(
@@ -118,6 +108,12 @@ def compare(
     What never met its budget would have gone the same way under any that it would not have met either, so that is not
     run again.
     """
+
+    def replay() -> Iterator[TraceRequest]:
+        for request in trace:
+            yield request
+            on_requests(1)
+
     done: dict[Case, Totals] = {}
     for case in cases:
         without_budget = replace(case, policy=replace(case.policy, budget_bytes=None), preset=None)
@@ -125,28 +121,11 @@ def compare(
         if totals is not None and _fits(totals, case.policy.budget_bytes):
             on_requests(len(trace))
         else:
-            totals = case.simulate(trace, case.policy, case.geometry, lambda _number: on_requests(1))
+            totals = case.simulate(Trace(trace.name, len(trace), replay), case.policy, case.geometry)
             if not totals.evictions and not totals.dropped:
                 done[without_budget] = totals
-        yield _row(trace.name, case, totals)
+        yield Row(trace.name, case, totals)
 
 
 def _fits(totals: Totals, budget_bytes: int | None) -> bool:
     return budget_bytes is None or totals.peak_bytes <= usable_bytes(budget_bytes)
-
-
-def _row(trace: str, case: Case, totals: Totals) -> Row:
-    policy, geometry = case.policy, case.geometry
-    return Row(
-        trace=trace,
-        scope=case.scope,
-        regime=case.regime,
-        budget_bytes=policy.budget_bytes,
-        policy=case.preset,
-        **{name: getattr(totals, name) for name in _OF_TOTALS},
-        block_size=policy.block_size,
-        min_tokens=policy.min_tokens,
-        bytes_per_token=geometry.bytes_per_token,
-        state_bytes=geometry.state_bytes,
-        tokens_per_s=1 / policy.seconds_per_token,
-    )

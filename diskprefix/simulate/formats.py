@@ -26,6 +26,7 @@ from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.prefix_cache.recording import RecordedRequest, joined
 from diskprefix.prompt import Mark, Prompt
 from diskprefix.simulate.blocks import BlockRequest, block_trace
+from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.trace import RecordedDaemon, Trace, TraceRequest
 from diskprefix.tokens import TokenIds
 
@@ -220,15 +221,14 @@ def _markers(before: dict[str, str], position_of: dict[str, int], boundaries: Co
 def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
     """As it was last."""
     last = records[-1]
+    is_weighed = last.bytes_per_token or last.state_bytes
     computed = [record for record in records if record.prefill_ms and record.prompt_tokens > record.restored]
     seconds = sum(record.prefill_ms for record in computed) / 1e3
     num_tokens = sum(record.prompt_tokens - record.restored for record in computed)
     return RecordedDaemon(
         block_size=last.block_size,
         min_tokens=last.min_tokens,
-        bytes_per_token=last.bytes_per_token,
-        state_bytes=last.state_bytes,
-        logits_bytes=last.logits_bytes,
+        geometry=Geometry(last.bytes_per_token, last.state_bytes, last.logits_bytes) if is_weighed else None,
         tokens_per_s=num_tokens / seconds if seconds > _LEAST_MEASURED_S else 0.0,
     )
 

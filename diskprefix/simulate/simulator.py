@@ -5,7 +5,6 @@ README.md says what is not simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -206,12 +205,9 @@ class Simulator:
         totals.peak_bytes = max(totals.peak_bytes, store.used_bytes)
 
 
-def simulate(
-    trace: Trace, policy: Policy, geometry: Geometry, on_step: Callable[[int], None] = lambda _number: None
-) -> Totals:
-    """Replay a whole trace. `on_step` is called with the number of requests that are done."""
+def simulate(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
+    """Replays a whole trace."""
     simulator = Simulator(policy, geometry)
-    for number, request in enumerate(trace, start=1):
+    for request in trace:
         simulator.step(request)
-        on_step(number)
     return simulator.totals

@@ -8,7 +8,6 @@ the same arguments. Sizes are in tokens; `(low, high)` is drawn from evenly, bot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -29,25 +28,8 @@ _ANSWERED: Sizes = (50, 400)
 """The sizes of a conversation's system message, its questions and its replies."""
 
 
-Generator: TypeAlias = Callable[..., Trace]
-"""Called with `seed` and `num_requests`."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Chat:
-    """One request: its messages, the first of which is the system message, and the length of the reply."""
-
-    messages: tuple[TokenIds, ...]
-    reply_tokens: int
-
-    def prompt(self) -> Prompt:
-        token_ids = np.concatenate([*self.messages, as_token_ids([BEGIN, _ASSISTANT, _NEWLINE])])
-        return Prompt(
-            token_ids=token_ids,
-            boundaries=raw_boundaries(token_ids, (BEGIN, END)),
-            # One past the marker that opens the next message, as of a real template.
-            system_end=len(self.messages[0]) + 1,
-        )
+_Chat: TypeAlias = tuple[tuple[TokenIds, ...], int]
+"""One request: its messages, the first of which is the system message, and the length of the reply."""
 
 
 class _Source:
@@ -74,8 +56,11 @@ def _trace(name: str, num_requests: int, seed: int, chats: Callable[[_Source], I
 
     def replay() -> Iterator[TraceRequest]:
         pauses = np.random.default_rng([seed, 1]).exponential(_MEAN_PAUSE_S, num_requests)
-        for when, chat in zip(np.cumsum(pauses).tolist(), chats(_Source(seed)), strict=False):
-            yield TraceRequest(when=when, prompt=chat.prompt(), output_tokens=chat.reply_tokens)
+        for when, (messages, reply_tokens) in zip(np.cumsum(pauses).tolist(), chats(_Source(seed)), strict=False):
+            token_ids = np.concatenate([*messages, as_token_ids([BEGIN, _ASSISTANT, _NEWLINE])])
+            # One past the marker that opens the next message, as of a real template.
+            prompt = Prompt(token_ids, raw_boundaries(token_ids, (BEGIN, END)), system_end=len(messages[0]) + 1)
+            yield TraceRequest(when=when, prompt=prompt, output_tokens=reply_tokens)
 
     return Trace(name, num_requests, replay)
 
@@ -86,7 +71,7 @@ def shared_anchor(seed: int = 0, num_requests: int = 200) -> Trace:
     def chats(source: _Source) -> Iterator[_Chat]:
         system = source.message(_SYSTEM, (1500, 1500))
         while True:
-            yield _Chat((system, source.message(_USER, (50, 800))), source.size((50, 400)))
+            yield (system, source.message(_USER, (50, 800))), source.size((50, 400))
 
     return _trace("shared-anchor", num_requests, seed, chats)
 
@@ -116,8 +101,8 @@ def moving_reminder(seed: int = 0, num_requests: int = 200) -> Trace:
     def chats(source: _Source) -> Iterator[_Chat]:
         anchor, reminder = source.message(_SYSTEM, _ANCHOR), source.message(_USER, (120, 120))
         for conversation in _by_turns(source, anchor, 2, (8, 20)):
-            chat = conversation.next(_ASKED, _ANSWERED)
-            yield _Chat((*chat.messages, reminder), chat.reply_tokens)
+            messages, reply_tokens = conversation.next(_ASKED, _ANSWERED)
+            yield (*messages, reminder), reply_tokens
 
     return _trace("moving-reminder", num_requests, seed, chats)
 
@@ -147,7 +132,7 @@ class _Conversation:
         answer = self._source.message(_ASSISTANT, reply)
         self._messages.append(answer)
         self.turns_left -= 1
-        return _Chat(chat_messages, len(answer))
+        return chat_messages, len(answer)
 
     def edit(self, sizes: Sizes) -> None:
         """Rewrite one of the user's messages, if there is one."""
@@ -187,7 +172,7 @@ def retrieval(
         while True:
             ranked = source.random.choice(documents, found, replace=False, p=weights).tolist()
             messages = anchor, *(library[i] for i in ranked), source.message(_USER, question)
-            yield _Chat(messages, source.size((50, 300)))
+            yield messages, source.size((50, 300))
 
     return _trace("retrieval", num_requests, seed, chats)
 
@@ -197,12 +182,12 @@ def one_off(seed: int = 0, num_requests: int = 200, *, system: Sizes = (100, 200
 
     def chats(source: _Source) -> Iterator[_Chat]:
         while True:
-            yield _Chat((source.message(_SYSTEM, system), source.message(_USER, user)), source.size((50, 400)))
+            yield (source.message(_SYSTEM, system), source.message(_USER, user)), source.size((50, 400))
 
     return _trace("one-off", num_requests, seed, chats)
 
 
-CATALOG: dict[str, Generator] = {
+CATALOG: dict[str, Callable[..., Trace]] = {
     "shared-anchor": shared_anchor,
     "interleaved": interleaved,
     "retrieval": retrieval,
@@ -210,4 +195,4 @@ CATALOG: dict[str, Generator] = {
     "edits": edits,
     "one-off": one_off,
 }
-"""By the names that the traces have."""
+"""By the names that the traces have. Each is called with `seed` and `num_requests`."""

@@ -8,6 +8,7 @@ from itertools import islice
 
 from diskprefix.policy.scope import Scope
 from diskprefix.prompt import Prompt
+from diskprefix.simulate.geometry import Geometry
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +35,12 @@ class TraceRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedDaemon:
-    """What a recording says of the daemon that made it: its settings, what its model's state weighs (all 0: not known)
+    """What a recording says of the daemon that made it: its settings, what its model's state weighs (None: not known)
     and how fast prefill was (0: not known)."""
 
     block_size: int
     min_tokens: int
-    bytes_per_token: int = 0
-    state_bytes: int = 0
-    logits_bytes: int = 0
+    geometry: Geometry | None = None
     tokens_per_s: float = 0.0
 
 

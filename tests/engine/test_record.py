@@ -71,8 +71,9 @@ def test_what_was_recorded_without_a_cache_tells_what_one_would_do(llama: Path, 
     assert restored(trace) == 100
     daemon = trace.daemon
     assert isinstance(daemon, RecordedDaemon)
-    assert (daemon.block_size, daemon.min_tokens, daemon.state_bytes) == (BLOCK, BLOCK, 0)
-    assert min(daemon.bytes_per_token, daemon.logits_bytes, daemon.tokens_per_s) > 0
+    assert daemon.geometry is not None
+    assert (daemon.block_size, daemon.min_tokens, daemon.geometry.state_bytes) == (BLOCK, BLOCK, 0)
+    assert min(daemon.geometry.bytes_per_token, daemon.geometry.logits_bytes, daemon.tokens_per_s) > 0
 
 
 def test_what_was_cancelled_before_its_end_is_not_remembered(llama: Path, tmp_path: Path) -> None:
@@ -89,4 +90,4 @@ def test_a_model_that_cannot_be_cached_is_recorded_all_the_same(
     trace = recorded(tmp_path / "model", tmp_path, scope="full")
     assert restored(trace) == 100
     assert trace.daemon is not None
-    assert trace.daemon.bytes_per_token == 0, "nobody knows"
+    assert trace.daemon.geometry is None, "nobody knows"

@@ -114,13 +114,6 @@ def test_reading_needs_no_right_to_save() -> None:
     assert replay(*saved, asked(A, tail(2), scope=Scope("off"))).hits == 0
 
 
-def test_steps_are_told() -> None:
-    steps: list[int] = []
-    whole_snapshots(Trace.of("t", [asked(A), asked(A)]), POLICY, STATES, steps.append)
-    upper_bound(Trace.of("t", [asked(A), asked(A)]), POLICY, STATES, steps.append)
-    assert steps == [1, 2, 1, 2]
-
-
 @pytest.mark.parametrize("name", CATALOG)
 def test_no_rule_passes_the_bound(name: str) -> None:
     trace = CATALOG[name](num_requests=40)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diskprefix.policy.scope import Scope
-from diskprefix.simulate.comparison import UPPER_BOUND, WHOLE_SNAPSHOTS, Case, Regime, Row, cases, compare
+from diskprefix.simulate.comparison import UPPER_BOUND, WHOLE_SNAPSHOTS, Case, Regime, cases, compare
 from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.simulate.simulator import Policy, Totals
 from diskprefix.simulate.synthetic import interleaved
@@ -47,10 +47,10 @@ def test_the_bound_holds_for_policy_files_too() -> None:
 def test_what_is_not_run_again_is_what_it_would_have_been() -> None:
     trace = interleaved(num_requests=40)
     budgets = None, 2**40, 600 * MIB, 100 * MIB, 50 * MIB
-    together = list(compare(trace, planned(*budgets)))
-    alone = [row for case in planned(*budgets) for row in compare(trace, [case])]
+    together = [row.as_dict() for row in compare(trace, planned(*budgets))]
+    alone = [row.as_dict() for case in planned(*budgets) for row in compare(trace, [case])]
     assert together == alone
-    assert any(row.evictions for row in together)
+    assert any(row["evictions"] for row in together)
 
 
 def test_what_was_evicted_or_dropped_tells_nothing_of_another_budget() -> None:
@@ -78,14 +78,17 @@ def test_all_requests_of_all_cases_are_told_of() -> None:
 
 def test_a_row_holds_the_figures_of_its_run() -> None:
     (row,) = compare(interleaved(num_requests=12), planned(None)[:1])
-    assert (row.trace, row.scope, row.regime, row.budget_bytes) == ("interleaved", "full", "checkpoints", None)
-    assert row.requests == 12
-    assert row.restored_share == row.restored_tokens / row.prompt_tokens > 0
-    assert row.written_share == row.written_tokens / row.prompt_tokens > 0
-    assert row.seconds_saved == pytest.approx(row.restored_tokens / 1000)
+    found = row.as_dict()
+    assert [found[name] for name in ("trace", "scope", "regime", "budget_bytes")] == [
+        "interleaved", "full", "checkpoints", None
+    ]  # fmt: skip
+    assert found["requests"] == 12
+    assert found["restored_share"] == found["restored_tokens"] / found["prompt_tokens"] > 0
+    assert found["written_share"] == found["written_tokens"] / found["prompt_tokens"] > 0
+    assert found["seconds_saved"] == pytest.approx(found["restored_tokens"] / 1000)
 
 
 def test_people_read_the_name_of_a_policy_file_beside_its_scope() -> None:
-    (plain,) = compare(interleaved(num_requests=1), planned(None)[:1])
-    named: Row = replace(plain, policy="chat")
+    plain = planned(None)[0]
+    named = replace(plain, preset="chat")
     assert (plain.label, named.label) == ("full", "chat (full)")

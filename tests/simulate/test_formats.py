@@ -21,6 +21,7 @@ from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.prompt import Mark, Prompt
 from diskprefix.settings import Settings
 from diskprefix.simulate.formats import JsonObject, read_trace
+from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.trace import RecordedDaemon, TraceRequest
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import as_token_ids, common_prefix_length
@@ -266,9 +267,9 @@ def test_a_recording_says_what_its_daemon_was_like(tmp_path: Path) -> None:
         )
     recorder.close()
     trace = read_trace(path)
-    weights = {"bytes_per_token": 640, "state_bytes": 1024, "logits_bytes": 800}
+    geometry = Geometry(bytes_per_token=640, state_bytes=1024, logits_bytes=800)
     # 100 tokens in 0.5 s, 40 in 0.3 s, and a request that was not computed.
-    assert trace.daemon == RecordedDaemon(block_size=32, min_tokens=64, tokens_per_s=175.0, **weights)
+    assert trace.daemon == RecordedDaemon(block_size=32, min_tokens=64, geometry=geometry, tokens_per_s=175.0)
     assert trace.head(1).daemon == trace.daemon
 
 
