@@ -12,8 +12,9 @@ may also be given as an integer. Everything else is refused: a typing error must
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast, get_args
 
 from diskprefix.errors import InvalidScope
 
@@ -23,25 +24,16 @@ DEFAULT_WINDOW = 30
 MAX_VALUE = 1_000_000
 WINDOW_PARAM = "prefix_cache.window"
 
-WORDS: tuple[Literal["off", "full"], ...] = ("off", "full")
-"""The scopes without a number."""
 ACCEPTED = (
-    f"accepted are {', '.join(WORDS)}, auto, auto:N (N recent requests) and N (the first N prompt tokens), "
-    f"with N from 1 to {MAX_VALUE}"
+    f"accepted are off, full, auto, auto:N (N recent requests) and N (the first N prompt tokens), with N from 1 to "
+    f"{MAX_VALUE}"
 )
 
 # ASCII, because \d would take the digits of every script.
 _SCOPE = re.compile(
-    rf"(?P<word>{'|'.join(WORDS)})|(?P<auto>auto)(?::(?P<window>\d+))?|(?P<tokens>\d+)", re.ASCII | re.IGNORECASE
+    r"(?P<word>off|full|auto)|auto:0*(?P<window>\d{1,7})|0*(?P<tokens>\d{1,7})", re.ASCII | re.IGNORECASE
 )
 _MAX_SHOWN_CHARS = 40
-_JSON_NAMES: dict[type, str] = {
-    bool: "a boolean",
-    float: "a number with a fraction",
-    list: "a list",
-    dict: "an object",
-    type(None): "null",
-}
 
 
 @dataclass(frozen=True)
@@ -55,9 +47,8 @@ class Scope:
     value: int = 0
 
     def __post_init__(self) -> None:
-        numbered = self.kind in ("auto", "tokens")
-        known = numbered or self.kind in WORDS
-        if not known or not (1 <= self.value <= MAX_VALUE if numbered else self.value == 0):
+        least, most = {"off": (0, 0), "full": (0, 0)}.get(self.kind, (1, MAX_VALUE))
+        if self.kind not in get_args(ScopeKind) or not least <= self.value <= most:
             raise InvalidScope(f"scope {self.kind} cannot have the value {_shown(self.value)}; {ACCEPTED}")
 
     def __str__(self) -> str:
@@ -67,11 +58,7 @@ class Scope:
         return str(self.value) if self.kind == "tokens" else self.kind
 
     def with_window(self, window: int) -> Scope:
-        """This `auto` scope with another window.
-
-        Raises `InvalidScope` with param `prefix_cache.window` for another scope and for a window out of range.
-        """
-        window = parse_window(window, param=WINDOW_PARAM)
+        """This `auto` scope with another window. Raises `InvalidScope` for another scope and a window out of range."""
         if self.kind != "auto":
             raise InvalidScope(
                 f"{WINDOW_PARAM}: only the scope auto has a window, but the scope is {self}; leave one of the two out",
@@ -85,43 +72,16 @@ def parse_scope(value: object, *, param: str) -> Scope:
 
     Raises `InvalidScope` whose `param` is the one given and whose message says what is accepted.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        if 1 <= value <= MAX_VALUE:
-            return Scope("tokens", int(value))
-        raise _refused(value, param)
     match = _SCOPE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        raise _refused(value, param)
-    if match["word"]:
-        return Scope(WORDS[WORDS.index(match["word"].lower())])
-    number = _number(match["window"] or match["tokens"] or str(DEFAULT_WINDOW))
-    if number is None:
-        raise _refused(value, param)
-    return Scope("auto" if match["auto"] else "tokens", number)
-
-
-def parse_window(value: object, *, param: str) -> int:
-    """A window in requests: an integer from 1 to 1 000 000 and nothing else, not even a numeric string.
-
-    Raises `InvalidScope` whose `param` is the one given.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_VALUE:
-        return int(value)
-    raise InvalidScope(
-        f"{param}: {_shown(value)} is not a window; accepted is an integer from 1 to {MAX_VALUE}", param=param
-    )
-
-
-def _number(digits: str) -> int | None:
-    """None outside 1..MAX_VALUE. The length is looked at first: int() refuses texts of thousands of digits."""
-    significant = digits.lstrip("0")
-    if not significant or len(significant) > len(str(MAX_VALUE)):
-        return None
-    return number if (number := int(significant)) <= MAX_VALUE else None
-
-
-def _refused(value: object, param: str) -> InvalidScope:
-    return InvalidScope(f"{param}: {_shown(value)} is not a cache scope; {ACCEPTED}", param=param)
+    with suppress(InvalidScope):
+        if isinstance(value, int) and not isinstance(value, bool):
+            return Scope("tokens", value)
+        if match and match["tokens"]:
+            return Scope("tokens", int(match["tokens"]))
+        if match:
+            kind = cast(ScopeKind, (match["word"] or "auto").lower())
+            return Scope(kind, int(match["window"] or DEFAULT_WINDOW) if kind == "auto" else 0)
+    raise InvalidScope(f"{param}: {_shown(value)} is not a cache scope; {ACCEPTED}", param=param)
 
 
 def _shown(value: object) -> str:
@@ -130,4 +90,4 @@ def _shown(value: object) -> str:
         return repr(value if len(value) <= _MAX_SHOWN_CHARS else value[:_MAX_SHOWN_CHARS] + "…")
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value) if value.bit_length() <= 64 else "a number that large"
-    return _JSON_NAMES.get(type(value), f"a value of type {type(value).__name__}")
+    return "what is neither a text nor an integer"

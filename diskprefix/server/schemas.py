@@ -24,7 +24,7 @@ from diskprefix.chat.messages import (
     without_marks,
 )
 from diskprefix.errors import InvalidRequest, SettingsError
-from diskprefix.policy.scope import MAX_VALUE, WINDOW_PARAM, Scope, parse_scope, parse_window
+from diskprefix.policy.scope import MAX_VALUE, Scope, parse_scope
 from diskprefix.settings import parse_duration
 
 MAX_COUNT = 2**31 - 1
@@ -69,11 +69,9 @@ class PrefixCacheOptions(Body, extra="forbid"):
         description="`off`, `full`, `auto`, `auto:N` (window of N recent prompts) or N (the first N prompt tokens).",
         examples=["auto:8", "full", 1000],
     )
-    window: Annotated[
-        Any,
-        AfterValidator(lambda value: parse_window(value, param=WINDOW_PARAM)),
-        WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MAX_VALUE}),
-    ] = Field(default=None, description="Replaces the N of `auto:N`; for the scope `auto` only.", examples=[8])
+    window: int = Field(  # type: ignore[assignment]  # absent is None, but null is refused
+        default=None, ge=1, le=MAX_VALUE, description="Replaces the N of `auto:N`; for `auto` only.", examples=[8]
+    )
     salt: Salt = Field(
         default=None,
         description="Only requests with the same salt find this request's state, and they find nothing else.",
