@@ -14,7 +14,6 @@ from pydantic.json_schema import models_json_schema
 from diskprefix.server import completions, status
 from diskprefix.server.access_log import AccessLog
 from diskprefix.server.auth import OPEN_PATHS, Auth
-from diskprefix.server.body import BodyTooLarge, on_body_too_large
 from diskprefix.server.browser_guard import BrowserGuard
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.errors import HANDLERS
@@ -60,7 +59,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
         lifespan=lifespan,
         redirect_slashes=False,
         swagger_ui_parameters={"validatorUrl": None},
-        exception_handlers=HANDLERS | {BodyTooLarge: on_body_too_large},
+        exception_handlers=HANDLERS,
     )
     app.state.daemon = daemon
     app.add_middleware(Auth, keys=keys)

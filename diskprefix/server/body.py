@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from fastapi.exceptions import HTTPException
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
 
 from diskprefix.chat.messages import REFUSED
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
-from diskprefix.server.errors import http_error_body
 from diskprefix.settings import format_size
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -26,12 +22,6 @@ _SHOWN_CHARS = 60
 _BODY_S, _BODY_BYTES_PER_S = 30.0, 16 * 1024
 """Time for a body to arrive, and the rate at which what has arrived adds to it: 128 kbit/s suffice for any size. The
 time is limited because the request has a place in the queue meanwhile."""
-_LINGER_BYTES = 256 * 1024**2
-_LINGER_S = 10.0
-
-
-class BodyTooLarge(HTTPException):
-    """Status 413. Raised while the rest of the body is still arriving."""
 
 
 async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
@@ -57,7 +47,9 @@ def _check_content_type(request: Request) -> None:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    too_large = BodyTooLarge(413, f"the body is larger than {format_size(max_bytes)} (--max-body-bytes)")
+    too_large = HTTPException(
+        413, f"the body is larger than {format_size(max_bytes)} (--max-body-bytes)", {"Connection": "close"}
+    )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise too_large
@@ -138,30 +130,3 @@ def _shown(value: object) -> str:
     if isinstance(value, list):
         return "a list"
     return shown(json.dumps(value, ensure_ascii=False), _SHOWN_CHARS)
-
-
-class LingeringResponse(JSONResponse):
-    """A response to a request whose body was not read to its end.
-
-    Closing a socket with unread bytes resets the connection, and many clients then never see the response. So the
-    response is sent first, and the rest of the body is read and discarded, within limits of size and time.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        num_bytes = 0
-        with contextlib.suppress(TimeoutError, ClientDisconnect):
-            async with asyncio.timeout(_LINGER_S):
-                async for chunk in Request(scope, receive).stream():
-                    num_bytes += len(chunk)
-                    if num_bytes > _LINGER_BYTES:
-                        break
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def on_body_too_large(_request: Request, error: Exception) -> LingeringResponse:
-    """Handles `BodyTooLarge`."""
-    assert isinstance(error, BodyTooLarge)
-    content = http_error_body(error.status_code, error.detail)
-    return LingeringResponse(content, error.status_code, headers={"Connection": "close"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import Any, ClassVar
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -20,11 +20,6 @@ _REFUSAL_S = 1.0
 """Time for a client to read why it was refused, before the connection is closed."""
 
 
-def limited(max_connections: int) -> type[LimitedConnection]:
-    """Returns the protocol class for a server with at most `max_connections` open connections."""
-    return type("LimitedConnection", (LimitedConnection,), {"max_connections": max_connections, "refused": set()})
-
-
 class LimitedConnection(H11Protocol):
     """uvicorn's connection. One without a request is closed after a while.
 
@@ -32,23 +27,23 @@ class LimitedConnection(H11Protocol):
     gets a 503 at once.
     """
 
-    max_connections: ClassVar[int]
-    refused: ClassVar[set[LimitedConnection]]
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, max_connections: int, refused: set[LimitedConnection], **options: Any) -> None:
+        """`refused` is shared by the connections of a server and holds those that are being refused."""
+        super().__init__(**options)
+        self._max_connections = max_connections
+        self._refused = refused
         self._headers_timer: asyncio.TimerHandle | None = None
         self._idle_since = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self.max_connections and not self._close_longest_idle():
+        if len(self.connections) >= self._max_connections and not self._close_longest_idle():
             self._refuse(transport)
             return
         super().connection_made(transport)
         self._start_headers_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self in self.refused:
+        if self in self._refused:
             return
         if not self._is_in_request:
             self._start_headers_timer()
@@ -62,7 +57,7 @@ class LimitedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_headers_timer()
-        self.refused.discard(self)
+        self._refused.discard(self)
         super().connection_lost(exc)
 
     @property
@@ -95,13 +90,13 @@ class LimitedConnection(H11Protocol):
     def _refuse(self, transport: asyncio.Transport) -> None:
         """Sends a 503. The connection is closed a moment later: at once, the client might not get to read it."""
         self.transport = transport
-        if not self.refused:
+        if not self._refused:
             log.warning("[server] connections are refused: %d are open (--max-connections)", len(self.connections))
-        if len(self.refused) >= self.max_connections:
+        if len(self._refused) >= self._max_connections:
             transport.abort()
             return
-        self.refused.add(self)
-        transport.write(_refusal(self.max_connections))
+        self._refused.add(self)
+        transport.write(_refusal(self._max_connections))
         transport.write_eof()
         self.loop.call_later(_REFUSAL_S, transport.abort)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -22,6 +24,9 @@ NOT_READY_RETRY_AFTER_S = 2
 
 _MOST_MESSAGE_CHARS = 1000
 """Most messages cut what they repeat of a request. This limits messages of libraries that do not."""
+
+_LINGER_BYTES = 256 * 1024**2
+_LINGER_S = 10.0
 
 _CODES = {
     401: "invalid_api_key",
@@ -84,6 +89,26 @@ async def refuse(
     await JSONResponse(http_error_body(status, reason), status, headers)(scope, receive, send)
 
 
+class LingeringResponse(JSONResponse):
+    """A response to a request whose body was not read to its end.
+
+    Closing a socket with unread bytes resets the connection, and many clients then never see the response. So the
+    response is sent first, and the rest of the body is read and discarded, within limits of size and time.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        num_bytes = 0
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(_LINGER_S):
+                async for chunk in Request(scope, receive).stream():
+                    num_bytes += len(chunk)
+                    if num_bytes > _LINGER_BYTES:
+                        break
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 async def _on_diskprefix_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, DiskPrefixError)
     log_context(request).error = one_line(error.message)
@@ -100,7 +125,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         detail = f"no such route: {method} {path}; /docs lists all routes"
     elif error.status_code == 405:
         detail = f"{path} does not allow {method}; it allows {headers.get('Allow', 'another method')}"
-    return JSONResponse(http_error_body(error.status_code, detail), error.status_code, headers)
+    response = LingeringResponse if error.status_code == 413 else JSONResponse
+    return response(http_error_body(error.status_code, detail), error.status_code, headers)
 
 
 async def _on_client_disconnect(_request: Request, _error: Exception) -> Response:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -80,11 +81,11 @@ def run(settings: Settings, load_engine: EngineLoader) -> None:
 
 def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """How uvicorn serves the application: its limits and timeouts, and nothing logged that the daemon logs itself."""
-    from diskprefix.server.connection import limited
+    from diskprefix.server.connection import LimitedConnection
 
     return uvicorn.Config(
         app,
-        http=limited(settings.max_connections),
+        http=partial(LimitedConnection, settings.max_connections, set()),  # type: ignore[arg-type]
         ws="none",
         loop="asyncio",
         lifespan="on",
