@@ -79,9 +79,11 @@ def find_marks(
     target whose position cannot be found, or is 0, is left out.
     """
     found: dict[int, float | None] = {}
-    if any(target.kind == "tools" for target in targets) and not _writes_tools(template_input, render):
+    of_messages = [target for target in targets if target.kind == "messages"]
+    # An empty list, not None: some tokenizers have one template for requests with tools and another for those without.
+    if len(of_messages) < len(targets) and render(template_input) == render(template_input._replace(tools=[])):
         log.debug("marks on tools are ignored: the chat template writes no tools")
-        targets = [target for target in targets if target.kind != "tools"]
+        targets = of_messages
     for target in targets:
         num_chars = _num_chars_before(target, template_input, rendered, render)
         position = _tokens_within(num_chars, offsets, num_tokens, len(rendered))
@@ -92,11 +94,6 @@ def find_marks(
         times = [ttl_s for ttl_s in (found.get(position), target.ttl_s) if ttl_s is not None]
         found[position] = max(times, default=None)
     return tuple(Mark(position, found[position]) for position in sorted(found))
-
-
-def _writes_tools(template_input: TemplateInput, render: Render) -> bool:
-    # An empty list, not None: some tokenizers have one template for requests with tools and another for those without.
-    return render(template_input) != render(template_input._replace(tools=[]))
 
 
 def _num_chars_before(target: MarkTarget, template_input: TemplateInput, rendered: str, render: Render) -> int:

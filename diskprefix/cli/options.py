@@ -69,10 +69,7 @@ class GroupedOption(click.Option):
 
 
 class NonemptyOption(GroupedOption):
-    """An option that refuses an empty value. Others take an empty variable for one that is not set."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, callback=nonempty, **kwargs)
+    """An option that gets an empty variable too. Others take it for one that is not set."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:  # noqa: ARG002 - click's signature
         return os.environ.get(str(self.envvar))
@@ -116,7 +113,7 @@ def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decora
         said["type"] = _CLICK_TYPES.get(setting.kind)
     if name == "api_keys":
         # Without keys everybody is served: an empty value must not mean that.
-        said |= {"cls": NonemptyOption, "type": str}
+        said["cls"] = NonemptyOption
     if setting.unset:
         said["show_default"] = setting.unset
     else:

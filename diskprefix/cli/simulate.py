@@ -272,12 +272,12 @@ def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
     @cache
     def read() -> ReadBody:
         from diskprefix.chat.template import PromptRenderer
-        from diskprefix.cli.request_bodies import body_reader
+        from diskprefix.cli.request_bodies import read_body
         from diskprefix.model.loader import load_tokenizer
 
         tokenizer = load_tokenizer(model, chat_template, lambda line: click.echo(line, err=True))
         # The simulation does not limit the length of a prompt.
-        return body_reader(PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30))
+        return partial(read_body, PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30))
 
     return lambda body: read()(body)
 

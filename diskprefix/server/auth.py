@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diskprefix.server.errors import refuse
-from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys, Caller
+from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys
 from diskprefix.server.log_context import log_context
 
 OPEN_PATHS = frozenset({"/health"})
@@ -26,7 +26,9 @@ class Auth:
             await self._app(scope, receive, send)
             return
         authorization = Headers(scope=scope).get("authorization")
-        caller = self._caller(authorization, scope["path"])
+        caller = ANYBODY if self._keys is None else self._keys.caller(authorization)
+        if caller is None and scope["path"] in OPEN_PATHS:
+            caller = NOBODY
         if caller is not None:
             log_context(Request(scope)).caller = caller
             await self._app(scope, receive, send)
@@ -34,8 +36,3 @@ class Auth:
         missing = "an API key is needed: send the header Authorization: Bearer KEY"
         reason = "the API key is not one of this daemon's" if authorization else missing
         await refuse(scope, receive, send, 401, reason, {"WWW-Authenticate": "Bearer"})
-
-    def _caller(self, authorization: str | None, path: str) -> Caller | None:
-        if self._keys is None:
-            return ANYBODY
-        return self._keys.caller(authorization) or (NOBODY if path in OPEN_PATHS else None)

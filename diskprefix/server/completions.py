@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import defaultdict
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diskprefix.chat.content import holds_media
-from diskprefix.engine.request import DoneEvent, GenerateRequest
+from diskprefix.engine.request import DoneEvent, GenerateRequest, TextEvent
 from diskprefix.prompt import Prompt
 from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
@@ -23,7 +24,7 @@ from diskprefix.server.log_context import log_context
 from diskprefix.server.params import cache_options, check_context, sampling_params
 from diskprefix.server.replies import ChatCompletion, ChatCompletionChunk, Completion, figures_reply, usage_reply
 from diskprefix.server.schemas import ChatRequest, CompletionRequest, SamplingBody
-from diskprefix.server.serializers import CHAT, COMPLETIONS, Api, Json, WholeChoices
+from diskprefix.server.serializers import CHAT, COMPLETIONS, Api, Json, whole_choice
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import ChunkWriter, EventStream
 
@@ -92,8 +93,7 @@ async def _complete(request: Request, model: type[AnyRequest], api: Api) -> Resp
         await generation.start()
         if stream:
             return EventStream(generation, ChunkWriter(envelope, api, include_usage))
-        choices = WholeChoices(api, generate.sampling.logprobs is not None)
-        return JSONResponse(envelope | await _whole(generation, choices))
+        return JSONResponse(envelope | await _whole(generation, api, generate.sampling.logprobs is not None))
     except BaseException:
         generation.close()
         raise
@@ -126,11 +126,17 @@ async def _read(request: Request, serving: Serving, body: AnyRequest, api: Api) 
     return GenerateRequest(id=f"{api.id_prefix}{uuid.uuid4().hex}", prompt=prompt, sampling=sampling, cache=cache)
 
 
-async def _whole(generation: Generation, choices: WholeChoices) -> Json:
+async def _whole(generation: Generation, api: Api, with_logprobs: bool) -> Json:
+    """Returns what a response that is not streamed has besides the envelope."""
+    texts: defaultdict[int, list[TextEvent]] = defaultdict(list)
+    choices = {}
     async for event in generation:
-        if isinstance(event, DoneEvent):
+        if isinstance(event, TextEvent):
+            texts[event.choice].append(event)
+        elif isinstance(event, DoneEvent):
             done = event
         else:
-            choices.add(event)
+            choices[event.choice] = whole_choice(api, texts.pop(event.choice, []), event, with_logprobs)
     generation.close()
-    return {"choices": choices.choices(), "usage": usage_reply(done), **figures_reply(done)}
+    listed = [choices[index] for index in sorted(choices)]
+    return {"choices": listed, "usage": usage_reply(done), **figures_reply(done)}

@@ -66,8 +66,9 @@ def cache_options(body: SamplingBody, *, scope: Scope, caller: Tenant, reuse_gen
     Raises `InvalidScope` for a window with a scope that has none, and `InvalidRequest` for two salts that differ.
     """
     asked = body.prefix_cache or PrefixCacheOptions()
+    scope = asked.scope or scope
     return CacheOptions(
-        scope=asked.applied_to(scope),
+        scope=scope if asked.window is None else scope.with_window(asked.window),
         tenant=tenant_of(body, caller),
         group=b"" if body.prompt_cache_key is None else group_of(body.prompt_cache_key),
         save=asked.save,

@@ -24,7 +24,7 @@ from diskprefix.chat.messages import (
     without_marks,
 )
 from diskprefix.errors import InvalidRequest, SettingsError
-from diskprefix.policy.scope import MAX_VALUE, Scope, parse_scope
+from diskprefix.policy.scope import MAX_VALUE, parse_scope
 from diskprefix.settings import parse_duration
 
 MAX_COUNT = 2**31 - 1
@@ -106,11 +106,6 @@ class PrefixCacheOptions(Body, extra="forbid"):
             text = "must be a number of seconds or a time such as 90s, 15m, 12h or 7d, from 1 second to 68 years"
             raise PydanticCustomError(REFUSED, text)
         return float(seconds)
-
-    def applied_to(self, default: Scope) -> Scope:
-        """Returns the scope of this request. Raises `InvalidScope` for a window with a scope that has none."""
-        scope = self.scope or default
-        return scope if self.window is None else scope.with_window(self.window)
 
 
 StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -50,30 +49,12 @@ COMPLETIONS = Api(
 )
 
 
-class WholeChoices:
-    """Collects the choices of a response that is not streamed."""
-
-    def __init__(self, api: Api, with_logprobs: bool) -> None:
-        self._api = api
-        self._with_logprobs = with_logprobs
-        self._text: dict[int, list[str]] = defaultdict(list)
-        self._logprobs: dict[int, list[TokenLogprob]] = defaultdict(list)
-        self._finish: dict[int, str] = {}
-
-    def add(self, event: TextEvent | FinishEvent) -> None:
-        if isinstance(event, FinishEvent):
-            self._finish[event.choice] = event.finish_reason
-        else:
-            self._text[event.choice].append(event.text)
-            self._logprobs[event.choice] += event.logprobs
-
-    def choices(self) -> list[Json]:
-        return [
-            {
-                "index": index,
-                **self._api.whole("".join(self._text[index])),
-                "logprobs": self._api.logprobs(self._logprobs[index], 0) if self._with_logprobs else None,
-                "finish_reason": reason,
-            }
-            for index, reason in sorted(self._finish.items())
-        ]
+def whole_choice(api: Api, texts: Sequence[TextEvent], finish: FinishEvent, with_logprobs: bool) -> Json:
+    """Returns a choice of a response that is not streamed, from all its events."""
+    tokens = [token for event in texts for token in event.logprobs]
+    return {
+        "index": finish.choice,
+        **api.whole("".join(event.text for event in texts)),
+        "logprobs": api.logprobs(tokens, 0) if with_logprobs else None,
+        "finish_reason": finish.finish_reason,
+    }

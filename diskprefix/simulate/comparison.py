@@ -116,16 +116,13 @@ def compare(
 
     done: dict[Case, Totals] = {}
     for case in cases:
+        budget_bytes = case.policy.budget_bytes
         without_budget = replace(case, policy=replace(case.policy, budget_bytes=None), preset=None)
         totals = done.get(without_budget)
-        if totals is not None and _fits(totals, case.policy.budget_bytes):
+        if totals is not None and (budget_bytes is None or totals.peak_bytes <= usable_bytes(budget_bytes)):
             on_requests(len(trace))
         else:
             totals = case.simulate(Trace(trace.name, len(trace), replay), case.policy, case.geometry)
             if not totals.evictions and not totals.dropped:
                 done[without_budget] = totals
         yield Row(trace.name, case, totals)
-
-
-def _fits(totals: Totals, budget_bytes: int | None) -> bool:
-    return budget_bytes is None or totals.peak_bytes <= usable_bytes(budget_bytes)

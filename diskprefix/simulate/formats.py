@@ -176,9 +176,12 @@ def _recording(path: Path, lines: _Lines, name: str) -> Trace:
         record = _decode(path, number, line, RecordedRequest)
         try:
             record.check()
-            _note_cuts(record, position_of)
         except (InvalidScope, ValueError) as error:
             raise _refused(path, number, str(error)) from error
+        for digest, cut in zip(record.hashes, record.cuts, strict=True):
+            if position_of.setdefault(digest, cut) != cut:
+                elsewhere = position_of[digest]
+                raise _refused(path, number, f"hashes: {digest!r} stands at {cut} here and at {elsewhere} elsewhere")
         records.append(record)
         hash_at = dict(zip(record.cuts, record.hashes, strict=True))
         boundaries.update(hash_at[position] for position in record.boundaries if position in hash_at)
@@ -231,13 +234,6 @@ def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
         geometry=Geometry(last.bytes_per_token, last.state_bytes, last.logits_bytes) if is_weighed else None,
         tokens_per_s=num_tokens / seconds if seconds > _LEAST_MEASURED_S else 0.0,
     )
-
-
-def _note_cuts(record: RecordedRequest, position_of: dict[str, int]) -> None:
-    """Raises `ValueError` if a hash stands at two positions."""
-    for digest, cut in zip(record.hashes, record.cuts, strict=True):
-        if position_of.setdefault(digest, cut) != cut:
-            raise ValueError(f"hashes: {digest!r} stands at {cut} here and at {position_of[digest]} elsewhere")
 
 
 def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> TraceRequest:

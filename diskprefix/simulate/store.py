@@ -50,7 +50,6 @@ class SimulatedStore:
     def __init__(self, budget_bytes: int | None, *, has_states: bool, ttl_s: float = 0.0, rank: Rank = scores) -> None:
         self.used_bytes = 0
         self.evicted = 0
-        self.expired = 0
         self.dropped = 0
         self._budget_bytes = budget_bytes
         self._has_states = has_states
@@ -59,7 +58,6 @@ class SimulatedStore:
         self._expired_at = -math.inf
         self._has_own_ttls = False
         self._rows: dict[bytes, int] = {}
-        self._names: list[bytes] = []
         self._nodes: list[Node] = []
         self._records = np.zeros(1024, USAGE_DTYPE)
         """A row for each node; those of nodes that are gone are nobody's (`UsageTable`) until they are taken again."""
@@ -70,11 +68,6 @@ class SimulatedStore:
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def record(self, name: bytes) -> np.void:
-        """The usage record of a node that is stored, dtype `USAGE_DTYPE`."""
-        record: np.void = self._records[self._rows[name]].copy()
-        return record
 
     def parent(self, name: bytes) -> bytes:
         """What a node continues; nothing for one that is not stored."""
@@ -87,9 +80,7 @@ class SimulatedStore:
             return
         self._expired_at = now
         if self._ttl_s or self._has_own_ttls:
-            gone = expired(self._table(), self.parent, ttl_s=self._ttl_s, pinned=frozenset(), now=now)
-            self._delete(gone)
-            self.expired += len(gone)
+            self._delete(expired(self._table(), self.parent, ttl_s=self._ttl_s, pinned=frozenset(), now=now))
 
     def publish(self, entries: Iterable[NewEntry], tip: bytes | None, ttl_s: float | None, now: float) -> bool:
         """Store nodes, parents first, evicting what stands in their way; False if they cannot fit: then nothing is
@@ -120,10 +111,9 @@ class SimulatedStore:
         node = entry.node
         if self._free:
             row = self._free.pop()
-            self._names[row], self._nodes[row] = node.name, node
+            self._nodes[row] = node
         else:
             row = len(self._nodes)
-            self._names.append(node.name)
             self._nodes.append(node)
             if row == len(self._records):
                 self._records = np.concatenate([self._records, np.zeros(row, USAGE_DTYPE)])
@@ -150,7 +140,7 @@ class SimulatedStore:
             bytes_wanted=wanted,
             pinned=keep,
             now=now,
-            saves_nothing=self._is_bare_block if self._has_states else None,
+            saves_nothing=(lambda name: self._nodes[self._rows[name]].kind == Kind.BLOCK) if self._has_states else None,
             rank=self._rank,
         )
         freed = sum(int(self._records["stored_bytes"][self._rows[name]]) for name in victims)
@@ -170,7 +160,4 @@ class SimulatedStore:
             self._free.append(row)
 
     def _table(self) -> UsageTable:
-        return UsageTable(self._names, self._records[: len(self._names)], self._rows)
-
-    def _is_bare_block(self, name: bytes) -> bool:
-        return self._nodes[self._rows[name]].kind == Kind.BLOCK
+        return UsageTable([node.name for node in self._nodes], self._records[: len(self._nodes)], self._rows)

@@ -41,11 +41,9 @@ class _Source:
     def size(self, sizes: Sizes) -> int:
         return int(self.random.integers(sizes[0], sizes[1], endpoint=True))
 
-    def text(self, sizes: Sizes) -> TokenIds:
-        return self.random.integers(*_TEXT_IDS, self.size(sizes), dtype=np.int32)
-
     def message(self, role: int, sizes: Sizes) -> TokenIds:
-        return np.concatenate([as_token_ids([BEGIN, role, _NEWLINE]), self.text(sizes), as_token_ids([END, _NEWLINE])])
+        text = self.random.integers(*_TEXT_IDS, self.size(sizes), dtype=np.int32)
+        return np.concatenate([as_token_ids([BEGIN, role, _NEWLINE]), text, as_token_ids([END, _NEWLINE])])
 
     def one_of(self, count: int) -> int:
         return int(self.random.integers(count))

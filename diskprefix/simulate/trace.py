@@ -44,24 +44,18 @@ class RecordedDaemon:
     tokens_per_s: float = 0.0
 
 
+@dataclass(frozen=True, eq=False)
 class Trace:
     """A named sequence of requests that can be iterated any number of times, each time the same.
 
-    `requests` begins anew at each call. It may make the tokens of a prompt only then, so that a trace may be larger
+    `replay` begins anew at each call. It may make the tokens of a prompt only then, so that a trace may be larger
     than memory: keep no request longer than needed. `daemon`: whose recording it is.
     """
 
-    def __init__(
-        self,
-        name: str,
-        num_requests: int,
-        requests: Callable[[], Iterator[TraceRequest]],
-        daemon: RecordedDaemon | None = None,
-    ) -> None:
-        self.name = name
-        self.daemon = daemon
-        self._num_requests = num_requests
-        self._requests = requests
+    name: str
+    num_requests: int
+    replay: Callable[[], Iterator[TraceRequest]]
+    daemon: RecordedDaemon | None = None
 
     @classmethod
     def of(cls, name: str, requests: Sequence[TraceRequest]) -> Trace:
@@ -69,12 +63,12 @@ class Trace:
         return cls(name, len(requests), lambda: iter(requests))
 
     def __len__(self) -> int:
-        return self._num_requests
+        return self.num_requests
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        return self._requests()
+        return self.replay()
 
     def head(self, num_requests: int) -> Trace:
         """The first `num_requests` of it, or all of them."""
-        fewer = min(num_requests, self._num_requests)
-        return Trace(self.name, fewer, lambda: islice(self._requests(), fewer), self.daemon)
+        fewer = min(num_requests, self.num_requests)
+        return Trace(self.name, fewer, lambda: islice(self.replay(), fewer), self.daemon)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from diskprefix.cache_options import group_of
 from diskprefix.chat.template import PromptRenderer
-from diskprefix.cli.request_bodies import body_reader
+from diskprefix.cli.request_bodies import read_body
 from diskprefix.errors import InvalidRequest
 from diskprefix.policy.scope import Scope
 from diskprefix.server.schemas import ChatRequest
@@ -31,32 +32,32 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> PromptRenderer:
 
 
 def test_a_chat_is_the_prompt_that_the_server_renders(renderer: PromptRenderer) -> None:
-    request, rendered = body_reader(renderer)(CHAT), renderer.chat(ChatRequest.model_validate(CHAT).conversation)
+    request, rendered = read_body(renderer, CHAT), renderer.chat(ChatRequest.model_validate(CHAT).conversation)
     assert request.prompt.token_ids.tolist() == rendered.token_ids.tolist()
     assert request.prompt.boundaries == rendered.boundaries
     assert request.prompt.system_end == rendered.system_end > 0
 
 
 def test_what_is_not_asked_for_is_left_to_the_daemon(renderer: PromptRenderer) -> None:
-    request = body_reader(renderer)(CHAT | {"prefix_cache": {}})
+    request = read_body(renderer, CHAT | {"prefix_cache": {}})
     asked = (request.scope, request.group, request.save, request.ttl_s, request.tenant, request.remembered)
     assert asked == (None, b"", True, None, str(SHARED), True)
 
 
 def test_what_is_asked_of_the_cache_is_replayed(renderer: PromptRenderer) -> None:
     options = {"scope": "full", "save": False, "ttl": "2m", "salt": "mine"}
-    request = body_reader(renderer)(CHAT | {"prefix_cache": options, "prompt_cache_key": "a"})
+    request = read_body(renderer, CHAT | {"prefix_cache": options, "prompt_cache_key": "a"})
     assert (request.scope, request.save, request.ttl_s) == (Scope("full"), False, 120.0)
     assert (request.group, request.tenant) == (group_of("a"), str(SHARED.with_salt("mine")))
-    assert body_reader(renderer)(CHAT | {"prompt_cache_retention": "24h"}).ttl_s == 86400.0
+    assert read_body(renderer, CHAT | {"prompt_cache_retention": "24h"}).ttl_s == 86400.0
 
 
 def test_a_window_alone_is_a_scope_of_its_own(renderer: PromptRenderer) -> None:
-    assert body_reader(renderer)(CHAT | {"prefix_cache": {"window": 7}}).scope == Scope("auto", 7)
+    assert read_body(renderer, CHAT | {"prefix_cache": {"window": 7}}).scope == Scope("auto", 7)
 
 
 def test_a_raw_prompt_may_be_text_or_token_ids(renderer: PromptRenderer) -> None:
-    read = body_reader(renderer)
+    read = partial(read_body, renderer)
     assert read({"prompt": [5, 6, 7]}).prompt.token_ids.tolist() == [5, 6, 7]
     assert len(read({"prompt": "Name three rivers."}).prompt.token_ids) > 3
 
@@ -73,5 +74,5 @@ def test_a_raw_prompt_may_be_text_or_token_ids(renderer: PromptRenderer) -> None
 )
 def test_what_the_daemon_refuses_is_refused(renderer: PromptRenderer, body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        body_reader(renderer)(body)
+        read_body(renderer, body)
     assert raised.value.param == param

@@ -317,8 +317,8 @@ def test_an_assistant_message_with_tool_calls_needs_no_content() -> None:
 def test_the_scope_of_a_request_replaces_the_daemons(options: dict[str, Any], default: str, expected: str) -> None:
     defaults = {"full": Scope("full"), "auto": Scope("auto", 30)}
     body = chat(prefix_cache=options)
-    assert body.prefix_cache is not None
-    assert str(body.prefix_cache.applied_to(defaults[default])) == expected
+    found = cache_options(body, scope=defaults[default], caller=SHARED, reuse_generated=False)
+    assert str(found.scope) == expected
 
 
 @pytest.mark.parametrize("default", [False, True])
@@ -334,9 +334,8 @@ def test_a_request_says_itself_whether_it_reuses_replies_or_leaves_it_to_the_dae
 
 def test_a_window_beside_a_scope_without_one_is_refused() -> None:
     body = chat(prefix_cache={"scope": "full", "window": 8})
-    assert body.prefix_cache is not None
     with pytest.raises(InvalidRequest) as caught:
-        body.prefix_cache.applied_to(Scope("auto", 30))
+        cache_options(body, scope=Scope("auto", 30), caller=SHARED, reuse_generated=False)
     assert caught.value.param == "prefix_cache.window"
 
 

@@ -311,9 +311,9 @@ def _tokenizer() -> Any:
 def renderer() -> ReadBody:
     """Returns a function that reads a request body as the server does, of any length. It raises `InvalidRequest`."""
     from diskprefix.chat.template import PromptRenderer
-    from diskprefix.cli.request_bodies import body_reader
+    from diskprefix.cli.request_bodies import read_body
 
-    return body_reader(PromptRenderer(_tokenizer(), vocab_size=len(_tokenizer()), max_positions=1 << 30))
+    return partial(read_body, PromptRenderer(_tokenizer(), vocab_size=len(_tokenizer()), max_positions=1 << 30))
 
 
 def token_counter() -> Callable[[str], int]:
