@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
+from diskprefix.simulate.formats import body_in
 
 Json: TypeAlias = dict[str, Any]
 
@@ -43,7 +44,7 @@ class WarmItem:
         if not self.is_json:
             return COMPLETION, _warming({"prompt": self.text}, scope)
         try:
-            body = _body(json.loads(self.text))
+            body = body_in(json.loads(self.text))
         except RecursionError as error:
             raise InvalidRequest("it is nested too deeply") from error
         except ValueError as error:
@@ -91,18 +92,6 @@ def _suffix_of(text: str) -> str:
             continue
         return suffix if text[0] in "{[" else ""
     return ""
-
-
-def _body(value: Any) -> Json:
-    """The request body in `value`, which is the body itself, a line of OpenAI's batch format or a list of messages."""
-    if isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value):
-        return {"messages": value}
-    if isinstance(value, dict):
-        inner = value.get("body")
-        return inner if isinstance(inner, dict) else value
-    raise InvalidRequest(
-        "it is neither a request body nor a list of messages; put several into a .jsonl file, one on each line"
-    )
 
 
 def _warming(body: Json, scope: str) -> Json:

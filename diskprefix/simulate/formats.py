@@ -25,9 +25,8 @@ from diskprefix.errors import InvalidRequest, InvalidScope, SettingsError
 from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.prefix_cache.recording import RecordedRequest, joined
 from diskprefix.prompt import Mark, Prompt
-from diskprefix.simulate.blocks import BlockRequest, block_trace
 from diskprefix.simulate.geometry import Geometry
-from diskprefix.simulate.trace import RecordedDaemon, Trace, TraceRequest
+from diskprefix.simulate.trace import BlockRequest, RecordedDaemon, Trace, TraceRequest, block_trace
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
@@ -261,7 +260,7 @@ def _bodies(path: Path, lines: _Lines, read_body: ReadBody) -> Iterator[TraceReq
         value = _decoded(path, number, line)
         beside = _decode(path, number, line, _BesideBody) if isinstance(value, dict) else _BesideBody()
         try:
-            request = read_body(_body(value))
+            request = read_body(body_in(value))
         except InvalidRequest as error:
             raise _refused(path, number, error.message) from error
         except RecursionError as error:
@@ -270,11 +269,16 @@ def _bodies(path: Path, lines: _Lines, read_body: ReadBody) -> Iterator[TraceReq
         yield replace(request, when=when, output_tokens=beside.output_length)
 
 
-def _body(value: JsonObject | list[Any]) -> JsonObject:
-    """A request body, also inside a line of a batch file; messages alone become one. Raises `InvalidRequest`."""
+def body_in(value: object) -> JsonObject:
+    """Returns the request body in a JSON value: the body itself, a line of OpenAI's batch format or a list of messages.
+
+    Raises `InvalidRequest` for any other value.
+    """
+    if isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value):
+        return {"messages": value}
     if isinstance(value, dict):
         inner = value.get("body")
         return inner if isinstance(inner, dict) else value
-    if value and all(isinstance(item, dict) and "role" in item for item in value):
-        return {"messages": value}
-    raise InvalidRequest("a list must be one of messages, each with a role")
+    raise InvalidRequest(
+        "it is neither a request body nor a list of messages; put several into a .jsonl file, one on each line"
+    )

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from diskprefix.policy.scope import Scope
 from diskprefix.prompt import Prompt
 from diskprefix.simulate.geometry import Geometry
+from diskprefix.tokens import TokenIds
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,3 +77,45 @@ class Trace:
         """The first `num_requests` of it, or all of them."""
         fewer = min(num_requests, self.num_requests)
         return Trace(self.name, fewer, lambda: islice(self.replay(), fewer), self.daemon)
+
+
+class BlockRequest(NamedTuple):
+    """A request of a published trace: its prompt is `num_tokens` of the tokens that its blocks stand for.
+
+    `block_ids` has shape (num_blocks,), dtype int64; `when` is in seconds. `system_end`: where the system message and
+    the tools end, in tokens, if the trace tells; 0 otherwise.
+    """
+
+    when: float
+    block_ids: npt.NDArray[np.int64]
+    num_tokens: int
+    output_tokens: int = 0
+    system_end: int = 0
+
+
+def block_trace(name: str, requests: Sequence[BlockRequest], block_tokens: int) -> Trace:
+    """The requests in order of time. Block ids, whatever numbers they are, are numbered anew from 0."""
+    ordered = sorted(requests, key=lambda request: request.when)
+    numbers: dict[int, int] = {}
+    numbered = [
+        np.fromiter((numbers.setdefault(i, len(numbers)) for i in request.block_ids.tolist()), np.int64)
+        for request in ordered
+    ]
+
+    def replay() -> Iterator[TraceRequest]:
+        for request, ids in zip(ordered, numbered, strict=True):
+            token_ids = block_tokens_of(ids, block_tokens, request.num_tokens)
+            prompt = Prompt(token_ids=token_ids, system_end=request.system_end)
+            yield TraceRequest(when=request.when, prompt=prompt, output_tokens=request.output_tokens)
+
+    return Trace(name, len(ordered), replay)
+
+
+def block_tokens_of(block_ids: npt.NDArray[np.int64], block_tokens: int, num_tokens: int) -> TokenIds:
+    """Block i stands for the tokens i * block_tokens and those that follow it; the last block may be cut short.
+
+    Ids are taken modulo 2**32, so with blocks of 512 tokens no two of the first 8 million blocks are alike.
+    """
+    starts = block_ids * block_tokens
+    tokens = (starts[:, None] + np.arange(block_tokens)).ravel()[:num_tokens]
+    return np.ascontiguousarray(tokens.astype(np.uint32).view(np.int32))

@@ -158,7 +158,7 @@ def test_messages_alone_are_a_body(tmp_path: Path) -> None:
     path.write_text(f"{json.dumps(messages)}\n{json.dumps({'prompt': 'ccc'})}\n")
     assert [(r.when, r.prompt.token_ids.tolist()) for r in read_trace(path, read_words)] == [(0.0, [1, 2]), (1.0, [3])]
     path.write_text(f"{json.dumps(messages)}\n[]\n")
-    with pytest.raises(SettingsError, match=":2: a list must be one of messages"):
+    with pytest.raises(SettingsError, match=":2: it is neither a request body nor"):
         read_trace(path, read_words)
 
 

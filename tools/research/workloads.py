@@ -27,9 +27,8 @@ import numpy as np
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.prompt import Prompt
-from diskprefix.simulate.blocks import BlockRequest, block_trace
 from diskprefix.simulate.formats import ReadBody, read_trace
-from diskprefix.simulate.trace import Trace, TraceRequest
+from diskprefix.simulate.trace import BlockRequest, Trace, TraceRequest, block_trace
 from tools.measuring.options import DATA
 
 Json: TypeAlias = dict[str, Any]
