@@ -275,19 +275,17 @@ def flag_of(name: str) -> str:
 
 def find_policy(name_or_path: str) -> Path:
     """Returns the file of a preset by its name (`agent`), or a TOML file by its path. Raises `SettingsError`."""
-    package = Path(__file__).parent
-    presets = next((d for d in (package / "presets", package.parent / "policies") if d.is_dir()), None)
-    candidate = Path(name_or_path)
-    if candidate.suffix == ".toml" or os.sep in name_or_path:
-        if candidate.is_file():
-            return candidate
+    if name_or_path.endswith(".toml") or os.sep in name_or_path:
+        if Path(name_or_path).is_file():
+            return Path(name_or_path)
         raise SettingsError(f"--policy: no such file: {name_or_path}", param="--policy")
-    known = sorted(p.stem for p in presets.glob("*.toml")) if presets else []
-    if presets and name_or_path in known:
-        return presets / f"{name_or_path}.toml"
+    package = Path(__file__).parent
+    folder = next(folder for folder in (package / "presets", package.parent / "policies") if folder.is_dir())
+    presets = {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    if name_or_path in presets:
+        return presets[name_or_path]
     raise SettingsError(
-        f"--policy: no preset {name_or_path!r} (there are: {', '.join(known) or 'none'}); "
-        "the name of a file must end in .toml",
+        f"--policy: no preset {name_or_path!r} (there are: {', '.join(presets)}); the name of a file must end in .toml",
         param="--policy",
     )
 

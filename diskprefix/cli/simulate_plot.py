@@ -44,7 +44,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     regimes = list(dict.fromkeys(row.case.regime for row in rows))
     labels = dict.fromkeys(row.case.label for row in rows if row.case.scope != "off")
     colors = dict(zip(labels, cycle(colormaps["tab10"].colors), strict=False))  # type: ignore[attr-defined]
-    budgets = sorted({row.case.policy.budget_bytes for row in rows if not row.case.preset}, key=_size_of, reverse=True)
+    budgets = sorted(
+        {row.case.policy.budget_bytes for row in rows if not row.case.preset},
+        key=lambda budget: budget or math.inf,
+        reverse=True,
+    )
     shapes = dict(zip(budgets, cycle(_SHAPES), strict=False))
     with matplotlib.rc_context({"svg.hashsalt": "diskprefix", "font.size": 9.0}):
         figure = Figure((5.2 * len(regimes) + 2.2, 4.0 * len(traces)), layout="constrained")
@@ -70,7 +74,7 @@ def _draw_panel(panel: Axes, rows: Sequence[Row], colors: Mapping[str, Any], sha
     for label, color in colors.items():
         style: Any = {"color": color, "linestyle": _STYLES.get(label, "-"), "label": label}
         curve = [row for row in rows if row.case.label == label and (row.totals.written_bytes or label == UPPER_BOUND)]
-        curve.sort(key=lambda row: _size_of(row.case.policy.budget_bytes))
+        curve.sort(key=lambda row: row.case.policy.budget_bytes or math.inf)
         written = [row.totals.written_bytes for row in curve]
         restored = [100 * row.totals.restored_share for row in curve]
         if label == UPPER_BOUND:
@@ -97,10 +101,6 @@ def _draw_panel(panel: Axes, rows: Sequence[Row], colors: Mapping[str, Any], sha
     panel.set_ylabel("restored prompt tokens, %")
     panel.set_ylim(0, 100)
     panel.grid(alpha=0.3)
-
-
-def _size_of(budget_bytes: int | None) -> float:
-    return math.inf if budget_bytes is None else budget_bytes
 
 
 def _short_size(num_bytes: float) -> str:

@@ -177,7 +177,9 @@ def select(
     least = max(min_tokens, 1)
 
     price = 0
-    prompt = _with_marks_that_count(prompt, block_size, least)
+    # Nothing would be kept for a mark with fewer than `least` tokens before it.
+    marks = tuple(mark for mark in prompt.marks if floor_to_grid(mark.position, block_size) >= least)
+    prompt = replace(prompt, marks=marks)
     if auto and not prompt.marks:
         if state == "checkpoints":
             price = max(least, block_size)
@@ -226,12 +228,6 @@ def select(
         trials=sighting.trials,
         again=sighting.again,
     )
-
-
-def _with_marks_that_count(prompt: Prompt, block_size: int, least: int) -> Prompt:
-    """Leaves out marks that have fewer than `least` tokens before them: nothing would be kept for them."""
-    marks = tuple(mark for mark in prompt.marks if floor_to_grid(mark.position, block_size) >= least)
-    return prompt if len(marks) == len(prompt.marks) else replace(prompt, marks=marks)
 
 
 def _as_told(scope: Scope, prompt: Prompt) -> _Choice:

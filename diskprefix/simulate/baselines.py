@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 
 from diskprefix.policy.history import History
@@ -10,7 +11,7 @@ from diskprefix.prefix_cache.radix_tree import RadixTree
 from diskprefix.prompt import last_safe
 from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.simulator import Policy, Totals
-from diskprefix.simulate.trace import Trace, TraceRequest
+from diskprefix.simulate.trace import Trace
 from diskprefix.store.schema import HISTORY_TOKENS
 from diskprefix.tokens import block_hash, common_prefix_length, root_hash
 
@@ -26,60 +27,54 @@ def whole_snapshots(trace: Trace, policy: Policy, geometry: Geometry, *, window:
     or none; then it writes it, if it has `min_tokens`. When the budget is full, the one that was used least recently
     goes. Of a request's own scope only `off` is heeded, of `policy` the budget, `min_tokens` and the speed of prefill.
     """
-    rule = _WholeSnapshots(policy, geometry, window)
+    totals, snapshots = Totals(), _Snapshots(policy.budget_bytes)
+    histories: defaultdict[str, History] = defaultdict(lambda: History(window, HISTORY_TOKENS))
     for request in trace:
-        rule.step(request)
-    return rule.totals
+        token_ids, history = request.prompt.token_ids, histories[request.tenant]
+        totals.requests += 1
+        totals.prompt_tokens += len(token_ids)
+        if request.scope == _OFF:
+            continue
+        shared = max((common_prefix_length(token_ids, ids) for ids in history.recent(window)), default=0)
+        boundary = last_safe(request.prompt, shared)
+        may_save = request.save and request.remembered
+        if boundary >= max(policy.min_tokens, 1):
+            totals.selected_tokens += boundary
+            key = block_hash(0, root_hash(request.tenant), token_ids[:boundary])
+            if snapshots.restore(key):
+                totals.hits += 1
+                totals.restored_tokens += boundary
+                totals.seconds_saved += boundary * policy.seconds_per_token
+            elif may_save:
+                snapshots.save(key, boundary, boundary * geometry.bytes_per_token + geometry.state_bytes, totals)
+        if may_save and len(token_ids) >= policy.min_tokens:
+            history.add(token_ids)
+    return totals
 
 
-class _WholeSnapshots:
-    def __init__(self, policy: Policy, geometry: Geometry, window: int) -> None:
-        self.totals = Totals()
-        self._policy, self._geometry, self._window = policy, geometry, window
+class _Snapshots:
+    """The snapshots that are stored, within a budget."""
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self._budget_bytes = math.inf if budget_bytes is None else budget_bytes
         self._stored: OrderedDict[bytes, int] = OrderedDict()
         """The bytes of each snapshot by its key, the least recently used first."""
         self._used_bytes = 0
         self._written: set[bytes] = set()
-        self._histories: defaultdict[str, History] = defaultdict(
-            lambda: History(max_prompts=window, max_tokens=HISTORY_TOKENS)
-        )
 
-    def step(self, request: TraceRequest) -> None:
-        prompt, totals = request.prompt, self.totals
-        totals.requests += 1
-        totals.prompt_tokens += len(prompt.token_ids)
-        if request.scope == _OFF:
-            return
-        history = self._histories[request.tenant]
-        recent = history.recent(self._window)
-        boundary = last_safe(prompt, max((common_prefix_length(prompt.token_ids, ids) for ids in recent), default=0))
-        if boundary >= max(self._policy.min_tokens, 1):
-            self._use(request, boundary)
-        if request.save and request.remembered and len(prompt.token_ids) >= self._policy.min_tokens:
-            history.add(prompt.token_ids)
-
-    def _use(self, request: TraceRequest, boundary: int) -> None:
-        totals = self.totals
-        totals.selected_tokens += boundary
-        key = block_hash(0, root_hash(request.tenant), request.prompt.token_ids[:boundary])
+    def restore(self, key: bytes) -> bool:
+        """Notes a use of the snapshot. Returns whether it is stored."""
         if key in self._stored:
             self._stored.move_to_end(key)
-            totals.hits += 1
-            totals.restored_tokens += boundary
-            totals.seconds_saved += boundary * self._policy.seconds_per_token
-        elif request.save and request.remembered:
-            self._write(key, boundary)
+        return key in self._stored
 
-    def _write(self, key: bytes, num_tokens: int) -> None:
-        totals, budget_bytes = self.totals, self._policy.budget_bytes
-        num_bytes = num_tokens * self._geometry.bytes_per_token + self._geometry.state_bytes
-        if budget_bytes is not None:
-            if num_bytes > budget_bytes:
-                totals.dropped += 1
-                return
-            while self._used_bytes + num_bytes > budget_bytes:
-                self._used_bytes -= self._stored.popitem(last=False)[1]
-                totals.evictions += 1
+    def save(self, key: bytes, num_tokens: int, num_bytes: int, totals: Totals) -> None:
+        if num_bytes > self._budget_bytes:
+            totals.dropped += 1
+            return
+        while self._used_bytes + num_bytes > self._budget_bytes:
+            self._used_bytes -= self._stored.popitem(last=False)[1]
+            totals.evictions += 1
         self._stored[key] = num_bytes
         self._used_bytes += num_bytes
         totals.peak_bytes = max(totals.peak_bytes, self._used_bytes)
