@@ -22,9 +22,19 @@ from diskprefix.server.errors import ErrorBody
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import log_context
 from diskprefix.server.params import cache_options, check_context, sampling_params
-from diskprefix.server.replies import ChatCompletion, ChatCompletionChunk, Completion, figures_reply, usage_reply
+from diskprefix.server.replies import (
+    CHAT,
+    COMPLETIONS,
+    Api,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    Json,
+    figures_reply,
+    usage_reply,
+    whole_choice,
+)
 from diskprefix.server.schemas import ChatRequest, CompletionRequest, SamplingBody
-from diskprefix.server.serializers import CHAT, COMPLETIONS, Api, Json, whole_choice
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import ChunkWriter, EventStream
 

@@ -22,7 +22,7 @@ ADMIN = "admin"
 MIN_KEY_CHARS = 16
 """Names are shorter, so that a key is never taken for a name and logged."""
 _MAX_FILE_BYTES = 1 << 20
-_KEY = re.compile(r"[!-~]+")
+_KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},}}")
 """Printable ASCII characters without blanks, which a header can hold."""
 _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
@@ -99,18 +99,15 @@ def _read_keys(path: Path) -> dict[bytes, Caller]:
 
 def _name_and_key(words: list[str], where: str) -> tuple[str | None, str]:
     """Returns name and key of one line. No message repeats the words, because each may be a key in the wrong place."""
-    if len(words) > 2:
+    *names, key = words
+    if len(names) > 1:
         raise _wrong(f"{where}: expected a key, or a name and a key; a comment takes a line of its own")
-    name, key = words if len(words) == 2 else (None, words[0])
-    if name is not None and not (len(name) < MIN_KEY_CHARS and name.isprintable()):
-        raise _wrong(
-            f"{where}: a name comes before its key and has fewer than {MIN_KEY_CHARS} characters, all printable"
-        )
-    if len(key) < MIN_KEY_CHARS:
-        raise _wrong(f"{where}: a key has at least {MIN_KEY_CHARS} characters; `openssl rand -hex 32` makes a good one")
+    if any(len(name) >= MIN_KEY_CHARS or not name.isprintable() for name in names):
+        raise _wrong(f"{where}: a name comes before its key and has fewer than {MIN_KEY_CHARS} printable characters")
     if not _KEY.fullmatch(key):
-        raise _wrong(f"{where}: a key is made of printable ASCII characters; `openssl rand -hex 32` makes a good one")
-    return name, key
+        kind = f"at least {MIN_KEY_CHARS} characters, all printable ASCII"
+        raise _wrong(f"{where}: a key has {kind}; `openssl rand -hex 32` makes a good one")
+    return names[0] if names else None, key
 
 
 def _read_private(path: Path) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field
 
 from diskprefix.cache_report import MissReason, Saved, Source
-from diskprefix.engine.request import DoneEvent, FinishReason, Timings, TokenLogprob
+from diskprefix.engine.request import DoneEvent, FinishEvent, FinishReason, TextEvent, Timings, TokenLogprob
 from diskprefix.policy.select import Reason
+
+Json: TypeAlias = dict[str, Any]
 
 
 class PromptTokensDetails(BaseModel):
@@ -158,7 +160,7 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-def usage_reply(done: DoneEvent) -> dict[str, Any]:
+def usage_reply(done: DoneEvent) -> Json:
     usage = done.usage
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -168,16 +170,16 @@ def usage_reply(done: DoneEvent) -> dict[str, Any]:
     }
 
 
-def figures_reply(done: DoneEvent) -> dict[str, Any]:
+def figures_reply(done: DoneEvent) -> Json:
     """Returns the objects that are ours: what the cache did, and where the time went, in milliseconds."""
     timings = {name: round(value, 2) for name, value in asdict(done.timings).items()}
     return {"prefix_cache": _cache_reply(done), "timings": timings}
 
 
-def _cache_reply(done: DoneEvent) -> dict[str, Any]:
+def _cache_reply(done: DoneEvent) -> Json:
     """Returns the response's `prefix_cache` object: short enough for one line of a screen."""
     report, selection = done.cache, done.cache.selection
-    reply: dict[str, Any] = {"scope": str(selection.scope), "restored": report.restored}
+    reply: Json = {"scope": str(selection.scope), "restored": report.restored}
     if report.miss_reason is None:
         reply["source"] = report.source
     else:
@@ -188,14 +190,14 @@ def _cache_reply(done: DoneEvent) -> dict[str, Any]:
     return reply if report.exact else reply | {"exact": False}
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
     return {
         "content": [{**_logprob(t), "top_logprobs": [_logprob(alternative) for alternative in t.top]} for t in tokens],
         "refusal": None,
     }
 
 
-def _logprob(token: TokenLogprob) -> dict[str, Any]:
+def _logprob(token: TokenLogprob) -> Json:
     # A token that is a part of a character decodes to U+FFFD, whose bytes are not those of the token.
     whole = "�" not in token.text
     return {
@@ -205,7 +207,7 @@ def _logprob(token: TokenLogprob) -> dict[str, Any]:
     }
 
 
-def completion_logprobs(tokens: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
+def completion_logprobs(tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
     """Returns the log probabilities of a choice. `text_offset` is the number of characters before the first token."""
     offsets = []
     for token in tokens:
@@ -216,4 +218,52 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], text_offset: int) -> dic
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": [{alternative.text: alternative.logprob for alternative in token.top} for token in tokens],
         "text_offset": offsets,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Api:
+    """What differs between the responses of the two APIs.
+
+    `part` gets the text of a chunk, and whether it is the first of its choice; `logprobs` the tokens, and how many
+    characters of the choice come before them.
+    """
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+    whole: Callable[[str], Json]
+    part: Callable[[str, bool], Json]
+    end: Json
+    logprobs: Callable[[Sequence[TokenLogprob], int], Json]
+
+
+CHAT = Api(
+    id_prefix="chatcmpl-",
+    whole_object="chat.completion",
+    chunk_object="chat.completion.chunk",
+    whole=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    part=lambda text, first: {"delta": ({"role": "assistant"} if first else {}) | {"content": text}},
+    end={"delta": {}},
+    logprobs=lambda tokens, _text_offset: chat_logprobs(tokens),
+)
+COMPLETIONS = Api(
+    id_prefix="cmpl-",
+    whole_object="text_completion",
+    chunk_object="text_completion",
+    whole=lambda text: {"text": text},
+    part=lambda text, _first: {"text": text},
+    end={"text": ""},
+    logprobs=completion_logprobs,
+)
+
+
+def whole_choice(api: Api, texts: Sequence[TextEvent], finish: FinishEvent, with_logprobs: bool) -> Json:
+    """Returns a choice of a response that is not streamed, from all its events."""
+    tokens = [token for event in texts for token in event.logprobs]
+    return {
+        "index": finish.choice,
+        **api.whole("".join(event.text for event in texts)),
+        "logprobs": api.logprobs(tokens, 0) if with_logprobs else None,
+        "finish_reason": finish.finish_reason,
     }

@@ -15,8 +15,7 @@ from diskprefix.errors import DiskPrefixError
 from diskprefix.server.errors import error_body, one_line
 from diskprefix.server.generation import Generation, ReplyEvent
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
-from diskprefix.server.replies import figures_reply, usage_reply
-from diskprefix.server.serializers import Api, Json
+from diskprefix.server.replies import Api, Json, figures_reply, usage_reply
 
 log = logging.getLogger("diskprefix")
 

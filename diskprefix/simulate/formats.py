@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -73,7 +73,7 @@ def read_trace(path: Path, read_body: ReadBody | None = None, *, name: str = "",
     number, line = next(_numbered_lines(path, warn), (0, b""))
     if not line:
         raise _refused(path, None, f"it is empty; accepted is {_KNOWN}")
-    first = _decoded(path, number, line)
+    first = _decode(path, number, line, _Json)
     lines, name = _numbered_lines(path, warn), name or path.stem
     if isinstance(first, dict) and "hash_ids" in first:
         return _mooncake(path, lines, name)
@@ -116,23 +116,14 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-_Decoded = TypeVar("_Decoded")
-
-
-def _decode(path: Path, number: int, line: bytes, kind: type[_Decoded]) -> _Decoded:
+def _decode(path: Path, number: int, line: bytes, kind: Any) -> Any:
+    """Returns the value of type `kind` that a line holds. Raises `SettingsError`."""
     try:
         return msgspec.json.decode(line, type=kind)
     except RecursionError as error:
         raise _refused(path, number, _NESTED) from error
     except ValueError as error:
         raise _refused(path, number, str(error)) from error
-
-
-def _decoded(path: Path, number: int, line: bytes) -> _Json:
-    value = _decode(path, number, line, object)
-    if isinstance(value, dict | list):
-        return value
-    raise _refused(path, number, "it must be a JSON object")
 
 
 def _refused(path: Path, number: int | None, reason: str) -> SettingsError:
@@ -145,7 +136,7 @@ def _mooncake(path: Path, lines: _Lines, name: str) -> Trace:
     requests: list[BlockRequest] = []
     block_tokens = 0
     for number, line in lines:
-        row = _decode(path, number, line, _MooncakeRow)
+        row: _MooncakeRow = _decode(path, number, line, _MooncakeRow)
         block_tokens = block_tokens or row.block_size
         if row.block_size != block_tokens:
             raise _refused(path, number, f"block_size: {row.block_size} is not the {block_tokens} of the lines before")
@@ -172,7 +163,7 @@ def _recording(path: Path, lines: _Lines, name: str) -> Trace:
     position_of = {"": 0}
     boundaries: set[str] = set()
     for number, line in lines:
-        record = _decode(path, number, line, RecordedRequest)
+        record: RecordedRequest = _decode(path, number, line, RecordedRequest)
         try:
             record.check()
         except (InvalidScope, ValueError) as error:
@@ -257,7 +248,7 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
 
 def _bodies(path: Path, lines: _Lines, read_body: ReadBody) -> Iterator[TraceRequest]:
     for index, (number, line) in enumerate(lines):
-        value = _decoded(path, number, line)
+        value = _decode(path, number, line, _Json)
         beside = _decode(path, number, line, _BesideBody) if isinstance(value, dict) else _BesideBody()
         try:
             request = read_body(body_in(value))
