@@ -27,7 +27,7 @@ from __future__ import annotations
 
 
 class DiskPrefixError(Exception):
-    """The base class. `param` names the request field or the flag at fault. `code` is a stable word for programs."""
+    """The base class. `param` names the request field at fault. `code` is a stable word for programs."""
 
     http_status = 500
     exit_code = 1

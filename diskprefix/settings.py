@@ -40,9 +40,7 @@ def parse_size(text: str | int, *, param: str) -> int:
         return text
     match = _SIZE.fullmatch(str(text))
     if not match or match[2].lower() not in _UNITS:
-        raise SettingsError(
-            f"{param}: {text!r} is not a size; write for example 4GiB, 500MB or 1073741824", param=param
-        )
+        raise SettingsError(f"{param}: {text!r} is not a size; write for example 4GiB, 500MB or 1073741824")
     return int(Decimal(match[1]) * _UNITS[match[2].lower()])
 
 
@@ -54,8 +52,7 @@ def parse_duration(text: str | float, *, param: str) -> float:
     match = _DURATION.fullmatch(str(text))
     if not match:
         raise SettingsError(
-            f"{param}: {text!r} is not a duration; write for example 90s, 15m, 12h, 7d or 2w, in lower case",
-            param=param,
+            f"{param}: {text!r} is not a duration; write for example 90s, 15m, 12h, 7d or 2w, in lower case"
         )
     return float(match[1]) * _SECONDS[match[2]]
 
@@ -258,10 +255,10 @@ class Settings:
             value = getattr(self, name)
             flag, (least, most) = flag_of(name), setting.bounds
             if setting.choices and value not in setting.choices:
-                raise SettingsError(f"{flag}: {value!r} is not one of {', '.join(setting.choices)}", param=flag)
+                raise SettingsError(f"{flag}: {value!r} is not one of {', '.join(setting.choices)}")
             if setting.kind in ("integer", "size", "duration") and not least <= value <= most:
                 shown = format_size if setting.kind == "size" else str
-                raise SettingsError(f"{flag}: {value} is out of range ({shown(least)} to {shown(most)})", param=flag)
+                raise SettingsError(f"{flag}: {value} is out of range ({shown(least)} to {shown(most)})")
 
 
 SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings)}
@@ -278,15 +275,14 @@ def find_policy(name_or_path: str) -> Path:
     if name_or_path.endswith(".toml") or os.sep in name_or_path:
         if Path(name_or_path).is_file():
             return Path(name_or_path)
-        raise SettingsError(f"--policy: no such file: {name_or_path}", param="--policy")
+        raise SettingsError(f"--policy: no such file: {name_or_path}")
     package = Path(__file__).parent
     folder = next(folder for folder in (package / "presets", package.parent / "policies") if folder.is_dir())
     presets = {path.stem: path for path in sorted(folder.glob("*.toml"))}
     if name_or_path in presets:
         return presets[name_or_path]
     raise SettingsError(
-        f"--policy: no preset {name_or_path!r} (there are: {', '.join(presets)}); the name of a file must end in .toml",
-        param="--policy",
+        f"--policy: no preset {name_or_path!r} (there are: {', '.join(presets)}); the name of a file must end in .toml"
     )
 
 
@@ -300,26 +296,26 @@ def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) ->
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text)
     except OSError as error:
-        raise SettingsError(f"--policy: cannot read {path}: {error.strerror}", param="--policy") from error
+        raise SettingsError(f"--policy: cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"--policy: {path} is not valid TOML: {error}", param="--policy") from error
+        raise SettingsError(f"--policy: {path} is not valid TOML: {error}") from error
     settings: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
         where = f"--policy: {path}:{_line_of(text, key)}"
         if name not in SETTINGS:
-            raise SettingsError(f"{where}: unknown key {key!r}", param="--policy")
+            raise SettingsError(f"{where}: unknown key {key!r}")
         if name in settings:
-            raise SettingsError(f"{where}: {key}: is there twice, with - and with _", param="--policy")
+            raise SettingsError(f"{where}: {key}: is there twice, with - and with _")
         is_switch = SETTINGS[name].kind == "switch"
         if not isinstance(value, str | int | float) or isinstance(value, bool) != is_switch:
             expected = "true or false" if is_switch else "a number or a text"
-            raise SettingsError(f"{where}: {key}: must be {expected}", param="--policy")
+            raise SettingsError(f"{where}: {key}: must be {expected}")
         try:
             settings[name] = value if convert is None else convert(name, value)
         except DiskPrefixError as error:
             reason = error.message.removeprefix(f"{flag_of(name)}: ")
-            raise SettingsError(f"{where}: {key}: {reason}", param="--policy") from error
+            raise SettingsError(f"{where}: {key}: {reason}") from error
     return settings
 
 

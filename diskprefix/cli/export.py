@@ -63,7 +63,7 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
         if path.is_dir():
             path = path / f"{short_id(info.id)}.safetensors"
         if not path.parent.is_dir():
-            raise SettingsError(f"--output: there is no folder {path.parent}; create it first", param="--output")
+            raise SettingsError(f"--output: there is no folder {path.parent}; create it first")
         with progress("exporting", info.raw_bytes) as advance:
             file_bytes = export_entry(store, bytes.fromhex(info.id), path, force=force, advance=advance)
     if as_json:

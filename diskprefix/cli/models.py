@@ -109,8 +109,7 @@ def _row_of(name: str, table: dict[str, Any]) -> ModelRow:
         return _row_of_type(name, table)
     raise SettingsError(
         f"{name!r} is neither an architecture of transformers {version('transformers')} nor a folder; "
-        "`diskprefix models` lists the architectures",
-        param="NAME",
+        "`diskprefix models` lists the architectures"
     )
 
 

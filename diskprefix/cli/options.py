@@ -165,7 +165,7 @@ def _policy_value(name: str, value: object) -> Any:
     try:
         converted = command.params[0].process_value(click.Context(command), str(value))
     except click.BadParameter as error:
-        raise SettingsError(error.message.rstrip("."), param=flag_of(name)) from error
+        raise SettingsError(error.message.rstrip(".")) from error
     # This checks the range.
     build_settings({name: converted})
     return converted

@@ -123,15 +123,12 @@ def _confirmed(plan: PurgePlan) -> bool:
 def _require_known(records: list[RootRecord], model: str | None, salt: str | None) -> None:
     """Raises `SettingsError` for an unknown model or tenant, so that a wrong name does not look like success."""
     if model is not None and all(record.model != model for record in records):
-        raise SettingsError(
-            f"--model: nothing is stored of {model!r}; `diskprefix inspect` shows the models", param="--model"
-        )
+        raise SettingsError(f"--model: nothing is stored of {model!r}; `diskprefix inspect` shows the models")
     if salt is not None and not any(matches(record.tenant, salt) for record in records):
         # The value may be a secret, so it is not repeated.
         raise SettingsError(
             "--salt: nothing is stored of this tenant; `diskprefix inspect` shows the tenants (an API key is given "
-            "itself and not by its name)",
-            param="--salt",
+            "itself and not by its name)"
         )
 
 

@@ -171,7 +171,7 @@ def simulate(
                      before it, kept for ever
     """
     if tokens_per_s is not None and not (math.isfinite(tokens_per_s) and tokens_per_s > 0):
-        raise SettingsError("--tokens-per-s: it must be a number above 0", param="--tokens-per-s")
+        raise SettingsError("--tokens-per-s: it must be a number above 0")
     if plot is not None:
         check_plot(plot)
     cases_of = partial(
@@ -262,7 +262,7 @@ def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:
 def _size(text: str, flag: str, least: int, most: int) -> int:
     num_bytes = parse_size(text, param=flag)
     if not least <= num_bytes <= most:
-        raise SettingsError(f"{flag}: {text} is out of range ({least} to {most} bytes)", param=flag)
+        raise SettingsError(f"{flag}: {text} is out of range ({least} to {most} bytes)")
     return num_bytes
 
 
@@ -304,11 +304,9 @@ def _read(names: Sequence[str], read_body: ReadBody) -> list[Trace]:
 def _synthetic(name: str) -> Trace:
     kind, _, number = name.removeprefix(_SYNTHETIC).partition(":")
     if kind not in CATALOG:
-        raise SettingsError(f"{name}: there is no workload {kind!r}; there are {', '.join(CATALOG)}", param="TRACE")
+        raise SettingsError(f"{name}: there is no workload {kind!r}; there are {', '.join(CATALOG)}")
     if ":" not in name.removeprefix(_SYNTHETIC):
         return CATALOG[kind]()
     if not (number.isascii() and number.isdigit() and 1 <= int(number) <= _MOST_REQUESTS):
-        raise SettingsError(
-            f"{name}: {number!r} is not a number of requests, from 1 to {_MOST_REQUESTS}", param="TRACE"
-        )
+        raise SettingsError(f"{name}: {number!r} is not a number of requests, from 1 to {_MOST_REQUESTS}")
     return CATALOG[kind](num_requests=int(number))

@@ -23,11 +23,11 @@ _SHAPES = "osD^v<>phX"
 def check_plot(path: Path) -> None:
     """Check before a long simulation. Raises `SettingsError` for a file that cannot be drawn or written."""
     if path.suffix.lower() not in (".png", ".svg"):
-        raise SettingsError(f"--plot: {path} must end in .png or .svg", param="--plot")
+        raise SettingsError(f"--plot: {path} must end in .png or .svg")
     if not path.absolute().parent.is_dir():
-        raise SettingsError(f"--plot: there is no folder {path.parent}", param="--plot")
+        raise SettingsError(f"--plot: there is no folder {path.parent}")
     if find_spec("matplotlib") is None:
-        raise SettingsError("--plot needs matplotlib; install it with: pip install matplotlib", param="--plot")
+        raise SettingsError("--plot needs matplotlib; install it with: pip install matplotlib")
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -121,7 +121,7 @@ def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:
         if len(found) == 1:
             return found[0]
         problem = f"{len(found)} entries start with {beginning!r}" if found else f"no entry starts with {beginning!r}"
-    raise SettingsError(f"{problem}; run `diskprefix inspect` to see the ids", param="ENTRY")
+    raise SettingsError(f"{problem}; run `diskprefix inspect` to see the ids")
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def warm(
     _refuse_what_is_not_used(context, alone)
     kept = parse_scope(scope, param="--scope")
     if kept.kind == "off":
-        raise SettingsError("--scope: off keeps nothing, so there is nothing to warm", param="--scope")
+        raise SettingsError("--scope: off keeps nothing, so there is nothing to warm")
     configure_logging("warning")
     started = time.monotonic()
     done: list[Warmed] = []
@@ -184,7 +184,7 @@ def _warmed_item(call: Call, item: WarmItem, scope: str, say: Say) -> Warmed:
     except InvalidRequest as error:
         return Warmed(where=item.where, error=error.message)
     if answer.status == 401:
-        raise SettingsError(f"--api-key: {answer.message}", param="--api-key")
+        raise SettingsError(f"--api-key: {answer.message}")
     if answer.status != 200:
         return Warmed(where=item.where, error=answer.message)
     body = answer.body

@@ -65,11 +65,11 @@ def running_daemon(url: str, api_key: str | None) -> Call:
     except ValueError:
         port = -1
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-        raise SettingsError(f"--url: {url!r} is not a URL such as http://127.0.0.1:8642", param="--url")
+        raise SettingsError(f"--url: {url!r} is not a URL such as http://127.0.0.1:8642")
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
         if not (api_key.isascii() and api_key.isprintable()):
-            raise SettingsError("--api-key: a key has printable ASCII characters only", param="--api-key")
+            raise SettingsError("--api-key: a key has printable ASCII characters only")
         headers["Authorization"] = f"Bearer {api_key}"
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     # OpenAI's clients take the address with /v1 at its end, so people may give it here too.

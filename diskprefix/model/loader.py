@@ -71,9 +71,7 @@ def load_model(settings: Settings, progress: Report) -> LoadedModel:
 
     # Wrong settings are reported before anything slow happens.
     if not _DEVICE.fullmatch(settings.device):
-        raise SettingsError(
-            f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, mps", param="--device"
-        )
+        raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
     template = _read_template(settings.chat_template)
     with clock("source"):
         folder, name = _find(settings.model, progress)
@@ -228,9 +226,9 @@ def _pick_device(name: str) -> torch.device:
     if kind == "auto":
         kind = "cuda" if num_cuda else "mps" if has_mps else "cpu"
     if kind == "cuda" and int(index or 0) >= num_cuda:
-        raise SettingsError(f"--device: there is no {name}; torch sees {num_cuda} CUDA devices", param="--device")
+        raise SettingsError(f"--device: there is no {name}; torch sees {num_cuda} CUDA devices")
     if kind == "mps" and not has_mps:
-        raise SettingsError("--device: there is no mps; torch sees no Apple GPU", param="--device")
+        raise SettingsError("--device: there is no mps; torch sees no Apple GPU")
     return torch.device("cuda", int(index or 0)) if kind == "cuda" else torch.device(kind)
 
 
@@ -286,11 +284,9 @@ def _read_template(path: Path | None) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise SettingsError(
-            f"--chat-template: cannot read {path}: {error.strerror}", param="--chat-template"
-        ) from error
+        raise SettingsError(f"--chat-template: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise SettingsError(f"--chat-template: {path} is not UTF-8 text", param="--chat-template") from error
+        raise SettingsError(f"--chat-template: {path} is not UTF-8 text") from error
 
 
 def _override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
@@ -300,9 +296,7 @@ def _override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> Non
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     except TemplateSyntaxError as error:
-        raise SettingsError(
-            f"--chat-template: line {error.lineno}: {first_line(error)}", param="--chat-template"
-        ) from error
+        raise SettingsError(f"--chat-template: line {error.lineno}: {first_line(error)}") from error
     except (TemplateError, TypeError, ValueError):
         return  # The template compiles. It may need other messages than those of this trial.
 

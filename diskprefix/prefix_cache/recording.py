@@ -349,7 +349,7 @@ def _check_content(fd: int, path: Path) -> None:
 
 
 def _refused(message: str) -> SettingsError:
-    return SettingsError(f"--record: {message}", param="--record")
+    return SettingsError(f"--record: {message}")
 
 
 def joined(requests: Sequence[RecordedRequest]) -> dict[str, str]:

@@ -148,4 +148,4 @@ def _forbidden_bits(path: Path) -> int:
 
 
 def _wrong(message: str) -> SettingsError:
-    return SettingsError(f"--api-keys: {message}", param="--api-keys")
+    return SettingsError(f"--api-keys: {message}")

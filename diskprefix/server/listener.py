@@ -25,7 +25,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise SettingsError(f"--host: {host!r} cannot be resolved: {error}", param="--host") from error
+        raise SettingsError(f"--host: {host!r} cannot be resolved: {error}") from error
     listeners: list[socket.socket] = []
     failure: OSError | None = None
     for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
@@ -41,7 +41,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
             listener.close()
         hint = "is a daemon running already? Choose another with --port" if port else "see --host"
         message = f"--port: cannot listen on {host}:{port}: {os.strerror(failure.errno or 0)}; {hint}"
-        raise SettingsError(message, param="--port") from failure
+        raise SettingsError(message) from failure
     return listeners
 
 

@@ -128,7 +128,7 @@ def _decode(path: Path, number: int, line: bytes, kind: Any) -> Any:
 
 def _refused(path: Path, number: int | None, reason: str) -> SettingsError:
     place = path if number is None else f"{path}:{number}"
-    return SettingsError(f"{place}: {reason}", param="TRACE")
+    return SettingsError(f"{place}: {reason}")
 
 
 def _mooncake(path: Path, lines: _Lines, name: str) -> Trace:

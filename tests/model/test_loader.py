@@ -333,7 +333,7 @@ def test_memory_that_runs_out_while_loading_is_one_line(
 def test_an_unknown_device_is_refused_with_its_param(device: str) -> None:
     with pytest.raises(SettingsError, match=r"auto, cpu, cuda, cuda:N, mps") as caught:
         load("./nope", device=device)
-    assert caught.value.param == "--device"
+    assert caught.value.message.startswith("--device: ")
 
 
 @pytest.mark.parametrize(("device", "num_cuda"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2), ("mps", 0)])
@@ -343,7 +343,7 @@ def test_an_absent_device_is_refused_with_its_param(
     set_devices(monkeypatch, num_cuda=num_cuda, mps=False)
     with pytest.raises(SettingsError, match=f"there is no {device}") as caught:
         load(folder, device=device)
-    assert caught.value.param == "--device"
+    assert caught.value.message.startswith("--device: ")
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def test_an_unusable_chat_template_is_refused_with_its_param(
         template.write_bytes(content)
     with pytest.raises(SettingsError, match=words) as caught:
         load(folder, chat_template=template)
-    assert caught.value.param == "--chat-template"
+    assert caught.value.message.startswith("--chat-template: ")
     assert "\n" not in caught.value.message
 
 

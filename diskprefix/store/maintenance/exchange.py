@@ -99,7 +99,7 @@ def require_known_model(snapshot: Snapshot, reader: EntryReader) -> None:
         if root == reader.manifest.root or (identity is not None and identity.fields == wanted.fields):
             return
         known.append((record.model, identity))
-    raise SettingsError(f"{reader.path} {_why_unknown(reader.manifest.model, wanted, known)}", param="FILE")
+    raise SettingsError(f"{reader.path} {_why_unknown(reader.manifest.model, wanted, known)}")
 
 
 def open_target(path: Path, *, budget_bytes: int, min_free_bytes: int) -> Store:
