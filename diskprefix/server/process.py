@@ -159,7 +159,8 @@ def _end(daemon: Daemon) -> None:
 
 def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, address: str) -> None:
     cache = _describe_cache(serving, stats, settings)
-    log.info("diskprefix ready on %s · %s · %s · %s", address, serving.model_name, cache, _startup(serving))
+    seconds = serving.startup_s["total"]
+    log.info("diskprefix ready on %s · %s · %s · %.1f s", address, serving.model_name, cache, seconds)
     notify(READY=1, STATUS=f"serving {serving.model_name} on {address}, {cache}")
 
 
@@ -173,13 +174,6 @@ def _describe_cache(serving: Serving, stats: dict[str, Any], settings: Settings)
         return f"cache degraded ({stats['error']})"
     fill = f"{format_size(stats['used_bytes'])} of {format_size(stats['budget_bytes'])}"
     return f"cache {serving.scope} in {settings.kv_cache_dir} ({stats['entries']} entries, {fill})"
-
-
-def _startup(serving: Serving) -> str:
-    """Returns the times of the start, such as `3.1 s (imports 1.9, weights 0.6)`, without those below 0.05 s."""
-    parts = sorted(((s, name) for name, s in serving.startup_s.items() if name != "total" and s >= 0.05), reverse=True)
-    named = ", ".join(f"{name.replace('_', '-')} {s:.1f}" for s, name in parts)
-    return f"{serving.startup_s['total']:.1f} s ({named})" if named else f"{serving.startup_s['total']:.1f} s"
 
 
 def process_age_s() -> float:

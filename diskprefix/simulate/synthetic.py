@@ -8,6 +8,7 @@ the same arguments. Sizes are in tokens; `(low, high)` is drawn from evenly, bot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -22,12 +23,6 @@ _TEXT_IDS = 10_000, 49_000
 _MEAN_PAUSE_S = 5.0
 
 Sizes: TypeAlias = tuple[int, int]
-_ANCHOR: Sizes = (2000, 2000)
-_ASKED: Sizes = (50, 800)
-_ANSWERED: Sizes = (50, 400)
-"""The sizes of a conversation's system message, its questions and its replies."""
-
-
 _Chat: TypeAlias = tuple[tuple[TokenIds, ...], int]
 """One request: its messages, the first of which is the system message, and the length of the reply."""
 
@@ -78,43 +73,36 @@ def interleaved(
     seed: int = 0,
     num_requests: int = 200,
     *,
-    system: Sizes = _ANCHOR,
-    user: Sizes = _ASKED,
-    reply: Sizes = _ANSWERED,
+    name: str = "interleaved",
+    system: Sizes = (2000, 2000),
+    user: Sizes = (50, 800),
+    reply: Sizes = (50, 400),
     conversations: int = 4,
     turns: Sizes = (4, 16),
+    edited: float = 0.0,
+    reminder: Sizes | None = None,
 ) -> Trace:
-    """Conversations under one system message that grow by turns; one that has ended makes room for a new one."""
+    """Conversations under one system message that grow by turns; one that has ended makes room for a new one.
+
+    A share `edited` of the requests has another text in the place of an earlier message. A `reminder` stands behind the
+    newest message only: the next prompt lacks it there.
+    """
 
     def chats(source: _Source) -> Iterator[_Chat]:
-        for conversation in _by_turns(source, source.message(_SYSTEM, system), conversations, turns):
-            yield conversation.next(user, reply)
+        anchor = source.message(_SYSTEM, system)
+        behind = (source.message(_USER, reminder),) if reminder else ()
+        for conversation in _by_turns(source, anchor, conversations, turns):
+            if edited and source.random.random() < edited:
+                conversation.edit(user)
+            messages, reply_tokens = conversation.next(user, reply)
+            yield (*messages, *behind), reply_tokens
 
-    return _trace("interleaved", num_requests, seed, chats)
-
-
-def moving_reminder(seed: int = 0, num_requests: int = 200) -> Trace:
-    """As `interleaved`, with a reminder that stands behind the newest message only: the next prompt lacks it there."""
-
-    def chats(source: _Source) -> Iterator[_Chat]:
-        anchor, reminder = source.message(_SYSTEM, _ANCHOR), source.message(_USER, (120, 120))
-        for conversation in _by_turns(source, anchor, 2, (8, 20)):
-            messages, reply_tokens = conversation.next(_ASKED, _ANSWERED)
-            yield (*messages, reminder), reply_tokens
-
-    return _trace("moving-reminder", num_requests, seed, chats)
+    return _trace(name, num_requests, seed, chats)
 
 
-def edits(seed: int = 0, num_requests: int = 200, *, edited: float = 0.2) -> Trace:
-    """As `interleaved`, but a share of the requests has another text in the place of an earlier message."""
-
-    def chats(source: _Source) -> Iterator[_Chat]:
-        for conversation in _by_turns(source, source.message(_SYSTEM, _ANCHOR), 2, (8, 20)):
-            if source.random.random() < edited:
-                conversation.edit(_ASKED)
-            yield conversation.next(_ASKED, _ANSWERED)
-
-    return _trace("edits", num_requests, seed, chats)
+_long_talks = partial(interleaved, conversations=2, turns=(8, 20))
+moving_reminder = partial(_long_talks, name="moving-reminder", reminder=(120, 120))
+edits = partial(_long_talks, name="edits", edited=0.2)
 
 
 class _Conversation:
