@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from diskprefix import app
-from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
+from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
 
@@ -129,10 +129,8 @@ def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
         runner.run(lifespan.__aenter__())
         try:
             runner.run(loaded())
-            if isinstance(daemon.failure, DiskPrefixError):
-                raise daemon.failure
             if daemon.failure is not None:
-                raise DiskPrefixError(f"loading failed unexpectedly: {daemon.failure}") from daemon.failure
+                raise daemon.failure
             yield lambda method, path, body: runner.run(_answered(application, method, path, body))
         finally:
             runner.run(lifespan.__aexit__(None, None, None))

@@ -41,14 +41,14 @@ class Daemon:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.serving: Serving | None = None
-        self.failure: BaseException | None = None
+        self.failure: DiskPrefixError | None = None
         self.prior_s = 0.0
         """Age of the process in seconds when this object was made; part of the start-up times."""
         self.doing = "starting"
         """The current step of the load, one line for `/health` and systemd."""
         self.on_ready: Callable[[Serving, dict[str, Any]], None] = lambda _serving, _stats: None
         """Called with the counts of the cache, too."""
-        self.on_failure: Callable[[BaseException], None] = lambda _error: None
+        self.on_failure: Callable[[DiskPrefixError], None] = lambda _error: None
         """Called when the load fails, and when the accelerator is lost."""
         self.on_progress: Progress = lambda _line: None
         self._load_engine = load_engine
@@ -137,10 +137,11 @@ class Daemon:
         try:
             serving = self._serve(report, loop)
             stats = serving.engine.cache.stats()
-        except Exception as error:
-            if not isinstance(error, DiskPrefixError):
-                log.exception("loading failed unexpectedly")
+        except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)
+        except Exception as error:
+            log.exception("loading failed unexpectedly")
+            _call_soon(loop, self._failed, DiskPrefixError(f"loading failed unexpectedly: {error}"))
         else:
             _call_soon(loop, self._loaded, serving, stats)
 
@@ -185,7 +186,7 @@ class Daemon:
         if not self._stopping:
             self.on_ready(serving, stats)
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: DiskPrefixError) -> None:
         self.failure = error
         self.on_failure(error)
 

@@ -103,7 +103,7 @@ def _name_and_key(words: list[str], where: str) -> tuple[str | None, str]:
     if len(names) > 1:
         raise _wrong(f"{where}: expected a key, or a name and a key; a comment takes a line of its own")
     if any(len(name) >= MIN_KEY_CHARS or not name.isprintable() for name in names):
-        raise _wrong(f"{where}: a name comes before its key and has fewer than {MIN_KEY_CHARS} printable characters")
+        raise _wrong(f"{where}: before its key, a name has fewer than {MIN_KEY_CHARS} characters, all printable")
     if not _KEY.fullmatch(key):
         kind = f"at least {MIN_KEY_CHARS} characters, all printable ASCII"
         raise _wrong(f"{where}: a key has {kind}; `openssl rand -hex 32` makes a good one")

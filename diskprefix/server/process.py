@@ -106,7 +106,7 @@ class _Server(uvicorn.Server):
         self._daemon = daemon
         self._keys = keys
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: DiskPrefixError) -> None:
         """Ends the process, which then raises `error`. A lost accelerator may keep it from ending in order."""
         self.should_exit = True
         if isinstance(error, DeviceLost):
@@ -147,9 +147,7 @@ class _Server(uvicorn.Server):
 def _end(daemon: Daemon) -> None:
     """Raises the error that ended the daemon. Exits at once if the load still runs: its thread cannot be stopped."""
     if daemon.failure is not None:
-        if isinstance(daemon.failure, DiskPrefixError):
-            raise daemon.failure
-        raise DiskPrefixError(f"loading failed unexpectedly: {daemon.failure}") from daemon.failure
+        raise daemon.failure
     log.info("stopped")
     if daemon.is_loading:
         logging.shutdown()

@@ -40,22 +40,16 @@ class Health(BaseModel):
     running: bool | None = None
 
 
-class FullCache(BaseModel):
-    """The disk cache: whether restoring is faster than computing, and what was counted since the daemon started."""
-
-    gate: dict[str, Any] = Field(
-        description="`state` is `measuring` (everything is saved and restored), `open` (what has `break_even_tokens` "
-        "tokens or more is) or `closed` (computing is always faster); `reason` says it in words. Speeds are in seconds."
-    )
-    state: dict[str, Any] = Field(description="The scope, the folder, counts and sizes, as in `/metrics`.")
-
-
 class Props(BaseModel):
     """The state of a running daemon in full."""
 
     version: str
     model: dict[str, Any] = Field(description="The served model; `identity` goes into the root of the cache's keys.")
-    full_cache: FullCache
+    full_cache: dict[str, dict[str, Any]] = Field(
+        description="`state`: the scope, the folder, counts and sizes, as in `/metrics`. `gate`: whether restoring is "
+        "faster than computing; its `state` is `measuring` (everything is saved and restored), `open` (what has "
+        "`break_even_tokens` tokens or more is) or `closed` (computing is always faster); speeds are in seconds."
+    )
     queue_depth: int
     running: bool
     settings: dict[str, Any] = Field(description="Every setting with the value it has.")
@@ -104,7 +98,7 @@ async def props(request: Request) -> Props:
     return Props(
         version=__version__,
         model=_model_props(serving),
-        full_cache=FullCache(gate=stats["gate"], state={name: stats[name] for name in stats if name != "gate"}),
+        full_cache={"gate": stats["gate"], "state": {name: stats[name] for name in stats if name != "gate"}},
         queue_depth=serving.scheduler.queue_depth,
         running=serving.scheduler.running,
         settings=asdict(daemon.settings),
