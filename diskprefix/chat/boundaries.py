@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from diskprefix.prompt import raw_boundaries
 from diskprefix.tokens import TokenIds
@@ -47,10 +47,10 @@ def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
     return neutral, bool(neutral != value)
 
 
-class Write(Protocol):
-    """Renders messages with the chat template. Returns an empty text if the template refuses them."""
+Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
+"""Renders messages with the chat template, with the beginning of a reply if the second argument is true.
 
-    def __call__(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> str: ...
+Returns an empty text if the template refuses them."""
 
 
 _TEXT = "diskprefix"
@@ -78,9 +78,9 @@ def template_markers(special_texts: Collection[str], other_texts: Collection[str
     count even so. Of a template that refuses plain conversations, all special tokens count.
     """
     special = frozenset(filter(None, special_texts))
-    prompts = [[write(messages, add_generation_prompt=True) for messages in pair] for pair in _GROWING]
+    prompts = [[write(messages, True) for messages in pair] for pair in _GROWING]
     common = [now[: common_chars(now, later)] for now, later in prompts]
-    if not (common[0] and write((_USER, _REPLY), add_generation_prompt=False)):
+    if not (common[0] and write((_USER, _REPLY), False)):
         return special
     unseparated = [text for text in common if max(map(text.rfind, special), default=-1) < text.rfind(_TEXT)]
     others = {
@@ -117,7 +117,7 @@ def _makes_a_difference(tokens: list[str], suffix: str, write: Write) -> bool:
     messages = [
         [{**message, "content": f"{text}{suffix}a"} for message in (_USER, _REPLY) * 2] for text in (content, neutral)
     ]
-    rendered, neutral_rendered = (write(listed, add_generation_prompt=False) for listed in messages)
+    rendered, neutral_rendered = (write(listed, False) for listed in messages)
     return bool(neutralise(rendered, tokens)[0] != neutralise(neutral_rendered, tokens)[0])
 
 

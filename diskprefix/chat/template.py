@@ -253,7 +253,7 @@ class PromptRenderer:
         template = self._template(tools)
         if template not in self._markers:
 
-            def write(messages: Sequence[JsonObject], *, add_generation_prompt: bool) -> str:
+            def write(messages: Sequence[JsonObject], add_generation_prompt: bool) -> str:
                 # An empty list selects the same template as the real tools.
                 some_tools: list[JsonObject] | None = None if tools is None else []
                 for listed in ([_SYSTEM, *messages], list(messages)):

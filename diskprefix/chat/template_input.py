@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from diskprefix.chat.messages import Content, JsonObject, Message, TextPart, ToolCall
+from diskprefix.chat.messages import JsonObject, Message, TextPart, ToolCall
 
 log = logging.getLogger("diskprefix")
 
@@ -32,19 +32,16 @@ class TemplateInput(NamedTuple):
 def message_for_template(message: Message, developer_is_known: bool) -> JsonObject:
     """Returns `message` as templates expect it. The role `developer` becomes `system` unless the template knows it."""
     role = "system" if message.role == "developer" and not developer_is_known else message.role
-    rendered: JsonObject = {"role": role, "content": _text_of(message.content)}
+    text = message.content
+    if not isinstance(text, str):
+        text = PART_SEPARATOR.join(part.text for part in text or () if isinstance(part, TextPart))
+    rendered: JsonObject = {"role": role, "content": text}
     if message.tool_calls:
         rendered["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             rendered[name] = value
     return rendered
-
-
-def _text_of(content: Content | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return PART_SEPARATOR.join(part.text for part in content if isinstance(part, TextPart))
 
 
 def _tool_call(call: ToolCall) -> JsonObject:

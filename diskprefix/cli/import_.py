@@ -74,7 +74,9 @@ def import_(
         readers = [stack.enter_context(EntryReader.open(path)) for path in files]
         folder = become_owner(kv_cache_dir)
         if not force:
-            _require_known_models(folder, readers)
+            with opened_store(folder) as store, store.snapshot() as snapshot:
+                for reader in readers:
+                    require_known_model(snapshot, reader)
         with progress("verifying", _raw_bytes(readers)) as advance:
             for reader in readers:
                 verify_payloads(reader, advance)
@@ -85,12 +87,6 @@ def import_(
     else:
         for path, result in zip(files, results, strict=True):
             click.echo(f"{path}: {_sentence(result, dry_run=dry_run)}")
-
-
-def _require_known_models(folder: Path, readers: Sequence[EntryReader]) -> None:
-    with opened_store(folder) as store, store.snapshot() as snapshot:
-        for reader in readers:
-            require_known_model(snapshot, reader)
 
 
 def _planned(folder: Path, readers: Sequence[EntryReader]) -> list[Imported]:

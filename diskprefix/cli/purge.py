@@ -173,12 +173,8 @@ def _show_purged(folder: Path, purged: Purged) -> None:
 
 def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:
     """Returns what --json prints: what was removed, or without `purged` what would be."""
-    removed = {
-        "blocks": len(plan.nodes),
-        "prompts": len(plan.prompts),
-        "roots": len(plan.roots),
-        "stored_bytes": plan.stored_bytes,
-    }
+    done = purged or Purged(
+        blocks=len(plan.nodes), prompts=len(plan.prompts), roots=len(plan.roots), stored_bytes=plan.stored_bytes
+    )
     kept = {name: getattr(plan, name) for name in ("shared_blocks", "continued_blocks", "kept_bytes")}
-    done = {} if purged is None else asdict(purged)
-    return {"dry_run": purged is None} | removed | kept | done | {"entries": [asdict(info) for info in chosen]}
+    return {"dry_run": purged is None} | asdict(done) | kept | {"entries": [asdict(info) for info in chosen]}

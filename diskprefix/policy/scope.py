@@ -22,7 +22,6 @@ ScopeKind: TypeAlias = Literal["off", "full", "auto", "tokens"]
 
 DEFAULT_WINDOW = 30
 MAX_VALUE = 1_000_000
-WINDOW_PARAM = "prefix_cache.window"
 
 ACCEPTED = (
     f"accepted are off, full, auto, auto:N (N recent requests) and N (the first N prompt tokens), with N from 1 to "
@@ -61,8 +60,8 @@ class Scope:
         """This `auto` scope with another window. Raises `InvalidScope` for another scope and a window out of range."""
         if self.kind != "auto":
             raise InvalidScope(
-                f"{WINDOW_PARAM}: only the scope auto has a window, but the scope is {self}; leave one of the two out",
-                param=WINDOW_PARAM,
+                f"prefix_cache.window: only the scope auto has a window, but the scope is {self}; leave one out",
+                param="prefix_cache.window",
             )
         return Scope("auto", window)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from fastapi.exceptions import HTTPException
@@ -89,15 +88,11 @@ def _invalid_request(error: ValidationError) -> InvalidRequest:
     if first["type"] == "json_invalid":
         reason = str(first.get("ctx", {}).get("error", first["msg"]))
         return InvalidRequest(f"the body is not valid JSON: {reason}", code="invalid_json")
-    param = _param(first["loc"])
+    # The tags of unions, such as `~list`, are left out.
+    param = shown(".".join(str(part) for part in first["loc"] if not str(part).startswith("~")))
     if not param:
         return InvalidRequest("the body must be a JSON object", code="invalid_json")
     return InvalidRequest(f"{param}: {_explain(first)}", param=param)
-
-
-def _param(loc: Iterable[int | str]) -> str:
-    """`("messages", 0, "content", "~list", 1, "type")` → `messages.0.content.1.type`."""
-    return shown(".".join(str(part) for part in loc if not str(part).startswith("~")))
 
 
 def _explain(error: Any) -> str:

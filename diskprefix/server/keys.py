@@ -66,7 +66,7 @@ class ApiKeys:
         if match is None:
             return None
         # Starlette decodes headers as latin-1. The comparison takes the same time for every key, right or wrong.
-        digest = _digest(match[1].encode("latin-1"))
+        digest = hashlib.sha256(match[1].encode("latin-1")).digest()
         found = [caller for known, caller in self._callers.items() if hmac.compare_digest(known, digest)]
         return found[0] if found else None
 
@@ -74,10 +74,6 @@ class ApiKeys:
         admin = any(caller.sees_all for caller in self._callers.values())
         hint = "" if admin else f"; none is named {ADMIN}, so /props and /metrics answer nobody"
         log.info("[auth] %d API keys %s from %s%s", len(self._callers), done, self._path, hint)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def _read_keys(path: Path) -> dict[bytes, Caller]:
@@ -88,7 +84,7 @@ def _read_keys(path: Path) -> dict[bytes, Caller]:
         if not words or words[0].startswith("#"):
             continue
         name, key = _name_and_key(words, f"{path}:{number}")
-        digest, tenant = _digest(key.encode()), Tenant.of_key(key)
+        digest, tenant = hashlib.sha256(key.encode()).digest(), Tenant.of_key(key)
         if digest in callers:
             raise _wrong(f"{path}:{number}: this key is in the file already; give each client its own")
         callers[digest] = Caller(name or short_tenant(str(tenant)), tenant, sees_all=name == ADMIN)

@@ -333,7 +333,7 @@ def test_the_last_safe_cut_is_at_or_below_the_limit(boundaries: tuple[int, ...],
 def template_of(*, user: str = "<u>", reply: str = "<a>", end: str = "<e>", thinks: bool = False) -> Any:
     """A chat template with these markers; `thinks`: it drops what an assistant's message says before </t>."""
 
-    def write(messages: Any, *, add_generation_prompt: bool) -> str:
+    def write(messages: Any, add_generation_prompt: bool) -> str:
         text = "<s>"
         for message in messages:
             content = message["content"]
@@ -364,7 +364,7 @@ def test_other_added_tokens_are_none_where_special_ones_part_every_message() -> 
 
 
 def test_other_added_tokens_that_only_part_tool_calls_count_too() -> None:
-    def write(messages: Any, *, add_generation_prompt: bool) -> str:
+    def write(messages: Any, add_generation_prompt: bool) -> str:
         """As Gemma 4: calls and results are one turn of the model."""
         text = template_of(end="")(messages, add_generation_prompt=False).replace("<r>", "</c>")
         return str(text + "<a>" * (add_generation_prompt and messages[-1]["role"] == "user"))
@@ -376,7 +376,7 @@ def test_other_added_tokens_that_only_part_tool_calls_count_too() -> None:
 def test_tokens_that_change_with_the_next_turn_are_none() -> None:
     """As Qwen3.5: the prompt ends in an opening tag that the same reply has no more when it is history."""
 
-    def write(messages: Any, *, add_generation_prompt: bool) -> str:
+    def write(messages: Any, add_generation_prompt: bool) -> str:
         return str(template_of()(messages, add_generation_prompt=add_generation_prompt) + "<t>" * add_generation_prompt)
 
     assert template_markers({"<s>"}, {"<u>", "<a>", "<e>", "<t>"}, write) == {"<s>", "<u>", "<a>", "<e>"}
@@ -390,7 +390,7 @@ def test_tokens_that_the_template_looks_for_in_messages_are_none() -> None:
 
 
 def test_special_tokens_between_turns_are_markers_even_if_the_template_takes_them_out_of_messages() -> None:
-    def cleaning(messages: Any, *, add_generation_prompt: bool) -> str:
+    def cleaning(messages: Any, add_generation_prompt: bool) -> str:
         cleaned = [{**message, "content": message["content"].replace("<e>", "")} for message in messages]
         return str(template_of()(cleaned, add_generation_prompt=add_generation_prompt))
 
@@ -399,7 +399,7 @@ def test_special_tokens_between_turns_are_markers_even_if_the_template_takes_the
 
 @pytest.mark.parametrize("refused", ["user", "assistant"])
 def test_of_a_template_that_refuses_plain_conversations_the_special_tokens_are_known(refused: str) -> None:
-    def write(messages: Any, *, add_generation_prompt: bool) -> str:
+    def write(messages: Any, add_generation_prompt: bool) -> str:
         last = messages[-1]["role"]
         return "" if last == refused else str(template_of()(messages, add_generation_prompt=add_generation_prompt))
 
@@ -407,7 +407,7 @@ def test_of_a_template_that_refuses_plain_conversations_the_special_tokens_are_k
 
 
 def test_a_template_without_tool_calls_still_has_markers() -> None:
-    def write(messages: Any, *, add_generation_prompt: bool) -> str:
+    def write(messages: Any, add_generation_prompt: bool) -> str:
         if any(message["role"] == "tool" for message in messages):
             return ""
         return str(template_of()(messages, add_generation_prompt=add_generation_prompt))
