@@ -98,7 +98,6 @@ MODEL, SERVER, CACHE, TUNING = "Model", "Server", "Disk cache", "Disk cache, rar
 CODECS = ("auto", "raw", "zstd", "planes")
 DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
 """The default of `--kv-cache-dir`, as the help shows it."""
-_NO_LIMIT = 2**50
 
 
 def _setting(group: str, default: Any, help: str, **attributes: Any) -> Any:
@@ -188,7 +187,7 @@ class Settings:
         1024**3,
         "Disk space to leave free. The store does not grow into it: new blocks replace old ones.",
         kind="size",
-        bounds=(0, _NO_LIMIT),
+        bounds=(0, MAX_BUDGET),
     )
     kv_cache_ttl: float = _cache(
         0.0,
@@ -219,7 +218,7 @@ class Settings:
         "The amount of state that may wait in memory for the disk. When it is full, prompts are answered but not "
         "saved.",
         kind="size",
-        bounds=(0, _NO_LIMIT),
+        bounds=(0, MAX_BUDGET),
     )
     kv_cache_codec: str = _tuning(
         "auto",

@@ -59,12 +59,8 @@ def read_media(messages: Sequence[Message], processor: MediaProcessor | None) ->
 
 def holds_media(messages: Sequence[Message]) -> bool:
     """Whether a message has a content part other than text."""
-    return any(
-        not isinstance(part, TextPart)
-        for message in messages
-        if isinstance(message.content, list)
-        for part in message.content
-    )
+    contents = (message.content for message in messages if isinstance(message.content, list))
+    return any(not isinstance(part, TextPart) for content in contents for part in content)
 
 
 def parts_for_template(content: str | list[Any]) -> list[JsonObject]:
@@ -115,10 +111,6 @@ def _read_part(part: ImagePart | AudioPart | OtherPart, processor: MediaProcesso
         content = _data_uri(part.image_url.url, param)
         media.images.append(processor.read_image(content, param=param, beside=media.images))
     elif isinstance(part, AudioPart):
-        if part.input_audio.format != "wav":
-            param = f"{param}.input_audio.format"
-            given = shown(part.input_audio.format, _SHOWN_CHARS)
-            raise InvalidRequest(f"{param}: must be wav (got {given}); convert the sound to WAV", param=param)
         param = f"{param}.input_audio.data"
         content = _from_base64(part.input_audio.data, param)
         media.audio.append(processor.read_audio(content, param=param, beside=media.audio))

@@ -90,7 +90,7 @@ class InputAudio(Unmarkable):
     """A sound that is sent inside the request."""
 
     data: str = Field(description="A WAV file with PCM samples, in base64.")
-    format: str = Field(description="`wav`.")
+    format: Literal["wav"] = Field(description="`wav`; convert other sounds.")
 
 
 class AudioPart(Markable):

@@ -236,13 +236,8 @@ def _geometry(
     found = SLICEABLE if regime == "sliceable" else CHECKPOINTS
     if daemon and daemon.geometry and daemon.geometry.state_kind == regime:
         found = daemon.geometry
-    if regime == "sliceable":
-        state_bytes = 0
-    return replace(
-        found,
-        bytes_per_token=found.bytes_per_token if bytes_per_token is None else bytes_per_token,
-        state_bytes=found.state_bytes if state_bytes is None else state_bytes,
-    )
+    given = {"bytes_per_token": bytes_per_token, "state_bytes": 0 if regime == "sliceable" else state_bytes}
+    return replace(found, **{name: value for name, value in given.items() if value is not None})
 
 
 def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:

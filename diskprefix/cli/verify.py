@@ -15,9 +15,6 @@ from diskprefix.store.maintenance.repair import RepairReport, repair_problems
 from diskprefix.store.maintenance.verify import IndexReport, Problem, verify_index
 from diskprefix.store.maintenance.verify_payloads import PayloadReport, verify_payloads
 
-_FOUND, _LEFT = 1, 4
-"""Exit codes, as fsck has them: 1 for problems that were repaired, 4 for those that are left."""
-
 
 @click.command(short_help="Check index and payloads, and repair what is damaged.")
 @click.option(
@@ -65,7 +62,8 @@ def verify(fix: bool, kv_cache_dir: Path, as_json: bool) -> int:
         _show(kv_cache_dir, index, payloads, problems)
         if mended and problems:
             _show_mended(mended, len(problems))
-    return 0 if not problems else _LEFT if mended and mended.left else _FOUND
+    # As fsck: 1 for problems that were repaired, 4 for those that are left.
+    return 0 if not problems else 4 if mended and mended.left else 1
 
 
 def _report(

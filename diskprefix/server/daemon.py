@@ -18,6 +18,7 @@ from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import DiskPrefixError, NotReady
 from diskprefix.policy.scope import parse_scope
 from diskprefix.server.metrics import ServerMetrics
+from diskprefix.server.notify import notify
 from diskprefix.server.serving import Serving
 from diskprefix.settings import Settings
 from diskprefix.tenant import Tenant
@@ -50,7 +51,6 @@ class Daemon:
         """Called with the counts of the cache, too."""
         self.on_failure: Callable[[DiskPrefixError], None] = lambda _error: None
         """Called when the load fails, and when the accelerator is lost."""
-        self.on_progress: Progress = lambda _line: None
         self._load_engine = load_engine
         self._made_at = time.perf_counter()
         self._stopping = False
@@ -179,7 +179,7 @@ class Daemon:
 
     def _progressed(self, line: str) -> None:
         self.doing = line
-        self.on_progress(line)
+        notify(STATUS=line)
 
     def _loaded(self, serving: Serving, stats: dict[str, Any]) -> None:
         self.serving = serving

@@ -73,7 +73,6 @@ def run(settings: Settings, load_engine: EngineLoader) -> None:
     daemon.prior_s = process_age_s()
     server = _Server(uvicorn_config(app, settings), daemon, keys)
     daemon.on_ready = lambda serving, stats: _announce(serving, stats, settings, address)
-    daemon.on_progress = lambda line: notify(STATUS=line)
     daemon.on_failure = server.fail
     server.run(sockets=listeners)
     _end(daemon)

@@ -199,12 +199,8 @@ def chat_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
 
 def _logprob(token: TokenLogprob) -> Json:
     # A token that is a part of a character decodes to U+FFFD, whose bytes are not those of the token.
-    whole = "�" not in token.text
-    return {
-        "token": token.text,
-        "logprob": token.logprob,
-        "bytes": list(token.text.encode("utf-8", "replace")) if whole else None,
-    }
+    encoded = None if "�" in token.text else list(token.text.encode("utf-8", "replace"))
+    return {"token": token.text, "logprob": token.logprob, "bytes": encoded}
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprob], text_offset: int) -> Json:

@@ -36,7 +36,6 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_SALT_CHARS = 256
 MAX_CACHE_KEY_CHARS = 512
 
-
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 MIN_TTL_S, MAX_TTL_S = 1, 2**31 - 1

@@ -33,6 +33,7 @@ log = logging.getLogger("diskprefix")
 
 JsonObject: TypeAlias = dict[str, Any]
 _Json: TypeAlias = dict[str, Any] | list[Any]
+_Lines: TypeAlias = Iterator[tuple[int, bytes]]
 ReadBody: TypeAlias = Callable[[JsonObject], TraceRequest]
 """From a request body to what it asks for, at time 0. Raises `InvalidRequest` for what the daemon would refuse."""
 
@@ -84,9 +85,6 @@ def read_trace(path: Path, read_body: ReadBody | None = None, *, name: str = "",
     if read_body is None:
         raise _refused(path, None, "request bodies need a model's tokenizer; say which")
     return Trace.of(name, sorted(_bodies(path, lines, read_body), key=attrgetter("when")))
-
-
-_Lines: TypeAlias = Iterator[tuple[int, bytes]]
 
 
 def _numbered_lines(path: Path, warn: Warn) -> _Lines:
