@@ -21,6 +21,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model
+from tests.examples import examples
 from tests.runner import BLOCK, VOCAB, Runner, random_prompt, tiny_settings
 
 LONGEST = 12 * BLOCK
@@ -125,7 +126,7 @@ def test_any_history_of_prompts_scopes_and_evictions_gives_the_cold_runs_logits(
     run_state_machine_as_test(
         machine_of(kind, hits),
         settings=settings(
-            max_examples=25,
+            max_examples=examples(12),
             stateful_step_count=14,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -26,6 +26,7 @@ from diskprefix.store.maintenance.verify_payloads import verify_payloads
 from diskprefix.store.schema import Kind, NodeRecord, decode_node, piece_key
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model
+from tests.examples import examples
 from tests.runner import BLOCK, DEVICES, VOCAB, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 
 MODELS = ("llama", "gemma3", "qwen3_next", "lfm2")
@@ -306,14 +307,14 @@ def test_a_store_of_replies_is_sound_through_eviction_and_purge(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = []
-    for seed in range(12):
+    for seed in range(6):
         prompt = random_prompt(seed, PROMPT)
         turns.append(next_turn(prompt, runner.run(prompt, "full", reply=REPLY, reuse_generated=True)))
     assert is_sound(runner)
     store = runner.cache.store
     with store.snapshot() as snapshot:
         before, used = len(snapshot.usages().names), snapshot.used_bytes()
-        assert Counter(entry.num_tokens for entry in list_entries(snapshot)) == {PROMPT: 12, REACHED: 12}
+        assert Counter(entry.num_tokens for entry in list_entries(snapshot)) == {PROMPT: 6, REACHED: 6}
     with monkeypatch.context() as patched:
         # An hour later, when nothing is new any more, with room for half of it.
         patched.setattr(store, "clock", lambda: time.time() + 3600)
@@ -362,7 +363,7 @@ def conversations(draw: st.DrawFn) -> list[tuple[bool, str | int, bool, int, int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=conversations())
 def test_whatever_replies_are_kept_a_request_that_does_not_ask_gets_the_cold_run(
     name: str, turns: list[tuple[bool, str | int, bool, int, int]]

@@ -33,6 +33,7 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds, block_hash
 from tests.exactness.architectures import tiny_model
+from tests.examples import examples
 from tests.runner import BLOCK, DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 from tests.store.building import chain
 
@@ -452,7 +453,7 @@ def histories(draw: st.DrawFn) -> list[tuple[TokenIds, str | int, bool]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories())
 def test_logits_equal_the_cold_run_for_every_history_scope_and_cut(
     dtype: torch.dtype, device: str, history: Any

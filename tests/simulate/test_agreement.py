@@ -336,7 +336,7 @@ def test_under_a_small_budget_both_stay_within_it_and_restore_about_the_same(
     scope: Scope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ties among what is evicted fall otherwise, as names are others; so the totals alone are compared."""
-    requests = crowded(180)
+    requests = crowded(110)
     num_prompt_tokens = sum(len(request.prompt.token_ids) for request in requests)
     now = [1e9]
     for module in (request_module, publish_module):

@@ -45,6 +45,7 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds
+from tests.examples import examples
 from tests.store.building import BLOCK, Clock, layout_of, open_store, publication, read_payload
 
 R = TypeVar("R")
@@ -584,5 +585,7 @@ def test_the_store_does_what_a_plain_model_of_it_does(tmp_path: Path) -> None:
         run_state_machine_as_test(
             lambda: StoreMachine(next(folders), other),  # type: ignore[arg-type]
             # Drawing is timed too, and a busy machine is no failure.
-            settings=settings(max_examples=40, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]),
+            settings=settings(
+                max_examples=examples(20), stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
+            ),
         )

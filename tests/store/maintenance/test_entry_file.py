@@ -19,6 +19,7 @@ from diskprefix.errors import CacheError, SettingsError, StoreCorrupt, StoreForm
 from diskprefix.store.maintenance.entry_file import EntryReader
 from diskprefix.store.maintenance.exchange import verify_payloads
 from diskprefix.tokens import checksum, root_hash
+from tests.examples import examples
 from tests.store.building import BLOCK, open_store, prompt
 from tests.store.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of
 
@@ -339,7 +340,7 @@ def sound_or_one_line(path: Path, data: bytes) -> None:
     assert len(message) < 600
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     edits=st.lists(
         st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 3), st.binary(max_size=12)), min_size=1, max_size=4
@@ -372,7 +373,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_value_of_the_header_changed(sound: bytes, hybrid: bytes, fuzzed: Path, data: st.DataObject) -> None:
     header, rest = split(data.draw(st.sampled_from([sound, hybrid])))
@@ -391,7 +392,7 @@ def test_any_value_of_the_header_changed(sound: bytes, hybrid: bytes, fuzzed: Pa
     sound_or_one_line(fuzzed, joined(header, rest))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_text_of_the_metadata_changed_and_sealed_again(
     sound: bytes, hybrid: bytes, fuzzed: Path, data: st.DataObject
