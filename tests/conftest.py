@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.server.chat_model import write_chat_model
@@ -15,6 +17,11 @@ from tests.server.daemon_process import DaemonProcess, serve_flags
 # Who starts the tests in the background may have interrupts ignored; what the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The number of threads is part of a store's identity: a daemon that a test starts must find what the test saved. With
+# one, the processes of the tests do not wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 # The same examples in every run, and no verdict that depends on how busy the machine is.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
