@@ -67,7 +67,6 @@ class QueueFull(DiskPrefixError):
     """`retry_after_s` is the time that the requests before this one are expected to take."""
 
     http_status = 503
-    error_type = "server_error"
     code = "queue_full"
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:

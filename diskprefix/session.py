@@ -173,7 +173,8 @@ class PrefixCacheSession:
         writer = self._cache.writer
         self._cache.settle()
         flushed = writer.flush(timeout_s)
-        refused, self._refused = self._num_refused() - self._refused, self._num_refused()
+        num_refused = writer.dropped + self._cache.counters["refused"]
+        refused, self._refused = num_refused - self._refused, num_refused
         problem = self._cache.store.problem or writer.error
         if problem is not None:
             raise StoreUnavailable(problem)
@@ -260,9 +261,6 @@ class PrefixCacheSession:
         self._lent = lend(cache, is_state_space=self.cache_argument == "cache_params")
         return self._lent
 
-    def _num_refused(self) -> int:
-        return self._cache.writer.dropped + self._cache.counters["refused"]
-
     def _pass_by(self, prompt: Prompt) -> None:
         reasons = ", ".join(self._cache.layout.unsupported)
         log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", reasons)
@@ -325,18 +323,15 @@ class PrefixCacheSession:
         """Returns the prompt with its special tokens as boundaries; with none if only its first tokens are special, as
         nothing would be saved then."""
         boundaries = raw_boundaries(token_ids, self._special_ids)
+        beginning = token_ids[:_PREVIEW_TOKENS].tolist()
+        text = "" if self.tokenizer is None else str(self.tokenizer.decode(beginning))
         bos = getattr(self.tokenizer, "bos_token_id", None)
         first = next((i for i, token_id in enumerate(token_ids.tolist()) if token_id != bos), len(token_ids))
         return Prompt(
             token_ids=token_ids,
             boundaries=boundaries if any(end > first for end in boundaries) else (),
-            text=self._preview(token_ids),
+            text=printable_only(text),
         )
-
-    def _preview(self, token_ids: TokenIds) -> str:
-        if self.tokenizer is None:
-            return ""
-        return printable_only(str(self.tokenizer.decode(token_ids[:_PREVIEW_TOKENS].tolist())))
 
 
 def _beginning(prompt: Prompt, end: int) -> Prompt:

@@ -118,9 +118,11 @@ class Fingerprint:
 
         `layout` describes a block's payload, `layout_version` is that of its byte format. `salt` keeps tenants apart.
         """
+        left_out = _NOT_PORTABLE if self.mode == "portable" else ()
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         return _canonical(
             {
-                "fingerprint": self._numbers(),
+                "fingerprint": {name: value for name, value in named.items() if value or name not in _NAMED_IF_SET},
                 "block_size": block_size,
                 "layout_version": layout_version,
                 "layout": layout,
@@ -134,11 +136,6 @@ class Fingerprint:
         for name in _JSON_FIELDS:
             values[name] = json.loads(values[name]) if values[name] else None
         return values
-
-    def _numbers(self) -> dict[str, str]:
-        left_out = _NOT_PORTABLE if self.mode == "portable" else ()
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
-        return {name: value for name, value in named.items() if value or name not in _NAMED_IF_SET}
 
 
 def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def switches(model: Any) -> dict[str, Any]:
 
     # Any: torch leaves most of them without types, and older versions lack some.
     backends: Any = torch.backends
-    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    cuda, cudnn, mkldnn, device = backends.cuda, backends.cudnn, backends.mkldnn, model.device.type
     settings: dict[str, tuple[Callable[[], Any], Any]] = {
         "flash_sdp": (cuda.flash_sdp_enabled, True),
         "mem_efficient_sdp": (cuda.mem_efficient_sdp_enabled, True),
@@ -89,7 +89,7 @@ def switches(model: Any) -> dict[str, Any]:
         "cudnn_benchmark": (lambda: cudnn.benchmark, False),
         "cudnn_deterministic": (lambda: cudnn.deterministic, False),
         "deterministic": (torch.are_deterministic_algorithms_enabled, False),
-        "autocast": (lambda: _autocast(model.device.type), None),
+        "autocast": (lambda: torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device)), False),
         "default_dtype": (torch.get_default_dtype, torch.float32),
         "flush_denormal": (lambda: not torch.tensor(1e-39) * 1.0, False),
         "compiled": (lambda: getattr(model, "_compiled_call_impl", None) is not None, False),
@@ -113,12 +113,6 @@ def _read(read: Callable[[], Any], default: Any) -> Any:
     except RuntimeError:
         # torch refuses to tell a setting that was changed through its newer names, which are read too.
         return "mixed"
-
-
-def _autocast(device_type: str) -> str | None:
-    import torch
-
-    return str(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
 
 
 def device_kind(device: torch.device) -> str:

@@ -112,7 +112,9 @@ def unsupported(model: PreTrainedModel, *reasons: str) -> Layout:
 def _check_outside(model: PreTrainedModel) -> None:
     """Raises `_Unsupported` for what can be seen without running the model."""
     name = type(model).__name__
-    found = _moving_ropes_of(model)
+    # One kind of RoPE for the whole model, or one for each kind of layer.
+    ropes = [getattr(module, "rope_type", None) for module in model.modules()]
+    found = moving_ropes(str(kind) for rope in ropes for kind in (rope.values() if isinstance(rope, dict) else [rope]))
     if _cache_argument(model) is None:
         found.append(f"{name} takes no past_key_values")
     elif not model._supports_default_dynamic_cache() and _own_kind(model) is None:
@@ -140,12 +142,6 @@ def moving_ropes(kinds: Iterable[str]) -> list[str]:
     original length; keys that were computed before are then wrong.
     """
     return sorted(f"{kind} RoPE" for kind in set(kinds) if "dynamic" in kind or kind == "longrope")
-
-
-def _moving_ropes_of(model: PreTrainedModel) -> list[str]:
-    # One kind for the whole model, or one for each kind of layer.
-    found = [getattr(module, "rope_type", None) for module in model.modules()]
-    return moving_ropes(str(kind) for each in found for kind in (each.values() if isinstance(each, dict) else [each]))
 
 
 def made_up_tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.Tensor:

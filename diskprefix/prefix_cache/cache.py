@@ -60,10 +60,7 @@ class PrefixCache(CacheResources):
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
 
     def load(self, tenant: Tenant) -> Future[Any]:
-        """Have the tenant's recent prompts in memory when its request begins, which is to wait for the returned future.
-
-        See `TenantNamespaces.load`. Without it, a request is served as if the tenant had no recent prompts.
-        """
+        """See `TenantNamespaces.load`. A request that does not wait for it is served as if it were the first one."""
         return self.namespaces.load(tenant)
 
     def warm_up(self, arena: KVArena) -> None:
@@ -127,23 +124,21 @@ class PrefixCache(CacheResources):
             "pending_bytes": self.writer.pending_bytes,
             "bytes_per_token": self.layout.bytes_per_token,
             "state_bytes": self.layout.state_bytes,
-            "hits": self.counters["hits"],
+            **{name: self.counters[name] for name in ("hits", "restored_tokens", "restored_bytes", "errors")},
             "misses": dict(self.misses),
-            "restored_tokens": self.counters["restored_tokens"],
-            "restored_bytes": self.counters["restored_bytes"],
             "saved_tokens": self.writer.written_tokens,
             "saved_bytes": self.writer.written_bytes,
             "dropped": self.writer.dropped + self.counters["refused"],
             "evicted_blocks": self.writer.evicted,
             "expired_blocks": self.writer.expired,
             "quarantined": self.writer.quarantined,
-            "errors": self.counters["errors"],
             "gate": self.cost_model.as_dict(),
         }
 
     def close(self, timeout_s: float) -> bool:
         """Flush the writer and close the store; False when time ran out before everything was saved."""
-        self.stop_capturing()
+        self.settle()
+        self._capturer.shutdown()
         self.cost_model.remember()
         flushed = self.writer.close(timeout_s)
         self.readers.shutdown()

@@ -153,4 +153,4 @@ class TenantNamespaces:
         for group, token_ids in prompts:
             namespace.history.add(token_ids, group)
             nodes = PromptNodes(self._store.secret, namespace.root, token_ids, block_size, self._layout)
-            namespace.admission.add(token_ids, nodes.block_names(), block_size)
+            namespace.admission.add(token_ids, nodes.block_names, block_size)

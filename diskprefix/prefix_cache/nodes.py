@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 from diskprefix.store.pieces import Cut, PayloadLayout
@@ -36,7 +37,6 @@ class PromptNodes:
         self.layout = layout
         self._secret = secret
         self._bytes = token_ids.tobytes()
-        self._names: list[bytes] | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -47,14 +47,13 @@ class PromptNodes:
         """The full block number `index`, which continues `parent`."""
         return self._node(parent, index * self.block_size, (index + 1) * self.block_size, Kind.BLOCK, generated)
 
+    @cached_property
     def block_names(self) -> list[bytes]:
         """The names of all full blocks, as a prefill from position 0 makes them."""
-        if self._names is None:
-            names: list[bytes] = []
-            for index in range(self.num_blocks):
-                names.append(self.block(names[-1] if names else self.root, index).name)
-            self._names = names
-        return self._names
+        names = [self.root]
+        for index in range(self.num_blocks):
+            names.append(self.block(names[-1], index).name)
+        return names[1:]
 
     def checkpoint(self, block: Node) -> Node:
         """The states at the end of a block."""

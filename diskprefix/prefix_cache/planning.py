@@ -135,7 +135,7 @@ def marked_nodes(
 ) -> Iterator[tuple[bytes, float | None]]:
     """For each mark the name of the last block before it, and the time that it asks for. To be touched if it is stored:
     so a mark counts where an earlier request stored what stands before it, and none shortens what another asks for."""
-    names = nodes.block_names()
+    names = nodes.block_names
     for position, ttl in _asked(marks, ttl_s):
         if num_blocks := min(position // nodes.block_size, len(names)):
             yield names[num_blocks - 1], ttl

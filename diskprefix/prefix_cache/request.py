@@ -67,7 +67,11 @@ class CachedRequest(Publisher):
 
     def after_step(self, arena: KVArena) -> None:
         """Take a checkpoint if one is wanted where the prefill has come to: its next step overwrites the states."""
-        if self._bypass is None and arena.num_tokens in self.selection.checkpoints and self._has_room_for_states():
+        if self._bypass is not None or arena.num_tokens not in self.selection.checkpoints:
+            return
+        # One more copy of the states must fit what may wait to be written.
+        num_bytes = (len(self._states) + 1) * self.cache.layout.state_bytes
+        if self.cache.store.problem is None and num_bytes <= self.cache.writer.room_bytes:
             with self._guarded("no checkpoint is taken"):
                 self._states[arena.num_tokens] = arena.read_states()
 
@@ -184,18 +188,13 @@ class CachedRequest(Publisher):
             self.cache.counters["errors"] += 1
             log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
 
-    def _has_room_for_states(self) -> bool:
-        """Whether one more copy of the states fits what may wait to be written."""
-        num_bytes = (len(self._states) + 1) * self.cache.layout.state_bytes
-        return self.cache.store.problem is None and num_bytes <= self.cache.writer.room_bytes
-
     def _select(self) -> Selection:
         if self._bypass is not None:
             return self.selection
         settings, scope = self.cache.settings, self.options.scope
         sighting, window = Sighting(), DEFAULT_WINDOW
         if scope.kind == "auto":
-            names, window = self.planner.nodes.block_names(), scope.value
+            names, window = self.planner.nodes.block_names, scope.value
             sighting = self.namespace.admission.look(self.prompt.token_ids, names, settings.block_size)
         selection = select(
             scope,
@@ -258,5 +257,5 @@ class CachedRequest(Publisher):
         if len(token_ids) < self.cache.settings.kv_cache_min_tokens or not self.options.save:
             return None
         self.namespace.history.add(token_ids, self.options.group)
-        self.namespace.admission.add(token_ids, self.planner.nodes.block_names(), self.planner.nodes.block_size)
+        self.namespace.admission.add(token_ids, self.planner.nodes.block_names, self.planner.nodes.block_size)
         return token_ids

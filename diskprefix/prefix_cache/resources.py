@@ -73,8 +73,3 @@ class CacheResources:
             if (error := capture.exception()) is not None:
                 self.counters["errors"] += 1
                 log.warning("[disk-cache] a prompt was not saved: %r", error, exc_info=error)
-
-    def stop_capturing(self) -> None:
-        """Wait for the captures that are under way, and end their thread."""
-        self.settle()
-        self._capturer.shutdown()

@@ -97,6 +97,7 @@ class Restoration:
         loaded = time.perf_counter()
         num_tokens = restorable[-1].end if restorable else 0
         deepest = matcher.deepest
+        is_from_disk = any(node.name not in self._queued for node in restorable)
         return Restored(
             num_tokens=num_tokens,
             num_bytes=loader.num_bytes,
@@ -106,7 +107,7 @@ class Restoration:
             matched=deepest.end if deepest else 0,
             refused=self._why_refused(deepest, num_tokens),
             exact=not any(node.generated for node in restorable),
-            source=self._source(restorable),
+            source="disk" if is_from_disk else "memory" if restorable else "none",
             lookup_ms=(matched - started) * 1e3,
             restore_ms=(loaded - matched) * 1e3,
         )
@@ -138,11 +139,6 @@ class Restoration:
             return "whole_prompt_only"
         at_end = deepest.end == len(self.nodes.token_ids)
         return "no_logits" if at_end and deepest.end - num_tokens <= self.nodes.block_size else "no_checkpoint"
-
-    def _source(self, nodes: list[Node]) -> Source:
-        if not nodes:
-            return "none"
-        return "memory" if all(node.name in self._queued for node in nodes) else "disk"
 
     def _is_stored(self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, node: Node) -> bool:
         """Whether the node is stored, or queued to be; one whose record is damaged is removed.
@@ -183,7 +179,7 @@ class _Loader:
 
     def __post_init__(self) -> None:
         end = self.path[-1].end if self.path else 0
-        self._first_needed = [group.first_needed(end) for group in self.layout.groups]
+        self._first_needed = {number: group.first_needed(end) for number, group in enumerate(self.layout.groups)}
         self._loads = self._in_order()
         self._taking = threading.Lock()
         self._bad: dict[int, StoreCorrupt] = {}
@@ -205,7 +201,8 @@ class _Loader:
         snapshot serves no two at once."""
         for index, node in enumerate(self.path):
             cuts = self.nodes.cuts(node)
-            needed = [number for number, cut in enumerate(cuts) if self._is_needed(node, cut)]
+            # Of layers with a window, the run looks at the blocks under the window only.
+            needed = [number for number, cut in enumerate(cuts) if node.end > self._first_needed.get(cut.group, -1)]
             if (queued := self.queued.get(node.name)) is not None:
                 starts = list(accumulate((cut.piece.num_bytes for cut in cuts), initial=0))
                 for number in needed:
@@ -215,12 +212,6 @@ class _Loader:
             for number in needed:
                 stored, seed = self.snapshot.piece(node.name, number), piece_seed(node.name, number)
                 yield index, cuts[number], partial(_decode, stored, is_cold, cuts[number].piece, seed)
-
-    def _is_needed(self, node: Node, cut: Cut) -> bool:
-        """Whether the run will look at it: of a layer with a window, only the blocks under the window."""
-        if cut.group < len(self._first_needed):
-            return node.end > self._first_needed[cut.group]
-        return True
 
     def _is_mapped(self, node: Node, needed: list[int]) -> bool:
         """Whether this process has read the node's pages before, and they are still in memory.

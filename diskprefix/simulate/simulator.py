@@ -121,7 +121,7 @@ class Simulator:
         nodes = PromptNodes(_SECRET, root, prompt.token_ids, policy.block_size, self._geometry.layout)
         progress = self._restore(request, nodes) if scope.kind != "off" else Progress()
         history, admission = self._memory(request)
-        names = nodes.block_names()
+        names = nodes.block_names
         is_auto = scope.kind == "auto"
         selection = select(
             scope,
