@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 
-from diskprefix.errors import PrefixGone, StoreFull
+from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.codec.codec import Codec, Piece, encode_piece, piece_seed
 from diskprefix.store.eviction import after_use, longer_ttl, recorded_ttl
 from diskprefix.store.schema import (
@@ -20,6 +20,7 @@ from diskprefix.store.schema import (
     NodeRecord,
     RootRecord,
     UsageRecord,
+    child_keys,
     decode_usage,
     encode_node,
     encode_prompt,
@@ -40,6 +41,8 @@ _PAGE_BYTES = 4096
 _PAGE_HEADER_BYTES = 16
 _RECORDS_BYTES = 256
 """Header, usage record and keys of a node, with their share of half-empty B-tree pages."""
+_TOKEN_BYTES = 16
+"""A token id in the record of its node and in the index of children, with the same share."""
 _PIECE_BYTES = 64
 """The same for one piece."""
 NODES_AT_ONCE = 64
@@ -94,7 +97,7 @@ class Use(NamedTuple):
 def node_bytes(num_tokens: int, piece_bytes: list[int]) -> int:
     """Returns the bytes that a node takes in the file: whole pages for its pieces, and its records."""
     pages = sum(-(-(size + _PAGE_HEADER_BYTES) // _PAGE_BYTES) for size in piece_bytes)
-    return pages * _PAGE_BYTES + _PIECE_BYTES * len(piece_bytes) + 4 * num_tokens + _RECORDS_BYTES
+    return pages * _PAGE_BYTES + _PIECE_BYTES * len(piece_bytes) + _TOKEN_BYTES * num_tokens + _RECORDS_BYTES
 
 
 class Changes(Snapshot):
@@ -122,9 +125,8 @@ class Changes(Snapshot):
         Raises `PrefixGone` if the node that it continues is not stored, or if the name belongs to another prefix.
         """
         assert len(node.payload) == sum(piece.num_bytes for piece in node.pieces), "the pieces must be the payload"
-        stored = self.record("nodes", node.name)
+        stored, token_ids = self.record("nodes", node.name), node.token_ids.tobytes()
         if stored is not None:
-            token_ids = node.token_ids.tobytes()
             if not is_node(stored, node.parent, node.position, node.kind, token_ids, generated=node.generated):
                 raise PrefixGone(f"another prefix has the same name, {node.name.hex()}")
             self._keep_for(node.name, recorded_ttl(node.ttl_s))
@@ -153,6 +155,8 @@ class Changes(Snapshot):
             ttl_s=recorded_ttl(node.ttl_s),
         )
         self._put("nodes", node.name, encode_node(node.name, record))
+        for key in child_keys(node.name, node.parent, token_ids):
+            self.put_child(key)
         self.put_usage(node.name, usage)
 
     def put_entry(self, name: bytes, entry: EntryRecord) -> None:
@@ -170,6 +174,7 @@ class Changes(Snapshot):
 
     def delete_node(self, name: bytes, parent: bytes) -> bool:
         """Remove a node with its payload and its entry. Returns whether it was stored."""
+        self._delete_children_keys(name)
         found = self.delete_record("nodes", name)
         if found:
             self._add_children(parent, -1)
@@ -208,6 +213,24 @@ class Changes(Snapshot):
 
     def put_usage(self, name: bytes, usage: UsageRecord) -> None:
         self._put("usage", name, encode_usage(usage))
+
+    def put_child(self, key: bytes) -> None:
+        """Store a key of the database `children`."""
+        self._put("children", key, b"")
+
+    def _delete_children_keys(self, name: bytes) -> None:
+        """Remove a node from the index of children. If its record cannot be read, all keys are searched."""
+        keys: Iterable[bytes]
+        try:
+            node = self.node(name)
+        except StoreCorrupt:
+            node = None
+        if node is None:
+            keys = [key for key in self.keys("children") if key.endswith(name)]
+        else:
+            keys = child_keys(name, node.parent, node.token_ids.tobytes())
+        for key in keys:
+            self.delete_record("children", key)
 
     def _keep_for(self, name: bytes, ttl_s: int) -> None:
         usage = self.usage(name)

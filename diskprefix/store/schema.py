@@ -8,6 +8,7 @@ does not verify.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
@@ -22,8 +23,8 @@ from diskprefix.tokens import HASH_BYTES, TokenIds, block_hash, checksum
 HISTORY_TOKENS = 1 << 22
 """The most tokens that the history of a root holds (16 MiB of token ids), however many prompts a request asks for."""
 GROUP_BYTES = 8
-FORMAT_VERSION = 3
-DATABASES = ("meta", "roots", "nodes", "usage", "payloads", "entries", "history")
+FORMAT_VERSION = 4
+DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "history")
 
 _HEADER = struct.Struct("<16s16sIIBBHxxxxQQ")
 _KIND_AT = 40
@@ -33,6 +34,10 @@ _POSITION = struct.Struct("<I")
 _TOKENS_AT = _HEADER.size + _CHECKSUM.size
 _USAGE = struct.Struct("<dddfIQIi")
 _PIECE_INDEX = struct.Struct(">H")
+_MAX_KEY_BYTES = 511
+"""LMDB takes no longer key."""
+CHILD_PART_BYTES = (_MAX_KEY_BYTES - 2 * HASH_BYTES) // 4 * 4
+"""Of token ids in one key of the database `children`."""
 _HISTORY_SEQUENCE = struct.Struct(">Q")
 HISTORY_KEY_BYTES = tuple(HASH_BYTES + _HISTORY_SEQUENCE.size + size for size in (0, GROUP_BYTES))
 """Lengths of a key of the history: of a prompt without a group, and with one."""
@@ -208,6 +213,24 @@ def piece_index(key: bytes | memoryview, name: bytes) -> int | None:
     if len(key) != HASH_BYTES + _PIECE_INDEX.size or bytes(key[:HASH_BYTES]) != name:
         return None
     return int(_PIECE_INDEX.unpack_from(key, HASH_BYTES)[0])
+
+
+def child_parts(parent: bytes, token_ids: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yields where the database `children` lists a node that continues `parent` with these token ids (int32,
+    little-endian): pairs of the beginning of a key (16 bytes) and a part of the token ids.
+
+    A key has no room for the token ids of a whole block. The first pair has the parent and the first part. Each of the
+    next ones begins with a hash of the pair before, so equal beginnings mean that all before is equal.
+    """
+    for start in range(0, len(token_ids), CHILD_PART_BYTES):
+        part = token_ids[start : start + CHILD_PART_BYTES]
+        yield parent, part
+        parent = block_hash(0, parent, part)
+
+
+def child_keys(name: bytes, parent: bytes, token_ids: bytes) -> list[bytes]:
+    """Returns the keys of a node in the database `children`; none for a node without tokens."""
+    return [beginning + part + name for beginning, part in child_parts(parent, token_ids)]
 
 
 def encode_usage(usage: UsageRecord) -> bytes:

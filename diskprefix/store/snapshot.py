@@ -21,6 +21,7 @@ from diskprefix.store.schema import (
     NodeRecord,
     RootRecord,
     UsageRecord,
+    child_parts,
     decode_node,
     decode_prompt,
     decode_record,
@@ -131,6 +132,34 @@ class Snapshot:
         value = self.record("nodes", name)
         return b"" if value is None else bytes(value[:HASH_BYTES])
 
+    def similar_children(self, parent: bytes, token_ids: bytes) -> Iterator[bytes]:
+        """Yields the names of the nodes that continue `parent` and have the first of these token ids (int32,
+        little-endian): first those that have most of them in common. Does not verify records, which may be missing."""
+        found: set[bytes] = set()
+        # What is listed in a later part has all tokens of the parts before.
+        for beginning, part in reversed(list(child_parts(parent, token_ids))):
+            for name in self._similar_in_part(beginning, part):
+                if name not in found:
+                    found.add(name)
+                    yield name
+
+    def _similar_in_part(self, beginning: bytes, part: bytes) -> Iterator[bytes]:
+        """Does what `similar_children` does, for the keys with this beginning. Keys are sorted, so none has more in
+        common with `part` than one that is nearer to its place."""
+        after, before = (self._txn.cursor(self._databases["children"]) for _ in range(2))
+        has_after = after.set_range(beginning + part)
+        has_before = before.prev() if before.set_range(beginning + part) else before.last()
+        num_after, num_before = (
+            _num_common(c, has, beginning, part) for c, has in ((after, has_after), (before, has_before))
+        )
+        while num_after or num_before:
+            if num_after >= num_before:
+                yield bytes(after.key()[-HASH_BYTES:])
+                num_after = _num_common(after, after.next(), beginning, part)
+            else:
+                yield bytes(before.key()[-HASH_BYTES:])
+                num_before = _num_common(before, before.prev(), beginning, part)
+
     def ancestry(self, name: bytes) -> Iterator[bytes]:
         """Yields `name` and its ancestors, up to the first block. Does not verify records; the walk always ends."""
         position = 1 << 32
@@ -217,6 +246,17 @@ class Snapshot:
 
     def _stat(self, database: str) -> Any:
         return self._txn.stat(self._databases[database])
+
+
+def _num_common(cursor: Any, is_at_key: bool, beginning: bytes, part: bytes) -> int:
+    """Returns how many tokens of `part` the key at a cursor of the database `children` has; 0 at another beginning."""
+    key = bytes(cursor.key()) if is_at_key else b""
+    if not key.startswith(beginning):
+        return 0
+    listed = key[HASH_BYTES:-HASH_BYTES]
+    size = min(len(listed), len(part))
+    differing = int.from_bytes(listed[:size], "big") ^ int.from_bytes(part[:size], "big")
+    return (size - (differing.bit_length() + 7) // 8) // 4
 
 
 def _has_states(root: bytes, record: bytes | memoryview) -> bool:

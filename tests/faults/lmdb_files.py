@@ -10,7 +10,7 @@ from zlib import crc32
 
 import lmdb
 
-DATABASES = (b"meta", b"roots", b"nodes", b"usage", b"payloads", b"entries", b"history")
+DATABASES = (b"meta", b"roots", b"nodes", b"children", b"usage", b"payloads", b"entries", b"history")
 
 
 def open_file(folder: Path, **options: Any) -> Any:
@@ -23,8 +23,14 @@ def payload_key(name: bytes, index: int) -> bytes:
     return name + index.to_bytes(2, "big")
 
 
+def child_keys(name: bytes) -> list[bytes]:
+    """The keys of a node in the index of children: two that are nearly as long as LMDB allows, and a short one."""
+    return [name[::-1] + bytes([part]) + (29 * name)[:size] + name for part, size in enumerate((464, 464, 72))]
+
+
 class Churn:
-    """Puts and deletes as the store does: a node has an index record, a usage record and up to three payloads."""
+    """Puts and deletes as the store does: a node has an index record, three keys in the index of children, a usage
+    record and up to three payloads."""
 
     def __init__(self, env: Any, seed: int) -> None:
         self.env = env
@@ -41,6 +47,8 @@ class Churn:
                 self.names.append(name)
                 txn.put(name, self.random.randbytes(1200), db=self.databases[b"nodes"])
                 txn.put(name, self.random.randbytes(32), db=self.databases[b"usage"])
+                for key in child_keys(name):
+                    txn.put(key, b"", db=self.databases[b"children"])
                 for index in range(self.random.randrange(1, 4)):
                     size = self.random.randrange(payload_bytes // 2, payload_bytes)
                     txn.put(payload_key(name, index), b"\xab" * size, db=self.databases[b"payloads"])
@@ -52,6 +60,8 @@ class Churn:
                 name = self.names.pop(self.random.randrange(len(self.names)))
                 txn.delete(name, db=self.databases[b"nodes"])
                 txn.delete(name, db=self.databases[b"usage"])
+                for key in child_keys(name):
+                    txn.delete(key, db=self.databases[b"children"])
                 for index in range(3):
                     txn.delete(payload_key(name, index), db=self.databases[b"payloads"])
 

@@ -40,7 +40,7 @@ from diskprefix.store.eviction import JUST_WRITTEN_S, recorded_ttl
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import Kind, child_keys
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.tenant import SHARED
@@ -170,6 +170,11 @@ class Model:
         while name in self.nodes:
             yield name
             name = self.nodes[name].new.parent
+
+    def child_keys(self) -> list[bytes]:
+        """All keys of the index of children, in order."""
+        new = (node.new for node in self.nodes.values())
+        return sorted(key for node in new for key in child_keys(node.name, node.parent, node.token_ids.tobytes()))
 
     def children(self, name: bytes) -> set[bytes]:
         return {child for child, node in self.nodes.items() if node.new.parent == name}
@@ -552,6 +557,7 @@ class StoreMachine(RuleBasedStateMachine):
     def what_must_be_there_is_there_bit_for_bit_and_nothing_else(self) -> None:
         with self.store.snapshot() as snapshot:
             assert set(snapshot.keys("nodes")) == self.model.nodes.keys()
+            assert list(snapshot.keys("children")) == self.model.child_keys()
             for node in self.model.nodes.values():
                 assert is_there(snapshot, node.new)
                 assert read_payload(snapshot, node.new) == node.new.payload.obj

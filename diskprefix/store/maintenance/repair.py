@@ -60,7 +60,7 @@ def repair_problems(store: Store, problems: Sequence[Problem]) -> RepairReport:
         nodes = [problem.node for problem in problems if _is_of_node(problem)]
         miscounted = [problem.node for problem in problems if problem.kind == ProblemKind.MISCOUNTED]
         records = [p for p in problems if not _is_of_node(p) and p.kind != ProblemKind.MISCOUNTED]
-        for database, key in [*_remove_nodes(store, nodes), *_remove_records(store, records)]:
+        for database, key in [*_remove_nodes(store, nodes), *_mend_records(store, records)]:
             removed[database] += 1
             entries += [key] if database == "entries" else []
         _recount(store, miscounted)
@@ -118,8 +118,9 @@ def _drop_unreadable_usage(changes: Changes, name: bytes) -> None:
         changes.delete_record("usage", name)
 
 
-def _remove_records(store: Store, problems: Sequence[Problem]) -> list[tuple[str, bytes]]:
-    """Returns database and key of the records that were removed."""
+def _mend_records(store: Store, problems: Sequence[Problem]) -> list[tuple[str, bytes]]:
+    """Remove records that are wrong, and add the keys that the index of children lacks. Returns database and key of the
+    records that were removed."""
     removed = []
     for some in batches(problems, RECORDS_AT_ONCE):
         with store.changes() as changes:
@@ -127,7 +128,9 @@ def _remove_records(store: Store, problems: Sequence[Problem]) -> list[tuple[str
             for problem in some:
                 key = bytes.fromhex(problem.key)
                 is_there = any(found.location == problem.location for found in check.problems(problem.database, key))
-                if is_there and changes.delete_record(problem.database, key):
+                if is_there and problem.kind == ProblemKind.UNLISTED:
+                    changes.put_child(key)
+                elif is_there and changes.delete_record(problem.database, key):
                     removed.append((problem.database, key))
     return removed
 

@@ -25,6 +25,7 @@ from diskprefix.store.schema import (
     NodeRecord,
     RootRecord,
     UsageRecord,
+    child_keys,
     decode_prompt,
     decode_record,
     decode_usage,
@@ -52,13 +53,15 @@ class ProblemKind(StrEnum):
     """A piece of its payload is missing, or there is one too many."""
     MISCOUNTED = "miscounted"
     """Its usage record does not agree with what is stored."""
+    UNLISTED = "unlisted"
+    """The index of children lacks its key."""
     ORPHANED = "orphaned"
     """The node that it belongs to is missing."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `key` is the record's key in hex; that of a payload begins with the name of its node."""
+    """One thing that is wrong. `key` is the key of the record in hex, which may be missing."""
 
     kind: ProblemKind
     database: str
@@ -72,7 +75,8 @@ class Problem:
 
     @property
     def node(self) -> bytes:
-        """The name of the node that a problem of `nodes`, `payloads`, `usage` or `entries` belongs to."""
+        """The name of the node that a problem of `nodes`, `payloads`, `usage` or `entries` belongs to: all keys there
+        begin with it."""
         return bytes.fromhex(self.key)[:HASH_BYTES]
 
 
@@ -117,8 +121,11 @@ def _verify_once(store: Store) -> IndexReport:
                 if database == "nodes":
                     problems += check.problems("usage", key)
                     if not found:
-                        stored_bytes[key] = check.node(key).stored_bytes
-        # Those of the usage records that belong to a node have been found with it.
+                        node = check.node(key)
+                        stored_bytes[key] = node.stored_bytes
+                        for child_key in child_keys(key, node.parent, node.token_ids.tobytes()):
+                            problems += check.problems("children", child_key)
+        # Those of usage records and of the index that belong to a node have been found with it.
         return IndexReport(
             problems=tuple(dict.fromkeys(problems)),
             stored_bytes=stored_bytes,
@@ -136,6 +143,8 @@ _Found: TypeAlias = tuple[ProblemKind, str, str]
 class RecordCheck:
     """Checks one record at a time against the others of a snapshot. `roots` are the root records that are sound."""
 
+    _MAY_LACK = ("usage", "children")
+
     def __init__(self, snapshot: Snapshot, secret: int) -> None:
         self._snapshot = snapshot
         self.tree = PrefixTree(snapshot, secret)
@@ -146,13 +155,14 @@ class RecordCheck:
                 self.roots[root], self._layouts[root] = _checked_root(root, value)
 
     def problems(self, database: str, key: bytes) -> list[Problem]:
-        """Returns what is wrong with a record, or with the absence of a node's usage record.
+        """Returns what is wrong with a record, or with the absence of a node's usage record or key in `children`.
 
         For a node that includes its pieces, but not their contents.
         """
         checks: dict[str, Callable[[bytes, Any], Iterable[_Found]]] = {
             "roots": self._root_problems,
             "nodes": self._node_problems,
+            "children": self._child_problems,
             "usage": self._usage_problems,
             "payloads": self._piece_problems,
             "entries": self._entry_problems,
@@ -160,7 +170,7 @@ class RecordCheck:
             "meta": self._meta_problems,
         }
         value = self._snapshot.record(database, key)
-        if value is None and database != "usage":
+        if value is None and database not in self._MAY_LACK:
             return []
         try:
             return [Problem(kind, where, key.hex(), message) for kind, where, message in checks[database](key, value)]
@@ -264,6 +274,19 @@ class RecordCheck:
     def file_bytes(self, name: bytes, node: NodeRecord) -> int:
         """Returns how many bytes a node takes in the file."""
         return node_bytes(node.num_tokens, list(self.piece_bytes(name).values()))
+
+    def _child_problems(self, key: bytes, value: bytes | None) -> Iterator[_Found]:
+        name = key[-HASH_BYTES:]
+        try:
+            node = self.tree.node(name)
+        except StoreCorrupt:
+            # This is a problem of the node, and both go with it.
+            return
+        is_due = node is not None and key in child_keys(name, node.parent, node.token_ids.tobytes())
+        if is_due and value is None:
+            yield ProblemKind.UNLISTED, "children", f"the block {name.hex()} is not in the index of children"
+        elif value is not None and not is_due:
+            yield ProblemKind.ORPHANED, "children", "no block has this key in the index of children"
 
     def _piece_problems(self, key: bytes, _value: bytes) -> Iterator[_Found]:
         name = key[:HASH_BYTES]

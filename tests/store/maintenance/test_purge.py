@@ -169,6 +169,7 @@ def test_by_salt_a_tenant_is_forgotten_whole_and_alone(store: Store) -> None:
         names = {node.name for pub in (*alices, user) for node in pub.nodes}
         for database in ("nodes", "usage", "payloads", "entries"):
             assert not names & {key[:16] for key in snapshot.keys(database)}
+        assert not names & {key[-16:] for key in snapshot.keys("children")}
     assert is_whole(store, shared)
     assert is_whole(store, bob)
     assert is_clean(store)
@@ -218,7 +219,7 @@ def test_everything(store: Store) -> None:
     purged = purge_now(store, PurgeFilter())
     assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (9, 9 * 4, 9, 3)
     with store.snapshot() as snapshot:
-        for database in ("roots", "nodes", "usage", "payloads", "entries", "history"):
+        for database in ("roots", "nodes", "children", "usage", "payloads", "entries", "history"):
             assert not list(snapshot.keys(database))
     # It still is the same store: a daemon that has it open goes on with it.
     assert store.secret == secret

@@ -22,6 +22,7 @@ from diskprefix.store.schema import (
     Kind,
     NodeRecord,
     RootRecord,
+    child_keys,
     decode_node,
     decode_record,
     encode_node,
@@ -138,6 +139,17 @@ def test_an_empty_store_is_clean(tmp_path: Path) -> None:
 
 
 Damage = Callable[[Records, Stored], None]
+
+
+def child_key(node: NewNode) -> bytes:
+    """The first key of a node in the index of children."""
+    return child_keys(node.name, node.parent, node.token_ids.tobytes())[0]
+
+
+def list_with_other_tokens(records: Records, stored: Stored) -> None:
+    key = child_key(stored.first.nodes[1])
+    records.delete("children", key)
+    records.put("children", key[:16] + bytes(4) + key[20:], b"")
 
 
 def swap(database: str, a: bytes, b: bytes) -> Damage:
@@ -407,6 +419,26 @@ DAMAGE: dict[str, tuple[Damage, set[tuple[str, str]]]] = {
         lambda r, s: r.change_usage(s.first.nodes[2].name, stored_bytes=0),
         {("miscounted", "usage")},
     ),
+    "a block that the index of children lacks": (
+        lambda r, s: r.delete("children", child_key(s.first.nodes[1])),
+        {("unlisted", "children")},
+    ),
+    "a block that is listed with other tokens": (
+        list_with_other_tokens,
+        {("unlisted", "children"), ("orphaned", "children")},
+    ),
+    "a block that is listed in another part": (
+        lambda r, s: r.put("children", GONE + child_key(s.first.nodes[1])[16:], b""),
+        {("orphaned", "children")},
+    ),
+    "a listed block that is gone": (
+        lambda r, _: r.put("children", ROOT + bytes(8) + GONE, b""),
+        {("orphaned", "children")},
+    ),
+    "a strange key in the index of children": (
+        lambda r, _: r.put("children", STRANGE_KEY, b"x"),
+        {("orphaned", "children")},
+    ),
     "usage of no block": (lambda r, _: r.put("usage", GONE, bytes(48)), {("orphaned", "usage")}),
     "a flipped bit in an entry": (lambda r, s: r.flip("entries", s.first.nodes[-1].name, 20), {("damaged", "entries")}),
     "an entry of another length": (change_entry, {("misshapen", "entries")}),
@@ -531,7 +563,7 @@ def test_whatever_happens_to_records_what_is_left_after_fix_is_right(stored: Sto
 
 
 def _damage_at_random(records: Records, rng: random.Random) -> None:
-    database = rng.choice(("roots", "nodes", "usage", "payloads", "entries", "history"))
+    database = rng.choice(("roots", "nodes", "children", "usage", "payloads", "entries", "history"))
     keys = records.keys(database)
     if not keys:
         return
@@ -613,6 +645,9 @@ def test_fix_looks_again_before_it_removes(stored: Stored) -> None:
         Problem(ProblemKind.ORPHANED, "payloads", piece_key(node, 0).hex(), ""),
         Problem(ProblemKind.ORPHANED, "usage", node.hex(), ""),
         Problem(ProblemKind.MISCOUNTED, "usage", node.hex(), ""),
+        Problem(ProblemKind.UNLISTED, "children", child_key(stored.first.nodes[1]).hex(), ""),
+        Problem(ProblemKind.UNLISTED, "children", (ROOT + bytes(8) + GONE).hex(), ""),
+        Problem(ProblemKind.ORPHANED, "children", child_key(stored.first.nodes[2]).hex(), ""),
         Problem(ProblemKind.DAMAGED, "entries", entry.hex(), ""),
         Problem(ProblemKind.DAMAGED, "roots", ROOT.hex(), ""),
         Problem(ProblemKind.DETACHED, "nodes", GONE.hex(), ""),

@@ -1,0 +1,119 @@
+"""The index of children finds the stored node that shares most tokens with a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diskprefix.store import schema
+from diskprefix.store.changes import NewNode
+from diskprefix.store.codec.codec import Codec
+from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.schema import Kind, child_keys
+from diskprefix.store.store import Store
+from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from tests.faults.damage import damaged
+from tests.store.building import BLOCK, ROOT, layout_of, new_node, open_store, prompt, publication
+
+LAYOUT = layout_of(1000)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = open_store(tmp_path, budget_bytes=64 << 20)
+    yield store
+    store.close()
+
+
+def tail(store: Store, token_ids: TokenIds) -> NewNode:
+    return new_node(store.secret, ROOT, token_ids, 0, len(token_ids), Kind.TAIL, LAYOUT, generated=False)
+
+
+def put(store: Store, nodes: Sequence[NewNode]) -> None:
+    with store.changes() as changes:
+        for node in nodes:
+            changes.put_node(ROOT, node, Codec.RAW)
+
+
+def similar(store: Store, token_ids: TokenIds) -> list[bytes]:
+    with store.snapshot() as snapshot:
+        return list(snapshot.similar_children(ROOT, token_ids.tobytes()))
+
+
+token_lists = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(as_token_ids)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(children=st.lists(token_lists, max_size=12), wanted=token_lists)
+def test_all_that_share_a_token_are_found_and_those_that_share_most_come_first(
+    store: Store, monkeypatch: pytest.MonkeyPatch, children: list[TokenIds], wanted: TokenIds
+) -> None:
+    """With keys that have room for two tokens, so that most children are listed in several parts."""
+    monkeypatch.setattr(schema, "CHILD_PART_BYTES", 8)
+    nodes = {node.name: node for node in (tail(store, token_ids) for token_ids in children)}
+    put(store, list(nodes.values()))
+    names = similar(store, wanted)
+    shared = [common_prefix_length(nodes[name].token_ids, wanted) for name in names]
+    assert shared == sorted(shared, reverse=True)
+    assert sorted(names) == sorted(n for n, node in nodes.items() if node.token_ids[0] == wanted[0])
+    with store.changes() as changes:
+        for name in nodes:
+            assert changes.delete_node(name, ROOT)
+        assert list(changes.keys("children")) == []
+
+
+def test_of_thousands_that_share_more_than_a_key_holds_the_right_one_is_found(store: Store) -> None:
+    rng = np.random.default_rng(1)
+    children = rng.integers(0, 50_000, (3000, 256)).astype(np.int32)
+    children[:, :200] = children[0, :200]
+    put(store, [tail(store, token_ids) for token_ids in children])
+    for number in range(0, 3000, 100):
+        wanted = children[number].copy()
+        wanted[210:] = 60_000
+        with store.snapshot() as snapshot:
+            name = next(snapshot.similar_children(ROOT, wanted.tobytes()))
+        assert name == tail(store, children[number]).name
+
+
+def test_children_of_another_parent_and_prompts_that_share_nothing_are_not_found(store: Store) -> None:
+    pub = publication(store, prompt(1, 2 * BLOCK))
+    store.publish(pub)
+    assert similar(store, prompt(1, BLOCK)) == [pub.nodes[0].name]
+    assert similar(store, prompt(1, 2 * BLOCK)[BLOCK:]) == []
+    assert similar(store, prompt(2, BLOCK)) == []
+
+
+def test_a_node_whose_record_is_damaged_or_gone_leaves_the_index(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    pub, other = publication(store, prompt(1, 3 * BLOCK + 5)), publication(store, prompt(2, BLOCK))
+    store.publish(pub)
+    store.publish(other)
+    store.close()
+    first, second = pub.nodes[:2]
+    with damaged(tmp_path) as records:
+        # A token id: the record names other keys now.
+        records.flip("nodes", first.name, 80)
+        records.delete("nodes", second.name)
+    store = open_store(tmp_path)
+    for node in (second, first):
+        store.quarantine(node.name, node.parent)
+    with store.snapshot() as snapshot:
+        assert {key[-16:] for key in snapshot.keys("children")} == {other.nodes[0].name}
+    store.close()
+
+
+def test_nodes_without_tokens_are_not_listed(store: Store) -> None:
+    pub = publication(store, prompt(1, 2 * BLOCK), layout=layout_of(1000, 1000), checkpoints=(BLOCK,))
+    store.publish(pub)
+    with store.snapshot() as snapshot:
+        listed = sorted(snapshot.keys("children"))
+    assert listed == sorted(
+        key for node in pub.nodes for key in child_keys(node.name, node.parent, node.token_ids.tobytes())
+    )
+    assert len(listed) == 2
+    assert verify_index(store).problems == ()
