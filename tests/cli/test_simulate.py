@@ -273,7 +273,8 @@ def test_what_was_assumed_is_said(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_recording_that_no_daemon_made_is_refused(run: Run, tmp_path: Path) -> None:
-    recording = record(tmp_path / "cut.jsonl", block_size=4)
+    recording = record(tmp_path / "cut.jsonl", block_size=16)
+    recording.write_text(recording.read_text().replace('"block_size":16', '"block_size":4'))
     ended = run("simulate", recording, *SHORT)
     assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
     assert "--block-size: 4 is out of range" in ended.stderr

@@ -210,7 +210,7 @@ def colliding_names(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """… and its tokens are not compared."""
     colliding_names(monkeypatch)
-    monkeypatch.setattr(Snapshot, "has", lambda self, name, *_, **__: self._get("nodes", name) is not None)
+    monkeypatch.setattr(Snapshot, "has", lambda self, name, *_, **__: self.record("nodes", name) is not None)
 
 
 @pytest.mark.usefixtures("one_thread")
