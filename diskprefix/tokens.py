@@ -50,6 +50,13 @@ def common_prefix_length(a: TokenIds, b: TokenIds) -> int:
     return first if n and differs[first] else n
 
 
+def num_common(a: bytes, b: bytes) -> int:
+    """Returns the number of leading tokens that `a` and `b` have in common. Token ids are given as bytes (int32)."""
+    size = min(len(a), len(b))
+    differing = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
+    return (size - (differing.bit_length() + 7) // 8) // 4
+
+
 def floor_to_grid(position: int, block_size: int) -> int:
     """Returns the last multiple of `block_size` that is not above `position`."""
     return position - position % block_size

@@ -111,7 +111,14 @@ class Restorer:
         model = self._model
         nodes = model.nodes(token_ids)
         restoration = Restoration(
-            nodes, model.layout, model.store, self._writer, self._readers, pins, allows=lambda _num_tokens: True
+            nodes,
+            model.layout,
+            model.store,
+            self._writer,
+            self._readers,
+            pins,
+            allows=lambda _num_tokens: True,
+            pays=lambda _num_tokens, _num_bytes: True,
         )
         return restoration.run(self.arena)
 

@@ -236,7 +236,10 @@ def _geometry(
     found = SLICEABLE if regime == "sliceable" else CHECKPOINTS
     if daemon and daemon.geometry and daemon.geometry.state_kind == regime:
         found = daemon.geometry
-    given = {"bytes_per_token": bytes_per_token, "state_bytes": 0 if regime == "sliceable" else state_bytes}
+    given: dict[str, Any] = {
+        "bytes_per_token": bytes_per_token,
+        "state_bytes": 0 if regime == "sliceable" else state_bytes,
+    }
     return replace(found, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -20,6 +20,8 @@ LayerKind: TypeAlias = Literal["full", "sliding", "indexed", "linear", "linear+f
 """`sliding` includes chunked attention, `linear` also Mamba and short convolutions. `none` keeps nothing."""
 CacheKind: TypeAlias = Literal["dynamic", "minimax", "rwkv", "xlstm"]
 """See `kv.caches`."""
+ExactAt: TypeAlias = Literal["token", "grid"]
+"""Whether a token's state has the same bits however the prompt was cut into steps, or in steps of one grid only."""
 CacheArgument: TypeAlias = Literal["past_key_values", "cache_params", "state"]
 
 
@@ -146,16 +148,22 @@ class Layout:
     cache_argument: CacheArgument = "past_key_values"
     options: tuple[str, ...] = ("position_ids", "logits_to_keep")
     is_one_pass: bool = False
+    exact_at: ExactAt = "grid"
 
     @property
     def is_sliceable(self) -> bool:
-        """Whether a prefix can be restored wherever its blocks end, without a checkpoint."""
+        """Whether a prefix can be restored without a checkpoint."""
         return not self.states
 
     @property
-    def state_kind(self) -> Literal["sliceable", "checkpoints", "one_pass"]:
-        """Where a prefix can be restored: wherever its blocks end, at checkpoints, at the end of a prompt only."""
-        return "one_pass" if self.is_one_pass else "sliceable" if self.is_sliceable else "checkpoints"
+    def state_kind(self) -> Literal["token", "sliceable", "checkpoints", "one_pass"]:
+        """Where a restored prefix can end: at any token, at the end of any block, at a checkpoint, or at the end of a
+        prompt only."""
+        if self.is_one_pass:
+            return "one_pass"
+        if not self.is_sliceable:
+            return "checkpoints"
+        return "token" if self.exact_at == "token" else "sliceable"
 
     def loaded_bytes(self, num_tokens: int) -> int:
         """Bytes that restoring `num_tokens` tokens loads: of layers with a window what lies under it, and states."""

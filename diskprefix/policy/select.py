@@ -53,7 +53,9 @@ Reason: TypeAlias = Literal[
     "faster_to_compute",
 ]
 """Why so much of a prompt is kept. Stable words: responses and log lines show them. server/README.md explains each."""
-StateKind: TypeAlias = Literal["sliceable", "checkpoints", "one_pass"]
+StateKind: TypeAlias = Literal["token", "sliceable", "checkpoints", "one_pass"]
+"""Where a restored prefix can end: at any token; at the end of any block; at a checkpoint; only at the end of a prompt,
+which was computed in one pass."""
 
 _SHORT_END = 8
 """A prompt of which at most one part in so many was rewritten is taken for the same conversation."""
@@ -162,8 +164,7 @@ def select(
 ) -> Selection:
     """What of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same answer.
 
-    `state`: whether the state of every layer can be cut anywhere, or is restorable where a checkpoint was taken, or
-    where a prompt ended that was computed in one pass. `cold_max` and `interval` place the checkpoints of `full` and
+    `state` says where a restored prefix can end. `cold_max` and `interval` place the checkpoints of `full` and
     `N`; for those of `auto`, `restored` is how many tokens need not be computed. `sighting` is what is known of the
     prompt's blocks beyond the window.
     """

@@ -141,6 +141,13 @@ class CostModel:
         self._below[use] += 1
         return self._below[use] % _LET_THROUGH == 0
 
+    def pays(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether loading `num_bytes` more takes less time than computing `num_tokens` more tokens, as far as known."""
+        prefill, restore = self._prefill, self._restore
+        if self.mode == "off" or prefill is None or restore is None:
+            return True
+        return restore.s_per_unit * num_bytes < prefill.s_per_unit * num_tokens
+
     def remember(self) -> None:
         """Keep what was measured for the next start. Without a folder to write to, it is forgotten."""
         if self._key and self._num_noted:

@@ -14,12 +14,15 @@ from diskprefix.store.schema import Kind
 class Matcher:
     """Finds what is stored of one prompt: its first blocks, its tail, and the checkpoint after a number of tokens.
 
-    `is_stored` is asked about nodes. `reuse_generated`: what a reply's decoding left behind will do too. Without
+    `is_stored` is asked about nodes. `most_similar` is asked for the node that continues a node or root (its name) and
+    has most of the prompt's tokens between two positions. It returns the node and where these tokens end, None if no
+    node has the first of them. `reuse_generated`: what a reply's decoding left behind will do too. Without
     `needs_logits`, the prompt may be restored to its end without them.
     """
 
     nodes: PromptNodes
     is_stored: Callable[[Node], bool]
+    most_similar: Callable[[bytes, int, int], tuple[Node, int] | None]
     state: StateKind
     reuse_generated: bool = False
     needs_logits: bool = True
@@ -53,22 +56,36 @@ class Matcher:
         self.tail = None
         self.blocks = [block for block in self.blocks if block.end <= node.position]
 
-    def restorable(self) -> list[Node]:
-        """The nodes of the longest prefix that can be restored; of those that end at the same token, the last one has
-        the states there.
+    def restorable(self) -> tuple[list[Node], int]:
+        """Returns the nodes of the longest prefix that can be restored, and its end.
 
-        Without the next-token logits, which the tail holds, at least one token must be left to compute. State that
-        cannot be cut is there at checkpoints only, and of a model that computes a prompt in one pass at its end only.
+        Of nodes that end at the same token, the last one has the states there. The last node may reach beyond the end:
+        then only its first tokens are used. Without the next-token logits, which the tail holds, at least one token is
+        left to compute.
         """
         if self.tail is not None:
-            return [*self.blocks, self.tail]
-        blocks = self.blocks
-        if self.needs_logits and len(blocks) * self.nodes.block_size == len(self.nodes.token_ids):
-            blocks = blocks[:-1]
-        if self.state == "one_pass":
-            return []
-        if self.state == "sliceable":
-            return blocks
+            return [*self.blocks, self.tail], self.tail.end
+        end = len(self.nodes.token_ids) - self.needs_logits
+        blocks = self.blocks[: end // self.nodes.block_size]
+        if self.state == "token" and (part := self._part(len(blocks), end)) is not None:
+            return [*blocks, part[0]], part[1]
+        if self.state == "checkpoints":
+            blocks = self._to_a_checkpoint(blocks)
+        elif self.state == "one_pass":
+            blocks = []
+        return blocks, blocks[-1].end if blocks else 0
+
+    def _part(self, num_blocks: int, end: int) -> tuple[Node, int] | None:
+        """Returns the node that continues the first `num_blocks` blocks and has most of the prompt's tokens before
+        `end`, and where these end."""
+        start = num_blocks * self.nodes.block_size
+        if start == end:
+            return None
+        if num_blocks < len(self.blocks):
+            return self.blocks[num_blocks], end
+        return self.most_similar(self.blocks[-1].name if self.blocks else self.nodes.root, start, end)
+
+    def _to_a_checkpoint(self, blocks: list[Node]) -> list[Node]:
         for num_blocks in range(len(blocks), 0, -1):
             last = blocks[num_blocks - 1]
             if last.end not in self.checkpoints:

@@ -10,6 +10,9 @@ from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prompt import Mark
 from diskprefix.store.schema import Kind
 
+_SLICEABLE: tuple[StateKind, ...] = ("token", "sliceable")
+"""Kinds of state that need no checkpoints."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -25,7 +28,7 @@ class Plan:
         nodes = self.nodes[:num_nodes]
         if len(nodes) == len(self.nodes):
             return self
-        while nodes and nodes[-1].kind == Kind.BLOCK and state != "sliceable":
+        while nodes and nodes[-1].kind == Kind.BLOCK and state not in _SLICEABLE:
             # Nothing can go on from a block without the states at its end.
             nodes = nodes[:-1]
         return Plan(nodes, nodes[-1].name, nodes[-1].end) if nodes else Plan()
@@ -94,7 +97,7 @@ class Planner:
         alone save nothing; they count their own tokens, so that they have a cost too.
         """
         for node in nodes:
-            if node.kind == Kind.BLOCK or self.state == "sliceable":
+            if node.kind == Kind.BLOCK or self.state in _SLICEABLE:
                 yield node.num_tokens
             else:
                 yield node.end - self._restorable
@@ -114,7 +117,7 @@ class Planner:
 
     def _boundary_tip(self, block: Node, states_at: Container[int]) -> bytes | None:
         """The node that a saved boundary ends with; None where the states at it were not computed by this run."""
-        if self.state == "sliceable":
+        if self.state in _SLICEABLE:
             return block.name
         checkpoint = self.nodes.checkpoint(block).name
         return checkpoint if block.end in states_at or checkpoint == self.progress.tip else None

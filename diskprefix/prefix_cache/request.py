@@ -226,6 +226,7 @@ class CachedRequest(Publisher):
             cache.readers,
             self._pins,
             allows=cache.cost_model.allows,
+            pays=cache.cost_model.pays,
             reuse_generated=self.options.reuse_generated,
             needs_logits=not self.goes_on,
         )

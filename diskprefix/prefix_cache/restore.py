@@ -10,7 +10,7 @@ from concurrent.futures import Executor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import itemgetter
 
 import numpy as np
@@ -26,23 +26,27 @@ from diskprefix.prefix_cache.planning import Progress
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Piece, decode_piece, is_in_memory, piece_seed, populate
 from diskprefix.store.pieces import Cut
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import Kind, NodeRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
+from diskprefix.tokens import TokenIds, common_prefix_length
 
 log = logging.getLogger("diskprefix")
 
 READER_THREADS = 2
 _MAPPED_NODES = 100_000
+_TRIES = 64
+"""Nodes that are looked at to find one that shares a part of the prompt. Few of them will not do: damaged ones, and
+generated ones that the request did not ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored(Progress):
     """What is in the arena now: the state after `num_tokens` tokens, `num_bytes` of which were loaded.
 
-    `blocks` may reach further than what could be restored, and `refused` says why; `matched` is how far they and the
-    tail reach, in tokens. `logits` (shape [vocab], the model's dtype) come with an exact repeat.
+    `blocks` may reach further than what could be restored, and `refused` says why; `matched` is how far what is stored
+    reaches, in tokens. `logits` (shape [vocab], the model's dtype) come with an exact repeat.
     """
 
     num_bytes: int = 0
@@ -56,9 +60,12 @@ class Restored(Progress):
 
 @dataclass
 class Restoration:
-    """Restores one prompt. `run` is for the engine thread. `allows` says whether so many tokens are worth restoring.
-    `pins` gets what unpins the last node that matched and the one that is restored to. `reuse_generated` and
-    `needs_logits`: see `Matcher`."""
+    """Restores one prompt. `run` is for the engine thread.
+
+    `pins` gets what unpins the last node that matched and the one that is restored to. `allows` says whether so many
+    tokens are worth restoring, and `pays` whether so many more tokens are worth loading so many more bytes.
+    `reuse_generated` and `needs_logits`: see `Matcher`.
+    """
 
     nodes: PromptNodes
     layout: Layout
@@ -67,12 +74,14 @@ class Restoration:
     readers: Executor
     pins: ExitStack
     allows: Callable[[int], bool]
+    pays: Callable[[int, int], bool]
     reuse_generated: bool = False
     needs_logits: bool = True
     _queued: dict[bytes, NewNode] = field(default_factory=dict)
     """The nodes that were found waiting to be written, with their raw payloads."""
+    _lost: set[bytes] = field(default_factory=set)
+    """The names of nodes that were found damaged."""
     _is_slower: bool = False
-    _is_damaged: bool = False
 
     def run(self, arena: KVArena) -> Restored:
         """Restore into `arena`, which has room for the prompt. Raises `CacheError`; what is in the arena is then
@@ -81,31 +90,38 @@ class Restoration:
         # Before the snapshot: a node that is written in between is then seen twice, never not at all.
         pending = self.writer.pending
         with self.store.snapshot() as snapshot:
-            is_stored = partial(self._is_stored, pending, snapshot)
-            matcher = Matcher(self.nodes, is_stored, self.layout.state_kind, self.reuse_generated, self.needs_logits)
+            matcher = Matcher(
+                self.nodes,
+                partial(self._is_stored, pending, snapshot),
+                partial(self._most_similar, pending, snapshot),
+                self.layout.state_kind,
+                self.reuse_generated,
+                self.needs_logits,
+            )
             matcher.match()
             self._pin(matcher.deepest)
-            restorable = self._worth_restoring(matcher)
+            restorable, end = self._worth_restoring(matcher)
             matched = time.perf_counter()
             while True:
-                loader = _Loader(self.nodes, self.layout, restorable, self._queued, snapshot, self.store.mapped, arena)
+                loader = _Loader(
+                    self.nodes, self.layout, restorable, end, self._queued, snapshot, self.store.mapped, arena
+                )
                 if not restorable or (bad := loader.run(self.readers)) is None:
                     break
                 self._quarantine(*bad)
                 matcher.drop(bad[0])
-                restorable = self._worth_restoring(matcher)
+                restorable, end = self._worth_restoring(matcher)
         loaded = time.perf_counter()
-        num_tokens = restorable[-1].end if restorable else 0
         deepest = matcher.deepest
         is_from_disk = any(node.name not in self._queued for node in restorable)
         return Restored(
-            num_tokens=num_tokens,
+            num_tokens=end,
             num_bytes=loader.num_bytes,
             logits=loader.logits,
             blocks=matcher.blocks,
             tip=restorable[-1].name if restorable else None,
-            matched=deepest.end if deepest else 0,
-            refused=self._why_refused(deepest, num_tokens),
+            matched=max(deepest.end if deepest else 0, end),
+            refused=self._why_refused(deepest, end),
             exact=not any(node.generated for node in restorable),
             source="disk" if is_from_disk else "memory" if restorable else "none",
             lookup_ms=(matched - started) * 1e3,
@@ -118,22 +134,28 @@ class Restoration:
             self.store.evictor.pin(node.name)
             self.pins.callback(self.store.evictor.unpin, node.name)
 
-    def _worth_restoring(self, matcher: Matcher) -> list[Node]:
-        """The nodes to restore, the last of them pinned; none where computing is faster."""
-        nodes = matcher.restorable()
-        self._is_slower = bool(nodes) and not self.allows(nodes[-1].end)
+    def _worth_restoring(self, matcher: Matcher) -> tuple[list[Node], int]:
+        """Returns the nodes to restore, the last of them pinned, and where the restored prefix ends. There are none
+        where computing is faster."""
+        nodes, end = matcher.restorable()
+        if end % self.nodes.block_size and end < len(self.nodes.token_ids):
+            # All of the last node is read and verified, however little of it is used.
+            last = nodes[-1]
+            if not self.pays(end - last.position, self.layout.bytes_per_token * last.num_tokens):
+                nodes, end = nodes[:-1], last.position
+        self._is_slower = bool(nodes) and not self.allows(end)
         if self._is_slower:
-            return []
+            return [], 0
         self._pin(nodes[-1] if nodes else None)
-        return nodes
+        return nodes, end
 
     def _why_refused(self, deepest: Node | None, num_tokens: int) -> Refused | None:
         """Why what is stored could not all be restored; None if it could."""
-        if self._is_damaged:
+        if self._lost:
             return "damaged"
         if self._is_slower:
             return "faster_to_compute"
-        if deepest is None or deepest.end == num_tokens:
+        if deepest is None or deepest.end <= num_tokens:
             return None
         if self.layout.is_one_pass:
             return "whole_prompt_only"
@@ -156,8 +178,49 @@ class Restoration:
             self._quarantine(node, error)
             return False
 
+    def _most_similar(
+        self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, parent: bytes, start: int, end: int
+    ) -> tuple[Node, int] | None:
+        """Returns the sound node, stored or queued to be, that continues `parent` and has most of the prompt's tokens
+        from `start` to `end`, and where these end. None if no node has the first one."""
+        token_ids = self.nodes.token_ids[start:end]
+        found: list[tuple[Node, int]] = []
+        for name, queued in pending.items():
+            if (match := self._shared_part(name, queued, parent, start, token_ids)) is not None:
+                found.append(match)
+                self._queued[name] = queued
+        for name in islice(snapshot.similar_children(parent, token_ids.tobytes()), _TRIES):
+            stored = self._sound_record(snapshot, name, parent)
+            if stored and (match := self._shared_part(name, stored, parent, start, token_ids)) is not None:
+                # Those that come after it have no more in common.
+                found.append(match)
+                break
+        return max(found, key=itemgetter(1), default=None)
+
+    def _sound_record(self, snapshot: Snapshot, name: bytes, parent: bytes) -> NodeRecord | None:
+        """Returns the record of a node that continues `parent`; None if it is missing or damaged."""
+        if name in self._lost:
+            return None
+        try:
+            return snapshot.node(name)
+        except StoreCorrupt as error:
+            self._quarantine(Node(name, parent, 0, 0, Kind.BLOCK), error)
+            return None
+
+    def _shared_part(
+        self, name: bytes, record: NodeRecord | NewNode, parent: bytes, start: int, token_ids: TokenIds
+    ) -> tuple[Node, int] | None:
+        """Returns the node, and where the tokens end that it shares with `token_ids`, which begin at `start`. None if
+        there are none, if it continues something else, or if it was generated and the request did not ask for that."""
+        is_elsewhere = (record.parent, record.position) != (parent, start)
+        if is_elsewhere or (record.generated and not self.reuse_generated) or name in self._lost:
+            return None
+        num_common = common_prefix_length(record.token_ids, token_ids)
+        node = Node(name, parent, start, len(record.token_ids), record.kind, record.generated)
+        return (node, start + num_common) if num_common else None
+
     def _quarantine(self, node: Node, error: StoreCorrupt) -> None:
-        self._is_damaged = True
+        self._lost.add(node.name)
         what = "checkpoint" if node.kind == Kind.CHECKPOINT else "block"
         log.warning("[disk-cache] %s %s is damaged and will be removed: %s", what, node.name.hex(), error)
         self.writer.quarantine(node.name, node.parent)
@@ -165,11 +228,15 @@ class Restoration:
 
 @dataclass
 class _Loader:
-    """Verifies, decodes and copies pieces on the reading threads, which take them one after the other."""
+    """Verifies, decodes and copies pieces on the reading threads, which take them one after the other.
+
+    `path` are the nodes of the prefix that ends at `end`. The last one may reach further; it is verified as a whole.
+    """
 
     nodes: PromptNodes
     layout: Layout
     path: list[Node]
+    end: int
     queued: Mapping[bytes, NewNode]
     snapshot: Snapshot
     mapped: set[bytes]
@@ -178,8 +245,10 @@ class _Loader:
     num_bytes: int = 0
 
     def __post_init__(self) -> None:
-        end = self.path[-1].end if self.path else 0
-        self._first_needed = {number: group.first_needed(end) for number, group in enumerate(self.layout.groups)}
+        self._first_needed = {n: group.first_needed(self.end) for n, group in enumerate(self.layout.groups)}
+        if self.end < len(self.nodes.token_ids):
+            # Logits are those at the prompt's end.
+            self._first_needed[self.nodes.layout.logits_group] = self.end
         self._loads = self._in_order()
         self._taking = threading.Lock()
         self._bad: dict[int, StoreCorrupt] = {}
@@ -202,7 +271,8 @@ class _Loader:
         for index, node in enumerate(self.path):
             cuts = self.nodes.cuts(node)
             # Of layers with a window, the run looks at the blocks under the window only.
-            needed = [number for number, cut in enumerate(cuts) if node.end > self._first_needed.get(cut.group, -1)]
+            end = min(node.end, self.end)
+            needed = [number for number, cut in enumerate(cuts) if end > self._first_needed.get(cut.group, -1)]
             if (queued := self.queued.get(node.name)) is not None:
                 starts = list(accumulate((cut.piece.num_bytes for cut in cuts), initial=0))
                 for number in needed:
@@ -247,7 +317,17 @@ class _Loader:
             self.logits = self.arena.logits_from(logits)
         else:
             rows = slice(cut.first_row, cut.first_row + cut.piece.num_rows)
-            self.arena.fill(node.position, node.num_tokens, cut.group, rows, write)
+            num_tokens = min(node.end, self.end) - node.position
+            if num_tokens < node.num_tokens and cut.group < len(self.layout.groups):
+                write = partial(_write_part, write, cut.piece)
+            self.arena.fill(node.position, num_tokens, cut.group, rows, write)
+
+
+def _write_part(write: Callable[[Bytes], None], piece: Piece, out: Bytes) -> None:
+    """Writes the beginning of each row of a piece: a row holds its tokens one after the other."""
+    whole = np.empty((piece.num_rows, piece.row_bytes), dtype=np.uint8)
+    write(whole)
+    out[...] = whole[:, : out.shape[1]]
 
 
 def _copy(raw: memoryview, out: Bytes) -> None:

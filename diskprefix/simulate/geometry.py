@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from diskprefix.policy.select import StateKind
 from diskprefix.store.changes import node_bytes
@@ -17,16 +18,20 @@ _STATE_ROW_BYTES = 1 << 10
 
 @dataclass(frozen=True)
 class Geometry:
-    """`bytes_per_token` is the state that each token adds, `state_bytes` what exists at one position only (0: none,
-    so that state can be cut anywhere), `logits_bytes` the next-token logits that the end of a prompt holds."""
+    """`bytes_per_token` is the state that each token adds, `state_bytes` what exists at one position only (0: none, so
+    that no checkpoints are needed), `logits_bytes` the next-token logits that the end of a prompt holds. `exact_at` is
+    that of `kv.layout.Layout`."""
 
     bytes_per_token: int
     state_bytes: int = 0
     logits_bytes: int = 2 * 49_152
+    exact_at: Literal["token", "grid"] = "grid"
 
     @property
     def state_kind(self) -> StateKind:
-        return "checkpoints" if self.state_bytes else "sliceable"
+        if self.state_bytes:
+            return "checkpoints"
+        return "token" if self.exact_at == "token" else "sliceable"
 
     @cached_property
     def layout(self) -> PayloadLayout:

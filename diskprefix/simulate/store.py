@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from diskprefix.store.eviction import (
     usable_bytes,
 )
 from diskprefix.store.schema import USAGE_DTYPE, Kind
+from diskprefix.tokens import num_common
 
 Rank = Callable[[UsageTable, float], NDArray[np.float64]]
 
@@ -32,12 +34,13 @@ _NOBODYS["children"] = 1
 @dataclass(frozen=True)
 class NewEntry:
     """A node to be stored: `num_bytes` is what it takes in the file, `prefill_s` how long its tokens took to compute,
-    `ttl_s` as in `store.changes.NewNode`."""
+    `ttl_s` as in `store.changes.NewNode`. `token_ids` (int32, little-endian) are for `SimulatedStore.most_similar`."""
 
     node: Node
     num_bytes: int
     prefill_s: float
     ttl_s: float | None = None
+    token_ids: bytes = b""
 
 
 class SimulatedStore:
@@ -62,6 +65,9 @@ class SimulatedStore:
         self._records = np.zeros(1024, USAGE_DTYPE)
         """A row for each node; those of nodes that are gone are nobody's (`UsageTable`) until they are taken again."""
         self._free: list[int] = []
+        self._token_ids: dict[bytes, bytes] = {}
+        self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
+        """Token ids and names of the nodes that continue a node or root, sorted."""
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._rows
@@ -73,6 +79,17 @@ class SimulatedStore:
         """What a node continues; nothing for one that is not stored."""
         row = self._rows.get(name)
         return b"" if row is None else self._nodes[row].parent
+
+    def most_similar(self, parent: bytes, token_ids: bytes) -> tuple[Node, int] | None:
+        """Returns the node that continues `parent` and has most of the first of these token ids (int32, little-endian),
+        and how many. None if no node has the first one."""
+        children = self._children.get(parent, [])
+        # What comes next before and after it in the order has most in common with it.
+        place = bisect_left(children, (token_ids, b""))
+        near = children[max(place - 1, 0) : place + 1]
+        shared = [(num_common(token_ids, listed), name) for listed, name in near]
+        most, name = max(shared, default=(0, b""))
+        return (self._nodes[self._rows[name]], most) if most else None
 
     def pass_time(self, now: float) -> None:
         """Let go what has expired, as often as the daemon does."""
@@ -118,6 +135,9 @@ class SimulatedStore:
             if row == len(self._records):
                 self._records = np.concatenate([self._records, np.zeros(row, USAGE_DTYPE)])
         self._rows[node.name] = row
+        if entry.token_ids:
+            self._token_ids[node.name] = entry.token_ids
+            insort(self._children.setdefault(node.parent, []), (entry.token_ids, node.name))
         self._has_own_ttls |= entry.ttl_s is not None
         self._records[row] = (now, now, 0.0, entry.prefill_s, 0, entry.num_bytes, 0, recorded_ttl(entry.ttl_s))
         self.used_bytes += entry.num_bytes
@@ -153,11 +173,19 @@ class SimulatedStore:
     def _delete(self, names: Sequence[bytes]) -> None:
         for name in names:
             row = self._rows.pop(name)
+            self._unlist(self._nodes[row])
             self.used_bytes -= int(self._records["stored_bytes"][row])
             if (parent := self._rows.get(self._nodes[row].parent)) is not None:
                 self._records["children"][parent] -= 1
             self._records[row] = _NOBODYS
             self._free.append(row)
+
+    def _unlist(self, node: Node) -> None:
+        if (token_ids := self._token_ids.pop(node.name, None)) is not None:
+            children = self._children[node.parent]
+            del children[bisect_left(children, (token_ids, node.name))]
+            if not children:
+                del self._children[node.parent]
 
     def _table(self) -> UsageTable:
         return UsageTable([node.name for node in self._nodes], self._records[: len(self._nodes)], self._rows)

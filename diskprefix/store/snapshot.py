@@ -35,7 +35,7 @@ from diskprefix.store.schema import (
     piece_index,
     piece_key,
 )
-from diskprefix.tokens import HASH_BYTES, TokenIds
+from diskprefix.tokens import HASH_BYTES, TokenIds, num_common
 
 log = logging.getLogger("diskprefix")
 
@@ -150,15 +150,15 @@ class Snapshot:
         has_after = after.set_range(beginning + part)
         has_before = before.prev() if before.set_range(beginning + part) else before.last()
         num_after, num_before = (
-            _num_common(c, has, beginning, part) for c, has in ((after, has_after), (before, has_before))
+            _common_at(c, has, beginning, part) for c, has in ((after, has_after), (before, has_before))
         )
         while num_after or num_before:
             if num_after >= num_before:
                 yield bytes(after.key()[-HASH_BYTES:])
-                num_after = _num_common(after, after.next(), beginning, part)
+                num_after = _common_at(after, after.next(), beginning, part)
             else:
                 yield bytes(before.key()[-HASH_BYTES:])
-                num_before = _num_common(before, before.prev(), beginning, part)
+                num_before = _common_at(before, before.prev(), beginning, part)
 
     def ancestry(self, name: bytes) -> Iterator[bytes]:
         """Yields `name` and its ancestors, up to the first block. Does not verify records; the walk always ends."""
@@ -248,15 +248,12 @@ class Snapshot:
         return self._txn.stat(self._databases[database])
 
 
-def _num_common(cursor: Any, is_at_key: bool, beginning: bytes, part: bytes) -> int:
+def _common_at(cursor: Any, is_at_key: bool, beginning: bytes, part: bytes) -> int:
     """Returns how many tokens of `part` the key at a cursor of the database `children` has; 0 at another beginning."""
     key = bytes(cursor.key()) if is_at_key else b""
     if not key.startswith(beginning):
         return 0
-    listed = key[HASH_BYTES:-HASH_BYTES]
-    size = min(len(listed), len(part))
-    differing = int.from_bytes(listed[:size], "big") ^ int.from_bytes(part[:size], "big")
-    return (size - (differing.bit_length() + 7) // 8) // 4
+    return num_common(key[HASH_BYTES:-HASH_BYTES], part)
 
 
 def _has_states(root: bytes, record: bytes | memoryview) -> bool:

@@ -192,8 +192,8 @@ def no_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt whose blocks are all stored is restored whole, though its next-token logits are not stored."""
     restorable = Matcher.restorable
 
-    def all_of_it(self: Matcher) -> list[Node]:
-        return self.blocks if self.tail is None else restorable(self)
+    def all_of_it(self: Matcher) -> tuple[list[Node], int]:
+        return (self.blocks, self.blocks[-1].end) if self.tail is None and self.blocks else restorable(self)
 
     monkeypatch.setattr(Matcher, "restorable", all_of_it)
 
