@@ -71,10 +71,11 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
         layout = rehearse(loaded.model, identity=str(fingerprint))
         if recorder is not None and not layout.unsupported:
-            recorder.weigh(
+            recorder.describe(
                 bytes_per_token=layout.bytes_per_token,
                 state_bytes=layout.state_bytes,
                 logits_bytes=layout.logits_bytes,
+                exact_at=layout.exact_at,
             )
         cache = PrefixCache(
             settings,

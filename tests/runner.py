@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import ExactAt
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cache import PrefixCache
@@ -82,11 +83,16 @@ class Runner:
         settings: Settings,
         name: str = "tiny",
         on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
+        *,
+        exact_at: ExactAt | None = None,
     ) -> None:
+        """`exact_at` takes the place of what the rehearsal found."""
         self.model = model
         self.settings = settings
         self.name = name
         self.layout = rehearse(model)
+        if exact_at is not None:
+            self.layout = replace(self.layout, exact_at=exact_at)
         self.device = model.device.type
         """What the gate takes for the device."""
         self.on_history = on_history

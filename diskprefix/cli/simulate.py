@@ -19,7 +19,7 @@ from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.printable import printable_only
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, format_size, parse_size
-from diskprefix.simulate.comparison import REGIMES, Case, Regime, cases, compare
+from diskprefix.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare
 from diskprefix.simulate.formats import ReadBody, read_trace
 from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.simulate.simulator import Policy
@@ -70,8 +70,8 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     type=click.Choice(REGIMES, case_sensitive=False),
     multiple=True,
     default=REGIMES,
-    help="The kind of model. sliceable: its state can be cut at every block. checkpoints: it has recurrent or linear "
-    "attention layers. Can be given twice.",
+    help="The kind of model. token: a prompt restores to any token. sliceable: to the end of any block. checkpoints: "
+    "to checkpoints, because it has recurrent or linear attention layers. Can be given several times.",
 )
 @option(
     "--budget",
@@ -93,8 +93,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
 @option(
     "--bytes-per-token",
     metavar="SIZE",
-    show_default="the recording's, else "
-    f"{SLICEABLE.bytes_per_token} sliceable, {CHECKPOINTS.bytes_per_token} checkpoints",
+    show_default=f"the recording's, else {SLICEABLE.bytes_per_token}, with checkpoints {CHECKPOINTS.bytes_per_token}",
     help="The bytes of state that each token adds. The defaults are those of SmolLM2-135M and Qwen3-Next-80B-A3B.",
 )
 @option(
@@ -233,12 +232,12 @@ def _cases(
 def _geometry(
     regime: Regime, daemon: RecordedDaemon | None, bytes_per_token: int | None, state_bytes: int | None
 ) -> Geometry:
-    found = SLICEABLE if regime == "sliceable" else CHECKPOINTS
-    if daemon and daemon.geometry and daemon.geometry.state_kind == regime:
-        found = daemon.geometry
+    found = GEOMETRIES[regime]
+    if daemon and daemon.geometry and bool(daemon.geometry.state_bytes) == bool(found.state_bytes):
+        found = replace(daemon.geometry, exact_at=found.exact_at)
     given: dict[str, Any] = {
         "bytes_per_token": bytes_per_token,
-        "state_bytes": 0 if regime == "sliceable" else state_bytes,
+        "state_bytes": state_bytes if regime == "checkpoints" else 0,
     }
     return replace(found, **{name: value for name, value in given.items() if value is not None})
 

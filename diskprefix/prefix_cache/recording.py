@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -65,7 +65,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     `when` is in seconds since 1970. `root` stands for the model and the tenant, `group` for that of `CacheOptions`:
     keyed hashes of 16 hex digits. `is_shared`: the request came with neither key nor salt. `own_scope`: it asked for
     another scope than the daemon's. `bytes_per_token`, `state_bytes` and `logits_bytes` are what the model's state
-    weighs, as `kv.layout.Layout` has them; all 0 if that is not known.
+    weighs, as `kv.layout.Layout` has them; all 0 if that is not known. `exact_at` is the layout's too.
     `marks` are the positions that the client marked, with their times to live in seconds: see `prompt.Mark`.
     `cuts` are positions in tokens, ascending, the last one the prompt's end; `hashes` says, as 16 hex digits each,
     what the prompt is up to there. At `parted_at`, one of the cuts, it leaves an earlier prompt that was not cut there;
@@ -98,6 +98,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     bytes_per_token: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
     state_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
     logits_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
+    exact_at: Literal["token", "grid"] = "grid"
     restored: _Count = 0
     source: Source = "none"
     miss_reason: MissReason | None = None
@@ -140,7 +141,7 @@ class Recorder:
         self._own_key = secrets.token_bytes(_KEY_BYTES)
         self._partings = RadixTree()
         self._is_failing = False
-        self._weights: dict[str, Any] = {}
+        self._layout: dict[str, Any] = {}
         self._fd = _open(path)
         self._looked_at = time.monotonic()
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
@@ -148,9 +149,16 @@ class Recorder:
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
-    def weigh(self, *, bytes_per_token: int, state_bytes: int, logits_bytes: int) -> None:
-        """Say what the model's state weighs; it stands in each line from now on."""
-        self._weights = {"bytes_per_token": bytes_per_token, "state_bytes": state_bytes, "logits_bytes": logits_bytes}
+    def describe(
+        self, *, bytes_per_token: int, state_bytes: int, logits_bytes: int, exact_at: Literal["token", "grid"]
+    ) -> None:
+        """Say what the model's state is like; it stands in each line from now on."""
+        self._layout = {
+            "bytes_per_token": bytes_per_token,
+            "state_bytes": state_bytes,
+            "logits_bytes": logits_bytes,
+            "exact_at": exact_at,
+        }
 
     def know(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
         """Have new prompts be cut where they leave these, which are from before this process, oldest first."""
@@ -189,7 +197,7 @@ class Recorder:
             system_end=prompt.system_end,
             marks=list(prompt.marks),
             remembered=remembered,
-            **self._weights,
+            **self._layout,
             restored=report.restored,
             source=report.source,
             miss_reason=report.miss_reason,

@@ -88,12 +88,12 @@ class _Snapshots:
 def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
     """What no rule passes: of each prompt all tokens that it shares with any one before it.
 
-    What is shared counts from one block, or from `min_tokens` if they are fewer: no rule with the settings of `policy`
-    restores less. Of what a request asks for itself only the scope `off` and `save: false` are heeded. Holds
-    each distinct token in memory.
+    What is shared counts from one token where prompts restore to the token. Elsewhere it counts from one block, or from
+    `min_tokens` if they are fewer: no rule with the settings of `policy` restores less. Of what a request asks for
+    itself only the scope `off` and `save: false` are heeded. Holds each distinct token in memory.
     """
     totals, kept = Totals(), RadixTree(max_tokens=_WITHOUT_END)
-    least = min(policy.block_size, max(policy.min_tokens, 1))
+    least = 1 if geometry.state_kind == "token" else min(policy.block_size, max(policy.min_tokens, 1))
     for request in trace:
         token_ids, root = request.prompt.token_ids, request.tenant.encode()
         totals.requests += 1

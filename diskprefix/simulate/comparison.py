@@ -8,14 +8,15 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from diskprefix.simulate.baselines import upper_bound, whole_snapshots
-from diskprefix.simulate.geometry import Geometry
+from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.simulate.simulator import Policy, Totals, simulate
 from diskprefix.simulate.trace import Trace, TraceRequest
 from diskprefix.store.eviction import usable_bytes
 
-Regime: TypeAlias = Literal["sliceable", "checkpoints"]
+Regime: TypeAlias = Literal["token", "sliceable", "checkpoints"]
 
-REGIMES: tuple[Regime, ...] = ("sliceable", "checkpoints")
+GEOMETRIES: Mapping[Regime, Geometry] = {"token": TOKEN, "sliceable": SLICEABLE, "checkpoints": CHECKPOINTS}
+REGIMES: tuple[Regime, ...] = tuple(GEOMETRIES)
 WHOLE_SNAPSHOTS, UPPER_BOUND = "whole-snapshots", "upper-bound"
 """Rows of these two have such a name in the place of a scope."""
 

@@ -213,13 +213,14 @@ def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
     """As it was last."""
     last = records[-1]
     is_weighed = last.bytes_per_token or last.state_bytes
+    geometry = Geometry(last.bytes_per_token, last.state_bytes, last.logits_bytes, last.exact_at)
     computed = [record for record in records if record.prefill_ms and record.prompt_tokens > record.restored]
     seconds = sum(record.prefill_ms for record in computed) / 1e3
     num_tokens = sum(record.prompt_tokens - record.restored for record in computed)
     return RecordedDaemon(
         block_size=last.block_size,
         min_tokens=last.min_tokens,
-        geometry=Geometry(last.bytes_per_token, last.state_bytes, last.logits_bytes) if is_weighed else None,
+        geometry=geometry if is_weighed else None,
         tokens_per_s=num_tokens / seconds if seconds > _LEAST_MEASURED_S else 0.0,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -50,5 +50,7 @@ class Geometry:
 
 SLICEABLE = Geometry(bytes_per_token=23_040)
 """The embedded SmolLM2-135M in bf16."""
+TOKEN = replace(SLICEABLE, exact_at="token")
+"""The same, computed such that a prompt restores to the token."""
 CHECKPOINTS = Geometry(bytes_per_token=24_576, state_bytes=75 << 20, logits_bytes=2 * 151_936)
 """Qwen3-Next-80B-A3B in bf16: 12 layers of attention, 36 of linear attention with states in fp32."""

@@ -22,7 +22,7 @@ from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.settings import Settings, find_policy, parse_size
 from diskprefix.simulate.baselines import whole_snapshots
 from diskprefix.simulate.formats import read_trace
-from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
+from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.simulate.simulator import Policy, simulate
 from diskprefix.simulate.synthetic import CATALOG, interleaved
 from tests.cli.conftest import Ended, Run
@@ -56,10 +56,10 @@ def tokenizer(tmp_path: Path) -> Path:
     return folder
 
 
-def test_without_options_all_scopes_meet_both_regimes_and_two_budgets(run: Run) -> None:
+def test_without_options_all_scopes_meet_all_regimes_and_two_budgets(run: Run) -> None:
     found = rows(run("simulate", "synthetic:interleaved:20", "--json"))
     expected: list[object] = []
-    for regime in ("sliceable", "checkpoints"):
+    for regime in ("token", "sliceable", "checkpoints"):
         for budget in (None, 4 * GIB):
             scopes = "off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full", "whole-snapshots"
             expected += [("interleaved", scope, regime, budget) for scope in scopes]
@@ -67,7 +67,9 @@ def test_without_options_all_scopes_meet_both_regimes_and_two_budgets(run: Run) 
     assert [(row["trace"], row["scope"], row["regime"], row["budget_bytes"]) for row in found] == expected
 
 
-@pytest.mark.parametrize(("regime", "geometry"), [("sliceable", SLICEABLE), ("checkpoints", CHECKPOINTS)])
+@pytest.mark.parametrize(
+    ("regime", "geometry"), [("token", TOKEN), ("sliceable", SLICEABLE), ("checkpoints", CHECKPOINTS)]
+)
 def test_a_row_says_what_the_simulator_counts(run: Run, regime: str, geometry: Geometry) -> None:
     flags = "--scope", "AUTO", "--regime", regime, "--budget", "500MiB", "--tokens-per-s", "250", "--json"
     row, baseline, _ = rows(run("simulate", "synthetic:interleaved:40", *flags))
@@ -77,7 +79,7 @@ def test_a_row_says_what_the_simulator_counts(run: Run, regime: str, geometry: G
         (row, simulate(trace, policy, geometry)),
         (baseline, whole_snapshots(trace, policy, geometry)),
     ):
-        assert totals.evictions or geometry is SLICEABLE
+        assert totals.evictions or geometry is not CHECKPOINTS
         for name in ("requests", "prompt_tokens", "restored_tokens", "written_tokens", "written_bytes", "evictions"):
             assert found[name] == getattr(totals, name), name
         for name in ("hit_rate", "restored_share", "written_share", "write_amplification", "seconds_saved"):
@@ -209,7 +211,7 @@ def test_what_requests_asked_for_themselves_is_said_below_the_table(run: Run, tm
 
 def record(path: Path, *, block_size: int, state_bytes: int = 0, bytes_per_token: int = 1024) -> Path:
     recorder = Recorder(path, Settings(block_size=block_size, kv_cache_min_tokens=64), lambda: 1)
-    recorder.weigh(bytes_per_token=bytes_per_token, state_bytes=state_bytes, logits_bytes=800)
+    recorder.describe(bytes_per_token=bytes_per_token, state_bytes=state_bytes, logits_bytes=800, exact_at="grid")
     for request in interleaved(num_requests=8):
         options = CacheOptions(scope=Scope("auto", 30))
         num_tokens = len(request.prompt.token_ids)
@@ -238,8 +240,10 @@ def test_a_recording_says_what_its_daemon_and_its_model_were(run: Run, tmp_path:
 
     speed = pytest.approx(2000)
     assert of() == {
+        ("cut", "token"): [32, 64, 1024, 0, speed],
         ("cut", "sliceable"): [32, 64, 1024, 0, speed],
         ("cut", "checkpoints"): [32, 64, CHECKPOINTS.bytes_per_token, CHECKPOINTS.state_bytes, speed],
+        ("states", "token"): [64, 64, SLICEABLE.bytes_per_token, 0, speed],
         ("states", "sliceable"): [64, 64, SLICEABLE.bytes_per_token, 0, speed],
         ("states", "checkpoints"): [64, 64, 1024, 5 * MIB, speed],
     }
@@ -267,8 +271,8 @@ def test_a_policy_file_leaves_open_what_the_recording_says(run: Run, tmp_path: P
 def test_what_was_assumed_is_said(run: Run, tmp_path: Path) -> None:
     recording = record(tmp_path / "cut.jsonl", block_size=32)
     assert run("simulate", recording, "--scope", "full").stdout.splitlines()[1] == (
-        "assumed: blocks of 32 tokens, 64 at least; sliceable state of 1.0 KiB a token; "
-        "checkpoints state of 24.0 KiB a token and 75.0 MiB a checkpoint; prefill of 2,000 tokens/s"
+        "assumed: blocks of 32 tokens, 64 at least; token state of 1.0 KiB a token; "
+        "sliceable state of 1.0 KiB a token; checkpoints state of 24.0 KiB a token and 75.0 MiB a checkpoint; prefill of 2,000 tokens/s"
     )
 
 
@@ -327,7 +331,15 @@ def test_a_plot_has_a_curve_for_each_policy_and_a_panel_for_each_regime(run: Run
     # Text is drawn as shapes; matplotlib says in a comment what it was.
     texts = {line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")}
     agent = f"agent ({tomllib.loads(find_policy('agent').read_text())['disk_prefix_cache']})"
-    assert texts >= {"edits, sliceable", "edits, checkpoints", "auto:8", "full", agent, "whole-snapshots"}
+    assert texts >= {
+        "edits, token",
+        "edits, sliceable",
+        "edits, checkpoints",
+        "auto:8",
+        "full",
+        agent,
+        "whole-snapshots",
+    }
     assert texts >= {"upper-bound", "no limit", "budget 4 GiB", "bytes written"}
     assert not {text for text in texts if text.startswith("budget ")} - {"budget 4 GiB"}, "a preset's own is no budget"
     assert "off" not in texts, "it writes nothing"
@@ -392,7 +404,7 @@ def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
         (["synthetic:edits:1e3"], "'1e3' is not a number of requests"),
         (["synthetic:edits:9999999999"], "is not a number of requests"),
         (["synthetic:edits", "--scope", "autos"], "--scope: 'autos' is not a cache scope"),
-        (["synthetic:edits", "--regime", "both"], "'both' is not one of 'sliceable', 'checkpoints'"),
+        (["synthetic:edits", "--regime", "both"], "'both' is not one of 'token', 'sliceable', 'checkpoints'"),
         (["synthetic:edits", "--budget", "much"], "--budget: 'much' is not a size"),
         (["synthetic:edits", "--budget", "1MiB"], "--budget: 1MiB is out of range"),
         (["synthetic:edits", "--budget", "9999TiB"], "--budget: 9999TiB is out of range"),

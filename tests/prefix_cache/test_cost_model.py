@@ -316,6 +316,16 @@ def test_the_gate_opens_again_when_the_disk_is_fast_again() -> None:
     assert worth.allows(1000)
 
 
+def test_a_part_of_a_block_pays_where_loading_the_whole_block_is_faster_than_computing_the_part() -> None:
+    block_bytes = 256 * BYTES_PER_TOKEN
+    worth = gate()
+    assert worth.pays(1, block_bytes)
+    feed(worth, token_s=1e-3, byte_s=1e-9, fixed_s=0.01)
+    few = math.floor(block_bytes * 1e-9 / 1e-3)
+    assert (few, worth.pays(few, block_bytes), worth.pays(few + 1, block_bytes)) == (5, False, True)
+    assert feed(gate("off"), token_s=1e-3, byte_s=1e-9, fixed_s=0.01).pays(1, block_bytes)
+
+
 def test_old_measurements_are_forgotten() -> None:
     worth = slow_disk()
     feed(worth, token_s=1e-2, byte_s=1e-10, fixed_s=1e-3, times=8)

@@ -104,7 +104,7 @@ def test_a_line_says_what_was_asked_for_and_what_the_cache_did(tmp_path: Path) -
     report = CacheReport(
         selection=replace(CHOSEN, selected=20, aligned=16), restored=16, source="disk", restore_ms=1.234
     )
-    recorder.weigh(bytes_per_token=640, state_bytes=1024, logits_bytes=800)
+    recorder.describe(bytes_per_token=640, state_bytes=1024, logits_bytes=800, exact_at="token")
     note(recorder, prompt, options, report, when=1234.5678)
     recorder.close()
     (line,) = read(path)
@@ -130,6 +130,7 @@ def test_a_line_says_what_was_asked_for_and_what_the_cache_did(tmp_path: Path) -
         bytes_per_token=640,
         state_bytes=1024,
         logits_bytes=800,
+        exact_at="token",
         restored=16,
         source="disk",
         prefill_ms=4.5,

@@ -43,7 +43,7 @@ TEXT = 10
 """Tokens from here on are words."""
 AUTO = Scope("auto", 30)
 MIN_TOKENS, COLD_MAX, INTERVAL = 2 * BLOCK, 8 * BLOCK, 4 * BLOCK
-STATES = "sliceable", "qwen3_next", "mamba2"
+STATES = "token", "sliceable", "qwen3_next", "mamba2"
 
 
 class Seen(NamedTuple):
@@ -156,12 +156,12 @@ TURNS = st.builds(
 
 @cache
 def model_of(state: str) -> PreTrainedModel:
-    return tiny_llama() if state == "sliceable" else tiny_model(state, torch.float32)
+    return tiny_llama() if state in ("token", "sliceable") else tiny_model(state, torch.float32)
 
 
 def geometry_of(runner: Runner) -> Geometry:
     layout = runner.layout
-    return Geometry(layout.bytes_per_token, layout.state_bytes, layout.logits_bytes)
+    return Geometry(layout.bytes_per_token, layout.state_bytes, layout.logits_bytes, layout.exact_at)
 
 
 POLICY = Policy(scope=AUTO, block_size=BLOCK, min_tokens=MIN_TOKENS, interval=INTERVAL, cold_max=COLD_MAX)
@@ -170,7 +170,7 @@ POLICY = Policy(scope=AUTO, block_size=BLOCK, min_tokens=MIN_TOKENS, interval=IN
 class Daemon:
     """A cache on a folder, as a daemon has it whose scope is `AUTO`."""
 
-    def __init__(self, folder: Path, model: PreTrainedModel, **changes: object) -> None:
+    def __init__(self, folder: Path, state: str, model: PreTrainedModel | None = None, **changes: object) -> None:
         values: dict[str, object] = {
             "kv_cache_min_tokens": MIN_TOKENS,
             "kv_cache_cold_max": COLD_MAX,
@@ -180,7 +180,12 @@ class Daemon:
         }
         self.recording = folder / "recording.jsonl"
         self._histories: list[tuple[bytes, list[TokenIds]]] = []
-        self.runner = Runner(model, tiny_settings(folder / "kv", **(values | changes)), on_history=self._note_history)
+        self.runner = Runner(
+            model or model_of(state),
+            tiny_settings(folder / "kv", **(values | changes)),
+            on_history=self._note_history,
+            exact_at="token" if state == "token" else "grid",
+        )
         self._recorder = self._open_recorder()
         self._written_before = 0
 
@@ -293,7 +298,7 @@ def agreed(daemon: Daemon, seed: int, turns: Sequence[Turn]) -> list[Seen]:
 def test_each_request_is_foretold(
     state: str, seed: int, turns: list[Turn], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    agreed(Daemon(tmp_path_factory.mktemp("agreement"), model_of(state)), seed, turns)
+    agreed(Daemon(tmp_path_factory.mktemp("agreement"), state), seed, turns)
 
 
 def an_hour() -> list[Turn]:
@@ -310,10 +315,16 @@ def an_hour() -> list[Turn]:
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_long_workload_with_restarts_is_foretold_to_its_end(state: str, tmp_path: Path) -> None:
-    daemon = Daemon(tmp_path, model_of(state))
+    daemon = Daemon(tmp_path, state)
     happened = agreed(daemon, 1, an_hour())
     reasons = Counter(one.reason for one in happened)
-    expected = {"continues", "full", "tokens", "off", "shared_prefix" if state == "sliceable" else "best_checkpoints"}
+    expected = {
+        "continues",
+        "full",
+        "tokens",
+        "off",
+        "shared_prefix" if state in ("token", "sliceable") else "best_checkpoints",
+    }
     assert expected <= reasons.keys()
     assert sum(one.restored > 0 for one in happened) > len(happened) // 4
 
@@ -323,7 +334,7 @@ def test_a_message_that_was_replaced_is_told_from_what_the_template_wrote(state:
     """Only a marker tells, so a recording must have them too. The group leaves the window empty, and
     what is off is not remembered."""
     turns = [Turn("new", size=50, scope="off"), Turn("grow", size=8), Turn("within", size=9, group="a")]
-    *_, last = agreed(Daemon(tmp_path, model_of(state)), 1, turns)
+    *_, last = agreed(Daemon(tmp_path, state), 1, turns)
     assert last.reason != "continues"
 
 
@@ -341,7 +352,7 @@ def test_under_a_small_budget_both_stay_within_it_and_restore_about_the_same(
     now = [1e9]
     for module in (request_module, publish_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now[0]))
-    daemon = Daemon(tmp_path, tiny_llama(torch.float32), block_size=64, kv_cache_budget=BUDGET_BYTES)
+    daemon = Daemon(tmp_path, "sliceable", tiny_llama(torch.float32), block_size=64, kv_cache_budget=BUDGET_BYTES)
     store = daemon.runner.cache.store
     monkeypatch.setattr(store, "clock", lambda: now[0])
     policy = replace(POLICY, scope=scope, block_size=64, budget_bytes=BUDGET_BYTES, seconds_per_token=0.0)

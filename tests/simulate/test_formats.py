@@ -257,7 +257,7 @@ def test_a_recording_says_what_its_daemon_was_like(tmp_path: Path) -> None:
     path = record(tmp_path / "r.jsonl", prompt, prefill_ms=500.0)
     assert read_trace(path).daemon == RecordedDaemon(block_size=BLOCK, min_tokens=BLOCK, tokens_per_s=200.0)
     recorder = open_recorder(path, block_size=32, min_tokens=64)
-    recorder.weigh(bytes_per_token=640, state_bytes=1024, logits_bytes=800)
+    recorder.describe(bytes_per_token=640, state_bytes=0, logits_bytes=800, exact_at="token")
     for report, prefill_ms in (
         (CacheReport(selection=CHOSEN, restored=60), 300.0),
         (CacheReport(selection=CHOSEN), 0.0),
@@ -267,7 +267,7 @@ def test_a_recording_says_what_its_daemon_was_like(tmp_path: Path) -> None:
         )
     recorder.close()
     trace = read_trace(path)
-    geometry = Geometry(bytes_per_token=640, state_bytes=1024, logits_bytes=800)
+    geometry = Geometry(bytes_per_token=640, logits_bytes=800, exact_at="token")
     # 100 tokens in 0.5 s, 40 in 0.3 s, and a request that was not computed.
     assert trace.daemon == RecordedDaemon(block_size=32, min_tokens=64, geometry=geometry, tokens_per_s=175.0)
     assert trace.head(1).daemon == trace.daemon

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from diskprefix.policy.scope import Scope
-from diskprefix.simulate.comparison import REGIMES, Regime
+from diskprefix.simulate.comparison import GEOMETRIES, REGIMES, Regime
 from diskprefix.simulate.simulator import Policy, Totals, simulate
 from diskprefix.simulate.synthetic import CATALOG
 from diskprefix.simulate.trace import Trace
 from tools.research.disturbed import DISTURBED, simulate_disturbed
-from tools.research.policy_runs import GEOMETRIES, SHAPES, budget_of, open_workload
+from tools.research.policy_runs import SHAPES, budget_of, open_workload
 
 AUTO, FULL = Scope("auto", 30), Scope("full")
 NUM_REQUESTS = 120

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from diskprefix.policy.scope import Scope
+from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.prefix_cache.nodes import Node
 from diskprefix.prompt import Mark, Prompt
-from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
+from diskprefix.simulate.baselines import upper_bound
+from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.simulate.store import NewEntry, SimulatedStore
 from diskprefix.simulate.synthetic import CATALOG, interleaved
@@ -22,6 +23,7 @@ from diskprefix.simulate.trace import Trace, TraceRequest
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, usable_bytes
 from diskprefix.store.schema import USAGE_DTYPE, Kind
+from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 
 MIB = 1 << 20
 BLOCK = 16
@@ -306,7 +308,43 @@ def test_small_states_are_not_rounded_up_to_large_ones() -> None:
 
 
 def test_a_model_with_states_is_restored_at_checkpoints() -> None:
-    assert (SLICEABLE.state_kind, CHECKPOINTS.state_kind) == ("sliceable", "checkpoints")
+    assert (TOKEN.state_kind, SLICEABLE.state_kind, CHECKPOINTS.state_kind) == ("token", "sliceable", "checkpoints")
+
+
+@pytest.mark.parametrize("name", CATALOG)
+@pytest.mark.parametrize("scope", ["full", "auto:8"])
+def test_to_the_token_no_request_restores_less_and_no_bound_is_passed(name: str, scope: str) -> None:
+    trace = CATALOG[name](num_requests=40)
+    policy = Policy(scope=parse_scope(scope, param="scope"))
+    to_the_token, to_the_block = Simulator(policy, TOKEN), Simulator(policy, SLICEABLE)
+    gained = 0
+    for request in trace:
+        outcome, other = to_the_token.step(request), to_the_block.step(request)
+        assert outcome.restored >= other.restored
+        assert outcome[1:] == other[1:]
+        gained += outcome.restored - other.restored
+    assert gained > 0 or name == "one-off"
+    assert to_the_token.totals.restored_tokens <= upper_bound(trace, policy, TOKEN).restored_tokens
+
+
+token_lists = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(as_token_ids)
+
+
+@given(children=st.lists(token_lists, max_size=12), wanted=token_lists, num_gone=st.integers(0, 4))
+def test_the_child_that_shares_most_is_found(children: list[TokenIds], wanted: TokenIds, num_gone: int) -> None:
+    store = SimulatedStore(None, has_states=False, ttl_s=1.0)
+    parent = b"p" * 16
+    stored = dict(enumerate({ids.tobytes() for ids in children}))
+    for number, ids in stored.items():
+        node = Node(name(number), parent, 0, len(ids) // 4, Kind.TAIL)
+        when = 0.0 if number < num_gone else 1e3
+        store.publish([NewEntry(node, 100, 1.0, token_ids=ids)], None, None, when)
+    store.pass_time(1e3)
+    left = [np.frombuffer(ids, np.int32) for number, ids in stored.items() if number >= num_gone]
+    most = max((common_prefix_length(ids, wanted) for ids in left), default=0)
+    found = store.most_similar(parent, wanted.tobytes())
+    assert (found[1] if found else 0) == most
+    assert store.most_similar(b"q" * 16, wanted.tobytes()) is None
 
 
 def test_a_model_without_state_per_token_has_blocks_of_records_alone() -> None:

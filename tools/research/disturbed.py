@@ -10,13 +10,13 @@ import numpy as np
 from diskprefix.policy.admission import AdmissionFilter
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import MAX_VALUE
-from diskprefix.simulate.comparison import Regime
+from diskprefix.simulate.comparison import GEOMETRIES, Regime
 from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.simulate.trace import Trace, TraceRequest
 from diskprefix.store.schema import HISTORY_TOKENS
 from diskprefix.tokens import TokenIds
-from tools.research.policy_runs import AUTO, FULL, GEOMETRIES, LEAST_BUDGET, Row, budget_of, met, percent
+from tools.research.policy_runs import AUTO, FULL, LEAST_BUDGET, Row, budget_of, met, percent
 
 # Robustness: a window that is not what it should be.
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.settings import find_policy, parse_duration, parse_size, read_policy
 from diskprefix.simulate.baselines import upper_bound, whole_snapshots
-from diskprefix.simulate.comparison import Regime
-from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
+from diskprefix.simulate.comparison import GEOMETRIES, Regime
+from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE
 from diskprefix.simulate.simulator import Policy, Totals, simulate
 from diskprefix.simulate.store import Rank
 from diskprefix.simulate.synthetic import CATALOG, interleaved, one_off
@@ -32,7 +32,6 @@ OWN = (*CATALOG, BATCHES)
 AGENTS = ("weka-claude-code", "tau-bench")
 """Interleaved agents that only append; their goals are higher."""
 SHAPES = ("shared-anchor", "interleaved", "retrieval", "moving-reminder")
-GEOMETRIES: dict[Regime, Geometry] = {"sliceable": SLICEABLE, "checkpoints": CHECKPOINTS}
 FULL, AUTO = Scope("full"), parse_scope("auto:30", param="scope")
 WINDOWS = (2, 4, 8, 16, 30, 60, 100)
 SHARES = (0.01, 0.05, 0.2, 1.0)
