@@ -272,7 +272,8 @@ def test_what_was_assumed_is_said(run: Run, tmp_path: Path) -> None:
     recording = record(tmp_path / "cut.jsonl", block_size=32)
     assert run("simulate", recording, "--scope", "full").stdout.splitlines()[1] == (
         "assumed: blocks of 32 tokens, 64 at least; token state of 1.0 KiB a token; "
-        "sliceable state of 1.0 KiB a token; checkpoints state of 24.0 KiB a token and 75.0 MiB a checkpoint; prefill of 2,000 tokens/s"
+        "sliceable state of 1.0 KiB a token; checkpoints state of 24.0 KiB a token and 75.0 MiB a checkpoint; "
+        "prefill of 2,000 tokens/s"
     )
 
 
