@@ -47,6 +47,8 @@ KINDS = (UNDAMAGED, *FILE_DAMAGE, *RECORD_DAMAGE)
 CASE_TIMEOUT_S = 60.0
 FLUSH_TIMEOUT_S = 30.0
 BUDGET_BYTES = 10 << 20
+BUILT_BYTES = BUDGET_BYTES - (1 << 20)
+"""The budget while the store is made: less, so that a daemon has nothing to evict when it starts."""
 NO_LIMIT = 1 << 30
 HOUR_S = 3600.0
 YEAR_S = 365 * 24 * HOUR_S
@@ -143,7 +145,7 @@ def _join(first: TokenIds, second: TokenIds) -> TokenIds:
 def build(folder: Path, prompts: list[Saved]) -> tuple[bytes, bytes]:
     """Returns the data file of a store that has evicted nodes, and the same file some publications earlier."""
     clock = Clock()
-    store = Store(folder, budget_bytes=BUDGET_BYTES, clock=clock)
+    store = Store(folder, budget_bytes=BUILT_BYTES, clock=clock)
     for seed in range(100, 130):
         # What was written just now is not evicted.
         clock.now += HOUR_S
