@@ -78,9 +78,11 @@ class DataFile:
 
     @cached_property
     def databases(self) -> dict[bytes, list[tuple[int, int]]]:
-        """Offset and bytes of every record, by name of database."""
+        """Offset and bytes of every record that has any, by name of database."""
         return {
-            self.key(node): [self.record_at(n) for n in self.leaf_nodes(self.root(self.data_of(node)))]
+            self.key(node): [
+                (at, size) for at, size in map(self.record_at, self.leaf_nodes(self.root(self.data_of(node)))) if size
+            ]
             for node in self.leaf_nodes(self.root(self.main))
         }
 
