@@ -9,6 +9,10 @@ from diskprefix.policy.select import StateKind
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.store.schema import Kind
 
+LEAST_TOKENS = 16
+"""Fewer tokens are not restored. They are what a template begins every prompt with, and computing them takes no longer
+than the step that they are a part of."""
+
 
 @dataclass
 class Matcher:
@@ -68,7 +72,8 @@ class Matcher:
         end = len(self.nodes.token_ids) - self.needs_logits
         blocks = self.blocks[: end // self.nodes.block_size]
         if self.state == "token" and (part := self._part(len(blocks), end)) is not None:
-            return [*blocks, part[0]], part[1]
+            node, end = part
+            return ([*blocks, node], end) if end >= LEAST_TOKENS else ([], 0)
         if self.state == "checkpoints":
             blocks = self._to_a_checkpoint(blocks)
         elif self.state == "one_pass":

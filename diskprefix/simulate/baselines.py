@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict
 
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
+from diskprefix.prefix_cache.matching import LEAST_TOKENS
 from diskprefix.prefix_cache.radix_tree import RadixTree
 from diskprefix.prompt import last_safe
 from diskprefix.simulate.geometry import Geometry
@@ -88,12 +89,14 @@ class _Snapshots:
 def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
     """What no rule passes: of each prompt all tokens that it shares with any one before it.
 
-    What is shared counts from one token where prompts restore to the token. Elsewhere it counts from one block, or from
-    `min_tokens` if they are fewer: no rule with the settings of `policy` restores less. Of what a request asks for
+    What is shared counts from `LEAST_TOKENS` where prompts restore to the token. Elsewhere it counts from one block, or
+    from `min_tokens` if they are fewer: no rule with the settings of `policy` restores less. Of what a request asks for
     itself only the scope `off` and `save: false` are heeded. Holds each distinct token in memory.
     """
     totals, kept = Totals(), RadixTree(max_tokens=_WITHOUT_END)
-    least = 1 if geometry.state_kind == "token" else min(policy.block_size, max(policy.min_tokens, 1))
+    least = min(policy.block_size, max(policy.min_tokens, 1))
+    if geometry.state_kind == "token":
+        least = min(least, LEAST_TOKENS)
     for request in trace:
         token_ids, root = request.prompt.token_ids, request.tenant.encode()
         totals.requests += 1

@@ -16,6 +16,7 @@ from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.policy.scope import parse_scope
+from diskprefix.prefix_cache.matching import LEAST_TOKENS
 from diskprefix.prompt import Prompt
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.maintenance.verify import verify_index
@@ -23,15 +24,16 @@ from diskprefix.store.schema import Kind, node_name, piece_key
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model
-from tests.runner import BLOCK, VOCAB, Answer, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.runner import VOCAB, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 
+BLOCK = 32
 FULL = CacheOptions(scope=parse_scope("full", param="scope"))
 READ_ONLY = CacheOptions(scope=FULL.scope, save=False)
 
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Iterator[Runner]:
-    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv"), exact_at="token")
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv", block_size=BLOCK), exact_at="token")
     yield runner
     runner.close()
 
@@ -79,18 +81,26 @@ def test_a_prompt_restores_to_where_it_leaves_what_is_stored(runner: Runner) -> 
     ask(runner, stored, FULL)
     cold = state_of(runner, len(stored)).copy()
     runner.reopen()
-    for position in range(len(stored) + 1):
+    for position in range(LEAST_TOKENS, len(stored) + 1):
         report = ask(runner, leaving(stored, position)).report
         assert (report.restored, report.matched, report.refused) == (position, position, None)
-        assert (report.source, report.exact) == ("disk" if position else "none", True)
+        assert (report.source, report.exact) == ("disk", True)
         assert state_of(runner, position).tobytes() == cold[:, :position].tobytes()
+
+
+def test_a_few_tokens_that_all_prompts_begin_with_are_no_hit(runner: Runner) -> None:
+    stored = random_prompt(1, 3 * BLOCK + 5)
+    ask(runner, stored, FULL)
+    for position in range(LEAST_TOKENS):
+        report = ask(runner, leaving(stored, position, 2 * BLOCK)).report
+        assert (report.restored, report.matched, report.miss_reason) == (0, 0, "diverged")
 
 
 def test_a_prompt_that_a_stored_one_begins_with_leaves_one_token_to_compute(runner: Runner) -> None:
     stored = random_prompt(1, 3 * BLOCK + 5)
     ask(runner, stored, FULL)
     runner.reopen()
-    for end in range(1, len(stored)):
+    for end in range(LEAST_TOKENS + 1, len(stored)):
         report = ask(runner, stored[:end].copy()).report
         assert report.restored == end - 1
         assert report.refused == ("no_logits" if end % BLOCK == 0 else None)
@@ -116,7 +126,7 @@ def test_the_prefill_goes_on_to_the_grid_and_then_in_whole_steps(
 
 
 def test_a_model_that_is_exact_on_the_grid_stays_on_it(tmp_path: Path) -> None:
-    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv"), exact_at="grid")
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv", block_size=BLOCK), exact_at="grid")
     stored = random_prompt(1, 2 * BLOCK + 5)
     ask(runner, stored, FULL)
     assert restored(runner, leaving(stored, BLOCK + 3)) == BLOCK
@@ -172,14 +182,14 @@ def test_a_turn_goes_on_from_the_tail_of_the_one_before(runner: Runner) -> None:
 
 
 def test_a_damaged_node_is_removed_and_the_next_best_is_used(runner: Runner) -> None:
-    first, second = leaving(random_prompt(1, BLOCK), 12, 4), leaving(random_prompt(1, BLOCK), 7, 9)
+    first, second = leaving(random_prompt(1, BLOCK), 28, 4), leaving(random_prompt(1, BLOCK), 21, 11)
     ask(runner, first, FULL)
     ask(runner, second, FULL)
-    wanted = leaving(first, 11)
+    wanted = leaving(first, 26)
     runner.reopen()
     damage(runner, name_of(runner, first, Kind.BLOCK))
     report = ask(runner, wanted).report
-    assert (report.restored, report.refused) == (7, "damaged")
+    assert (report.restored, report.refused) == (21, "damaged")
     runner.wait_for(lambda: runner.cache.writer.quarantined == 2)
     assert verify_index(runner.cache.store).problems == ()
     damage(runner, name_of(runner, second, Kind.BLOCK))
@@ -191,7 +201,7 @@ def test_a_damaged_node_is_removed_and_the_next_best_is_used(runner: Runner) -> 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_behind_a_damaged_block_a_part_of_another_may_follow(runner: Runner, victim: int) -> None:
     stored = random_prompt(1, 3 * BLOCK)
-    other = leaving(stored, victim * BLOCK + 9)
+    other = leaving(stored, victim * BLOCK + 19)
     ask(runner, stored, FULL)
     ask(runner, other, FULL)
     runner.reopen()
@@ -200,7 +210,7 @@ def test_behind_a_damaged_block_a_part_of_another_may_follow(runner: Runner, vic
         parent = node_name(runner.cache.store.secret, parent, stored[index * BLOCK : (index + 1) * BLOCK], Kind.BLOCK)
     damage(runner, parent)
     report = ask(runner, np.concatenate([stored, random_prompt(7, 5)])).report
-    assert (report.restored, report.refused) == (victim * BLOCK + 9, "damaged")
+    assert (report.restored, report.refused) == (victim * BLOCK + 19, "damaged")
 
 
 def test_a_damaged_record_is_no_match(runner: Runner) -> None:
@@ -211,7 +221,7 @@ def test_a_damaged_record_is_no_match(runner: Runner) -> None:
         record = bytearray(changes.record("nodes", name))
         record[-1] ^= 1
         changes._put("nodes", name, bytes(record))
-    report = ask(runner, leaving(stored, 9)).report
+    report = ask(runner, leaving(stored, 20)).report
     assert (report.restored, report.miss_reason) == (0, "damaged")
     runner.wait_for(lambda: runner.cache.writer.quarantined > 0)
     assert verify_index(runner.cache.store).problems == ()
@@ -241,8 +251,8 @@ def test_tenants_share_no_part_of_a_block(runner: Runner) -> None:
     stored = random_prompt(1, BLOCK + 9)
     ask(runner, stored, FULL)
     other = CacheOptions(scope=FULL.scope, tenant=SHARED.with_salt("somebody"))
-    assert restored(runner, leaving(stored, 9), other) == 0
-    assert restored(runner, leaving(stored, 9)) == 9
+    assert restored(runner, leaving(stored, 20), other) == 0
+    assert restored(runner, leaving(stored, 20)) == 20
 
 
 def test_a_part_of_a_reply_is_used_by_who_asks_for_it_alone(runner: Runner) -> None:
@@ -260,7 +270,7 @@ def test_a_node_that_is_used_in_part_counts_as_used(runner: Runner) -> None:
     stored = random_prompt(1, BLOCK)
     ask(runner, stored, FULL)
     name = name_of(runner, stored, Kind.BLOCK)
-    ask(runner, leaving(stored, 9), CacheOptions(scope=FULL.scope, save=False, ttl_s=1000.0))
+    ask(runner, leaving(stored, 20), CacheOptions(scope=FULL.scope, save=False, ttl_s=1000.0))
 
     def is_touched() -> bool:
         with runner.cache.store.snapshot() as snapshot:
@@ -288,19 +298,20 @@ def test_a_part_that_takes_longer_to_load_than_to_compute_is_computed(
 
     def pays(num_tokens: int, num_bytes: int) -> bool:
         asked.append((num_tokens, num_bytes))
-        return num_tokens > 5
+        return num_tokens in (6, 20)
 
     monkeypatch.setattr(runner.cache.cost_model, "pays", pays)
     assert restored(runner, leaving(stored, BLOCK + 5)) == BLOCK
     assert restored(runner, leaving(stored, BLOCK + 6)) == BLOCK + 6
-    assert asked == [(5, BLOCK * runner.layout.bytes_per_token), (6, BLOCK * runner.layout.bytes_per_token)]
-    miss = ask(runner, leaving(stored, 3)).report
+    assert asked == [(num_tokens, BLOCK * runner.layout.bytes_per_token) for num_tokens in (5, 6)]
+    assert restored(runner, leaving(stored, 20)) == 20
+    miss = ask(runner, leaving(stored, LEAST_TOKENS, BLOCK)).report
     assert (miss.restored, miss.refused, miss.miss_reason) == (0, None, "diverged")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_of_layers_with_windows_what_lies_under_the_window_is_restored(name: str, tmp_path: Path) -> None:
-    runner = Runner(tiny_model(name, torch.float32), tiny_settings(tmp_path / "kv"), exact_at="token")
+    runner = Runner(tiny_model(name, torch.float32), tiny_settings(tmp_path / "kv", block_size=BLOCK), exact_at="token")
     stored = random_prompt(1, 4 * BLOCK + 5)
     ask(runner, stored, FULL)
     runner.reopen()
