@@ -46,6 +46,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     from diskprefix.engine.engine import Engine
     from diskprefix.kv.layout import LAYOUT_VERSION
     from diskprefix.model.fingerprint import Fingerprint
+    from diskprefix.model.invariance import make_exact
     from diskprefix.model.loader import load_model
     from diskprefix.model.memory import available_bytes, explain_out_of_memory
     from diskprefix.model.rehearsal import rehearse
@@ -70,6 +71,9 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         loaded_at = time.perf_counter()
         fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
         layout = rehearse(loaded.model, identity=str(fingerprint))
+        layout, _ = make_exact(loaded.model, layout, identity=str(fingerprint))
+        # Now with the attention that the model has from here on.
+        fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
         if recorder is not None and not layout.unsupported:
             recorder.describe(
                 bytes_per_token=layout.bytes_per_token,

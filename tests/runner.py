@@ -16,6 +16,8 @@ from diskprefix.cache_report import CacheReport
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import ExactAt
+from diskprefix.model.invariance import make_exact
+from diskprefix.model.invariant import uninstall
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cache import PrefixCache
@@ -84,15 +86,17 @@ class Runner:
         name: str = "tiny",
         on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         *,
-        exact_at: ExactAt | None = None,
+        exact_at: ExactAt | None = "grid",
     ) -> None:
-        """`exact_at` takes the place of what the rehearsal found."""
+        """`exact_at`: `grid` leaves the model as transformers made it; None is what the rehearsal finds."""
         self.model = model
         self.settings = settings
         self.name = name
+        uninstall(model)
         self.layout = rehearse(model)
-        if exact_at is not None:
-            self.layout = replace(self.layout, exact_at=exact_at)
+        if exact_at != "grid":
+            self.layout, reason = make_exact(model, self.layout, identity=f"{name} {model.config} {model.dtype}")
+            assert exact_at in (None, self.layout.exact_at), reason
         self.device = model.device.type
         """What the gate takes for the device."""
         self.on_history = on_history

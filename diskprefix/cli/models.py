@@ -28,12 +28,14 @@ _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """One architecture. `verified` has the dtypes in which a restored run was equal to the cold run, bit for bit."""
+    """One architecture. `verified` has the dtypes in which a restored run was equal to the cold run, bit for bit;
+    `exact_at_tokens` those in which that holds however the prompt is cut into steps."""
 
     architecture: str
     layers: str
     restored: str
     verified: tuple[str, ...] = ()
+    exact_at_tokens: tuple[str, ...] = ()
     note: str = ""
 
 
@@ -53,6 +55,8 @@ def models(names: tuple[str, ...], as_json: bool) -> None:
                shared, stateless: the layer keeps nothing of its own
     restored   anywhere: at every block; at checkpoints: where one was saved; at the end only: an exact repeat
                not: requests run on transformers' own cache
+    exact at   token: a token's state has the same bits however the prompt was cut into steps, on the CPU
+               grid: it has in steps of --block-size tokens
     verified   dtypes in which the answer after a restart was equal to a cold run, bit for bit (tools/bench exactness)
 
     When a model is loaded for the first time, the daemon tests a restore on it. A model that fails is not cached.
@@ -159,18 +163,35 @@ def _row(name: str, config: PreTrainedConfig, table: dict[str, Any]) -> ModelRow
     if entry is None:
         return row
     note = entry["reason"] or ("text alone: prompts with media are not cached" if text is not config else "")
-    return replace(row, restored=_RESTORED[entry["kind"]], verified=tuple(entry["dtypes"]), note=note)
+    return replace(
+        row,
+        restored=_RESTORED[entry["kind"]],
+        verified=tuple(entry["dtypes"]),
+        exact_at_tokens=tuple(entry["exact_at_tokens"]),
+        note=note,
+    )
+
+
+def _exact_at(row: ModelRow) -> str:
+    """Returns `token`, `token (bf16)` if it is not so in all verified dtypes, `grid`, or "" if nothing is verified."""
+    if not row.exact_at_tokens:
+        return "grid" if row.verified else ""
+    return "token" if row.exact_at_tokens == row.verified else f"token ({_named(row.exact_at_tokens)})"
+
+
+def _named(dtypes: Sequence[str]) -> str:
+    return ", ".join(_SHORT_DTYPES.get(dtype, dtype) for dtype in dtypes)
 
 
 def _show(rows: Sequence[ModelRow], verified_with: dict[str, str]) -> None:
     from rich.table import Column
 
-    titles = ("architecture", "layers", "restored", "verified", "note")
+    titles = ("architecture", "layers", "restored", "exact at", "verified", "note")
     columns = [Column(title, no_wrap=title not in ("layers", "note")) for title in titles]
     cells = []
     for row in rows:
-        verified = ", ".join(_SHORT_DTYPES.get(dtype, dtype) for dtype in row.verified) or "no"
-        cells.append((plain(row.architecture), row.layers, row.restored, verified, plain(row.note)))
+        verified = _named(row.verified) or "no"
+        cells.append((plain(row.architecture), row.layers, row.restored, _exact_at(row), verified, plain(row.note)))
     print_table(columns, cells, width=terminal_width(otherwise=200))
     number = sum(bool(row.verified) for row in rows)
     verified_names, installed_names = (

@@ -33,6 +33,7 @@ from diskprefix.errors import ContextTooLong, DiskPrefixError, InvalidRequest, M
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.uncached import TransformersState, forget_media
+from diskprefix.model.invariant import as_it_was
 from diskprefix.model.loader import LoadedModel
 from diskprefix.model.memory import available_bytes, kv_bytes
 from diskprefix.prefix_cache.cache import PrefixCache
@@ -173,7 +174,8 @@ class Engine:
         own = self._state
         try:
             self._state = TransformersState(self.model, request.prompt.media)
-            yield
+            with as_it_was(self.model):
+                yield
         finally:
             self._state = own
             forget_media(self.model)

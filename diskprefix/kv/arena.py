@@ -20,6 +20,7 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.kv.caches import ArenaCache, ModelCache, RwkvStates, XlstmStates
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.layout import CacheKind, Layout, is_out_of_memory
+from diskprefix.kv.step import TILE, Run, Step
 from diskprefix.settings import format_size
 
 if TYPE_CHECKING:
@@ -56,9 +57,14 @@ class KVArena:
         self.layout = layout
         self.device = device
         self._free_bytes = free_bytes
-        self._capacity_step = capacity_step
+        self._is_exact_at_tokens = layout.exact_at == "token"
+        self._capacity_step = TILE * -(-capacity_step // TILE) if self._is_exact_at_tokens else capacity_step
         self._capacity = 0
+        # A tile must not reach beyond the memory.
+        self._unused_tokens = _PAD_TOKENS if self._is_exact_at_tokens else 0
         self._num_tokens = 0
+        self._clear_to = 0
+        """Behind the last token there are zeros up to this one."""
         self._marked: tuple[int, list[torch.Tensor]] = 0, []
         self._tensors: list[torch.Tensor] = []
         """By group of per-token tensors, shape [tensors, 1, heads, capacity, head_dim]."""
@@ -86,6 +92,10 @@ class KVArena:
         """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
         start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
         call: dict[str, Any] = {self.layout.cache_argument: self.cache.argument(model), "use_cache": True}
+        if self._is_exact_at_tokens:
+            self.reserve(end)
+            self._clear_behind(end)
+            call["step"] = self._begin(Step((Run(0, start, end - start),)))
         if "position_ids" in self.layout.options:
             # Not every model counts on from its cache.
             call["position_ids"] = torch.arange(start, end, device=token_ids.device).unsqueeze(0)
@@ -99,10 +109,24 @@ class KVArena:
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
+    def _begin(self, step: Step) -> Step:
+        for layer in self._token_layers:
+            layer.step = step
+        return step
+
+    def _clear_behind(self, end: int) -> None:
+        """Writes zeros from `end` to the end of its tile. Attention multiplies what lies there by weights of 0, so that
+        nothing else would do if it is not finite: an infinity of another sequence would show."""
+        border = -(-end // TILE) * TILE
+        if border > self._clear_to:
+            for tensor in self._tensors:
+                tensor[:, :, :, max(end, self._clear_to) : border] = 0
+            self._clear_to = border
+
     def truncate(self, num_tokens: int) -> None:
         """Takes the first `num_tokens` tokens in memory for the sequence, and the states for theirs."""
         assert num_tokens <= self._capacity or num_tokens == 0 or not self._token_layers
-        self._num_tokens = num_tokens
+        self._num_tokens = self._clear_to = num_tokens
         if not num_tokens:
             self._marked = 0, []
         for token_layer in self._token_layers:
@@ -139,7 +163,7 @@ class KVArena:
             for before, after in zip(self._tensors, grown, strict=False):
                 after[:, :, :, :valid] = before[:, :, :, :valid]
             # Only now: a capture may be reading beside us.
-            self._tensors, self._capacity = grown, capacity
+            self._tensors, self._capacity = grown, capacity - self._unused_tokens
             self._bind()
 
     def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Callable[[Bytes], None]) -> None:

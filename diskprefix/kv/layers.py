@@ -21,16 +21,21 @@ from transformers.cache_utils import (
 )
 
 from diskprefix.kv.layout import LayerSpec
+from diskprefix.kv.step import Step
 
 
 class TokenLayer:
     """Keys and values, [1, heads, capacity, head_dim], written in place. The first `length` tokens are valid. `grow` is
-    called with the number of tokens that must fit when they do not."""
+    called with the number of tokens that must fit when they do not.
+
+    For attention of our own (`model.attention`), `step` says where rows go, and the model gets the whole memory.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
     length = 0
     window: int | None = None
+    step: Step | None = None
     grow: Callable[[int], None]
 
     def bind(self, part: str, tensor: torch.Tensor) -> None:
@@ -48,6 +53,8 @@ class TokenLayer:
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append [1, heads, n, head_dim] and answer views of all that the n tokens may look at."""
+        if self.step is not None:
+            return self._put(key_states, value_states, self.step)
         end = self.length + key_states.shape[-2]
         if end > self.keys.shape[-2]:
             self.grow(end)
@@ -55,6 +62,15 @@ class TokenLayer:
         self.values[:, :, self.length : end] = value_states
         start, self.length = self._first_visible(), end
         return self.keys[:, :, start:end], self.values[:, :, start:end]
+
+    def _put(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        row = 0
+        for run in step.runs:
+            rows, at = slice(row, row + run.num_rows), slice(run.slot + run.start, run.slot + run.end)
+            self.keys[:, :, at], self.values[:, :, at] = keys[:, :, rows], values[:, :, rows]
+            row = rows.stop
+            self.length = run.end
+        return self.keys, self.values
 
     def _first_visible(self) -> int:
         return 0 if self.window is None else max(0, self.length - self.window + 1)

@@ -193,8 +193,8 @@ def test_a_reply_that_exceeds_the_memory_ends_with_an_error(
     set_free_memory(monkeypatch, lambda: free[0])
     engine = load(long_folder, tmp_path / "kv")
     free[0] = 0
-    with pytest.raises(ContextTooLong, match=r"^1089 tokens need"):
-        run(engine, prompt(1080), max_tokens=100, logit_bias={2: -100.0})
+    with pytest.raises(ContextTooLong, match=r"^1025 tokens need"):
+        run(engine, prompt(1010), max_tokens=100, logit_bias={2: -100.0})
     engine.close()
 
 

@@ -59,7 +59,8 @@ class Lengths:
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One model in one dtype. `model`: the folder of a real one, None for the tiny one of that name. `folder` is the
-    job's own: the store and the answers of both processes. `reply`: greedy tokens after each prompt."""
+    job's own: the store and the answers of both processes. `reply`: greedy tokens after each prompt. `at_grid`: on the
+    grid, even if the model is exact at every token."""
 
     name: str
     dtype: str
@@ -68,6 +69,7 @@ class Job:
     model: str | None = None
     threads: int = 1
     lengths: Lengths = Lengths()
+    at_grid: bool = False
 
     @property
     def store(self) -> Path:
@@ -109,6 +111,7 @@ class Answers:
     kind: Kind = "unsupported"
     layers: str = ""
     unsupported: str = ""
+    exact_at: str = "grid"
     error: str = ""
     cases: dict[str, Answer] = field(default_factory=dict)
 
@@ -128,12 +131,14 @@ def cases_of(lengths: Lengths, make: MakeTokens) -> list[Case]:
     ]
 
 
-def expected(case: Case, kind: Kind, lengths: Lengths) -> int:
+def expected(case: Case, kind: Kind, lengths: Lengths, exact_at: str = "grid") -> int:
     """How many tokens must be restored, no more and no less."""
     if case.name == "repeat":
         return len(case.token_ids)
     # One token at least is computed, for the next-token logits.
     most = min(case.shared, len(case.token_ids) - 1)
+    if kind == "cut" and exact_at == "token":
+        return most
     if kind == "cut":
         return floor_to_grid(most, lengths.block)
     return max((p for p in lengths.checkpoints if p <= most), default=0) if kind == "checkpoint" else 0

@@ -38,8 +38,10 @@ class CaseRow:
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """`bitwise`: in every case what had to be restored was, in another process, and the next-token logits, the greedy
-    text and the logits after each of its tokens are those of a cold run. `reason` says why not. `restored`: tokens by
-    case. `model_type`: of the text decoder's configuration."""
+    text and the logits after each of its tokens are those of a cold run. `reason` says why not. `exact_at`: `token` if
+    that holds however a prompt is cut, `grid` if it does in steps of the grid. `restored`: tokens by case.
+    `model_type`:
+    of the text decoder's configuration."""
 
     architecture: str
     model_class: str
@@ -49,6 +51,7 @@ class Row:
     dtype: str
     bitwise: bool
     reason: str | None
+    exact_at: str
     restored: dict[str, int]
     reply_tokens: int
     cases: tuple[CaseRow, ...] = ()
@@ -113,6 +116,7 @@ def judged(job: Job, saved: Answers, restored: Answers) -> Row:
         dtype=job.dtype,
         bitwise=not reason,
         reason=reason or None,
+        exact_at=saved.exact_at,
         restored={row.case: row.restored for row in cases},
         reply_tokens=job.reply,
         cases=cases,
@@ -130,7 +134,7 @@ def _any_tokens(_seed: int, count: int) -> Any:
 
 def _case_row(job: Job, case: Case, saved: Answers, restored: Answers) -> CaseRow:
     cold, warm = saved.cases[case.name], restored.cases[case.name]
-    wanted = expected(case, saved.kind, job.lengths)
+    wanted = expected(case, saved.kind, job.lengths, saved.exact_at)
     logits, greedy = _same_bits(cold.logits, warm.logits), cold.greedy == warm.greedy
     return CaseRow(
         case=case.name,

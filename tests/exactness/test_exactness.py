@@ -100,6 +100,15 @@ def test_the_verified_table_says_what_a_run_finds(found: dict[tuple[str, str], R
 
 
 @pytest.mark.slow
+def test_most_architectures_are_exact_at_every_token(found: dict[tuple[str, str], Row]) -> None:
+    exact = {name for (name, dtype), row in found.items() if dtype == "bfloat16" and row.exact_at == "token"}
+    assert len(exact) >= 60
+    assert {name for name, dtype in found if dtype == "bfloat16" and "linear" in found[name, dtype].layers}.isdisjoint(
+        exact
+    )
+
+
+@pytest.mark.slow
 def test_every_architecture_is_restored_bit_for_bit(found: dict[tuple[str, str], Row]) -> None:
     assert {name for name, _ in found} == set(ARCHITECTURES)
     wrong = {name: row.reason for (name, _), row in found.items() if not row.is_as_it_should_be}
@@ -142,9 +151,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def in_this_process(name: str, folder: Path) -> Row:
+def in_this_process(name: str, folder: Path, *, at_grid: bool = True) -> Row:
     """As the suite does it, without the restart: so that what it guards against can be broken on purpose."""
-    job = Job(name=name, dtype="bfloat16", folder=str(folder), reply=4)
+    job = Job(name=name, dtype="bfloat16", folder=str(folder), reply=4, at_grid=at_grid)
     saved, saving = worker.answered("save", job)
     assert saving is not None, saved.error
     saving.close()
@@ -240,9 +249,20 @@ def test_the_suite_goes_red_when_a_protection_is_gone(
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba2"])
-def test_the_suite_is_green_when_nothing_is_broken(tmp_path: Path, name: str) -> None:
-    row = in_this_process(name, tmp_path)
+@pytest.mark.parametrize("at_grid", [True, False], ids=["grid", "token"])
+def test_the_suite_is_green_when_nothing_is_broken(tmp_path: Path, name: str, at_grid: bool) -> None:
+    row = in_this_process(name, tmp_path, at_grid=at_grid)
     assert row.bitwise, row.reason
+    assert row.exact_at == ("grid" if at_grid or name == "mamba2" else "token")
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_is_exact_at_every_token_needs_no_grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """With other steps after a restore, which turn the suite red for the same models on the grid."""
+    no_grid(monkeypatch)
+    row = in_this_process(name, tmp_path, at_grid=False)
+    assert (row.bitwise, row.exact_at) == (True, "token"), row.reason
 
 
 @pytest.mark.usefixtures("one_thread")

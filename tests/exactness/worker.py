@@ -78,7 +78,7 @@ def make_runner(job: Job, model: PreTrainedModel) -> Runner:
         kv_cache_interval=lengths.interval,
         kv_cache_budget=4 << 30,
     )
-    return Runner(model, settings)
+    return Runner(model, settings, f"{job.name} {job.dtype}", exact_at="grid" if job.at_grid else None)
 
 
 def save(job: Job, model: PreTrainedModel, make: MakeTokens) -> tuple[Answers, Runner | None]:
@@ -127,6 +127,7 @@ def _described(model: PreTrainedModel, layout: Layout) -> Answers:
         kind=kind_of(layout),
         layers=describe_layers(layout.layers, model.config),
         unsupported=", ".join(layout.unsupported),
+        exact_at=layout.exact_at,
     )
 
 

@@ -110,6 +110,7 @@ def _verified(rows: list[Row]) -> dict[str, Any]:
         "layers": first.layers,
         "kind": first.kind,
         "dtypes": [row.dtype for row in rows if row.bitwise],
+        "exact_at_tokens": [row.dtype for row in rows if row.bitwise and row.exact_at == "token"],
         "reason": "; ".join(reasons) or None,
     }
     if first.architecture in REAL:
@@ -118,14 +119,15 @@ def _verified(rows: list[Row]) -> dict[str, Any]:
 
 
 def show(rows: list[Row], seconds: float, console: Console) -> None:
-    columns = ("architecture", "restored", "dtype", "bitwise")
+    columns = ("architecture", "restored", "dtype", "bitwise", "exact at")
     table = new_table("Restored in another process, against a cold run", left=columns)
     for name in ("layers", "reason"):
         table.add_column(name)
     for row in rows:
         mark = "yes" if row.bitwise else "no" if row.is_as_it_should_be else "[bold red]no[/]"
         where = {"cut": "anywhere", "checkpoint": "checkpoints", "one pass": "at the end", "unsupported": "never"}
-        table.add_row(row.architecture, where[row.kind], row.dtype, mark, row.layers, row.reason or "")
+        exact_at = row.exact_at if row.bitwise else ""
+        table.add_row(row.architecture, where[row.kind], row.dtype, mark, exact_at, row.layers, row.reason or "")
     console.print(table)
     for line in summary(rows):
         console.print(line, highlight=False)
@@ -138,8 +140,9 @@ def summary(rows: list[Row]) -> list[str]:
         of_dtype = [row for row in rows if row.dtype == dtype]
         kinds = Counter(row.kind for row in of_dtype)
         exact = sum(row.bitwise for row in of_dtype)
+        at_tokens = sum(row.bitwise and row.exact_at == "token" for row in of_dtype)
         counted = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
-        lines.append(f"{dtype}: {exact} of {len(of_dtype)} bitwise ({counted})")
+        lines.append(f"{dtype}: {exact} of {len(of_dtype)} bitwise ({counted}), {at_tokens} exact at every token")
     return lines
 
 

@@ -1,0 +1,38 @@
+"""What one forward computes: rows of tokens of one or several sequences, each with its own part of the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+TILE = 512
+"""Attention reads keys in tiles of so many tokens, counted from position 0 of a sequence. The memory of a sequence is a
+multiple of it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`. Its memory begins at token
+    `slot` of a layer's memory."""
+
+    slot: int
+    start: int
+    num_rows: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_rows
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The rows of a forward, in order. `masks` keeps the masks of attention, which all layers of a kind share."""
+
+    runs: tuple[Run, ...]
+    masks: dict[Any, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(run.num_rows for run in self.runs)

@@ -1,0 +1,188 @@
+"""Measures whether a model computes the same bits for a token however the prompt is cut. README.md says how and why."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.memo import Memo
+from diskprefix.model import attention
+from diskprefix.model.attention import NotInvariant
+from diskprefix.model.invariant import install, uninstall
+from diskprefix.model.rehearsal import made_up_tokens
+from diskprefix.model.rows import MOST_ROWS, are_whole, is_ours
+from diskprefix.printable import first_line
+from diskprefix.version import __version__
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("diskprefix")
+
+_verdicts = Memo("invariance", version=1)
+
+# fmt: off
+_PRODUCTS = frozenset({
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "mv", "addmv", "dot", "vdot", "einsum",
+    "convolution", "conv1d", "grouped_mm", "_grouped_mm", "grouped_mm_fallback", "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math",
+})
+_CURVES = frozenset({"sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid", "elu", "pow"})
+"""Functions for which torch has several codes: for numbers that fill vectors, for the rest, and for numbers that are
+not side by side. They differ in the last bits. In bfloat16 and float16 they agree for every number, but for those of
+`_CURVES_OF_HALF`."""
+_CURVES_OF_HALF = frozenset({"gelu", "mish", "pow"})
+# fmt: on
+_NUM_TOKENS = 560
+"""More than a tile of keys."""
+_STEPS = (256, 256, 48)
+_MOST_ERROR = 0.3
+"""The largest allowed difference from transformers' own attention, relative to that of another token's logits."""
+
+
+def make_exact(model: PreTrainedModel, layout: Layout, identity: str = "") -> tuple[Layout, str]:
+    """Returns the layout with `exact_at`, and why that is not `token` ("" if it is).
+
+    With `token` the model is changed to compute so (`model.invariant`), with `grid` it is as it was. Takes seconds. The
+    result is remembered for `identity`, the model's fingerprint, if it is given. Raises only what torch raises when
+    memory runs out.
+    """
+    reason = _why_not(model, layout)
+    if not reason:
+        key = hashlib.sha256(f"{__version__} {attention.NAME} {layout} {identity}".encode()).hexdigest()
+        remembered = _verdicts.get(key) if identity else None
+        reason = remembered if isinstance(remembered, str) else _measured(model, layout)
+        if identity and remembered is None:
+            _verdicts.put(key, reason)
+    if reason:
+        log.info("[model] exact in steps of one grid: %s", reason)
+        return layout, reason
+    install(model)
+    return replace(layout, exact_at="token"), ""
+
+
+def _measured(model: PreTrainedModel, layout: Layout) -> str:
+    """Returns why the bits of a token depend on the steps of a run, "" if they do not."""
+    started = time.perf_counter()
+    try:
+        with torch.inference_mode():
+            expected = _plain_logits(model)
+            install(model)
+            _rehearse(model, replace(layout, exact_at="token"), expected)
+    except Exception as error:  # a model class of any age and author may fail in any way
+        if is_out_of_memory(error):
+            raise
+        line = first_line(error)
+        return line if isinstance(error, NotInvariant) else f"{type(error).__name__}: {line}"
+    finally:
+        uninstall(model)
+    log.info("[model] exact at every token, measured in %.1f s", time.perf_counter() - started)
+    return ""
+
+
+def _why_not(model: PreTrainedModel, layout: Layout) -> str:
+    """Returns what can be seen without running the model."""
+    if layout.unsupported:
+        return "its state is not cached"
+    if model.device.type != "cpu":
+        return f"not measured on {model.device.type}"
+    kinds = {layer.kind for layer in layout.layers} - {"full", "sliding", "none"}
+    if kinds or layout.states:
+        return f"layers of the kind {', '.join(sorted(kinds)) or 'state'}"
+    return "" if "position_ids" in layout.options else "it takes no position_ids"
+
+
+def _plain_logits(model: PreTrainedModel) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=made_up_tokens(model, 4, _NUM_TOKENS), use_cache=False).logits[0]
+    return logits[-2:].float()
+
+
+def _rehearse(model: PreTrainedModel, layout: Layout, expected: torch.Tensor) -> None:
+    """Raises `NotInvariant` if the bits of a run depend on its steps."""
+    token_ids = made_up_tokens(model, 4, _NUM_TOKENS)
+    with _Watch() as watch:
+        whole = _run(model, layout, token_ids, _STEPS)
+    if watch.found:
+        raise NotInvariant(f"operators of its own: {', '.join(sorted(watch.found))}")
+    error = (whole[1][_NUM_TOKENS].float() - expected[1]).abs().max() / (expected[0] - expected[1]).abs().max()
+    if not error <= _MOST_ERROR:
+        raise NotInvariant(f"its attention is another one (error {float(error):.2f})")
+    for number, steps in enumerate((_random_steps(), (200, 111, 201, *[1] * 12, 36), (_NUM_TOKENS,))):
+        found = _run(model, layout, token_ids, steps)
+        if found[0] != whole[0]:
+            raise NotInvariant(f"its state depends on the steps ({number})")
+        both = found[1].keys() & whole[1].keys()
+        if not all(torch.equal(found[1][end], whole[1][end]) for end in both):
+            raise NotInvariant(f"its logits depend on the steps ({number})")
+
+
+def _random_steps() -> Sequence[int]:
+    """Returns steps that meet those of `_STEPS` at their ends."""
+    chosen, steps = random.Random(5), list[int]()
+    for num_tokens in _STEPS:
+        left = num_tokens
+        while left:
+            steps.append(min(left, chosen.choice((1, 2, 3, 5, 7, 17, 33, 64, 100))))
+            left -= steps[-1]
+    return steps
+
+
+def _run(
+    model: PreTrainedModel, layout: Layout, token_ids: torch.Tensor, steps: Sequence[int]
+) -> tuple[bytes, dict[int, torch.Tensor]]:
+    """Returns the state of all tokens, and the next-token logits after each step by the number of tokens."""
+    arena, logits = KVArena(layout, model.device), {}
+    arena.reserve(token_ids.shape[1])
+    for part in torch.split(token_ids, list(steps), dim=1):
+        out = arena.forward(model, part)
+        logits[arena.num_tokens] = out
+    return bytes(arena.read_tokens(0, arena.num_tokens)), logits
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the products that a model computes in other ways than ours."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not is_ours.get() and (
+            (name in _PRODUCTS and not _is_outer(args))
+            or (name.rstrip("_") in _CURVES and not _is_whole(name.rstrip("_"), args))
+        ):
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_whole(name: str, args: Sequence[Any]) -> bool:
+    """Returns whether all numbers are computed by one code, however many rows there are."""
+    numbers = args[0]
+    if not isinstance(numbers, torch.Tensor) or (len(args) > 1 and args[1] in (1, 2, 3, 0.5, -0.5, -1, -2)):
+        return True
+    if numbers.dtype in (torch.bfloat16, torch.float16) and name not in _CURVES_OF_HALF:
+        return True
+    return numbers.is_contiguous() and _is_whole_width(numbers.shape[-1], torch.get_num_threads())
+
+
+@cache
+def _is_whole_width(width: int, threads: int) -> bool:
+    return all(are_whole(rows * width, threads) for rows in range(1, MOST_ROWS + 1))
+
+
+def _is_outer(args: Sequence[Any]) -> bool:
+    """Returns whether a product has one term only, such as positions times frequencies: it has no order."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    return len(tensors) >= 2 and tensors[-2].shape[-1] == 1

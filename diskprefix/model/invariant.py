@@ -1,0 +1,155 @@
+"""Makes a model compute the same bits for a token however the prompt is cut: its products, experts and attention.
+
+`install` changes a loaded model in place, and can be undone. `model.invariance` measures whether it has worked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel, activations
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from diskprefix.model import attention
+from diskprefix.model.rows import in_whole_vectors, is_ours, linear, times
+
+_KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
+
+
+_NUMBER_BY_NUMBER = frozenset({
+    *(nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Mish, nn.ELU, nn.LogSigmoid),
+    *(activations.GELUTanh, activations.NewGELUActivation, activations.GELUActivation, activations.SiLUActivation),
+    *(activations.FastGELUActivation, activations.QuickGELUActivation, activations.ClippedGELUActivation),
+    *(activations.AccurateGELUActivation, activations.MishActivation, activations.LaplaceActivation),
+    *(activations.SqrtSoftplusActivation, activations.XIELUActivation),
+})  # fmt: skip
+_CURVES = (torch.sigmoid, torch.Tensor.sigmoid, functional.silu, functional.softplus)
+
+_installed: WeakKeyDictionary[PreTrainedModel, Callable[[], None]] = WeakKeyDictionary()
+"""What undoes it, for each model that was changed."""
+
+
+def install(model: PreTrainedModel) -> None:
+    """Gives the model's decoder our attention, experts and products."""
+    undo = ExitStack()
+    config = model.config.get_text_config(decoder=True)
+    for kernel in _KERNELS:
+        if hasattr(config, kernel):
+            undo.callback(setattr, config, kernel, getattr(config, kernel))
+            setattr(config, kernel, attention.NAME)
+    for module in model.modules():
+        forward = _forward_of(module)
+        if forward is not None and "forward" not in vars(module):
+            undo.callback(delattr, module, "forward")
+            vars(module)["forward"] = forward
+    _installed[model] = undo.close
+
+
+def uninstall(model: PreTrainedModel) -> bool:
+    """Makes the model what transformers made it. Returns whether it was anything else."""
+    undo = _installed.pop(model, None)
+    if undo is not None:
+        undo()
+    return undo is not None
+
+
+@contextmanager
+def as_it_was(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, the model computes as transformers made it."""
+    was_installed = uninstall(model)
+    try:
+        yield
+    finally:
+        if was_installed:
+            install(model)
+
+
+def _forward_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Returns what replaces a module's forward, None if that need not change."""
+    if type(module) is torch.nn.Linear:
+        return partial(_linear, module)
+    if type(module) in _NUMBER_BY_NUMBER:
+        return partial(in_whole_vectors, partial(type(module).forward, module))
+    if _has_matrices(module) or any(map(_has_matrices, module.children())):
+        return partial(_with_rows, type(module).forward, module)
+    return None
+
+
+def _has_matrices(module: torch.nn.Module) -> bool:
+    """Returns whether a module has matrices of its own: a router, or experts outside transformers' interface. What is
+    around a router may compute with its result."""
+    if type(module) is torch.nn.Linear or isinstance(module, torch.nn.Embedding):
+        return False
+    return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+
+
+def _linear(module: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    return linear(rows, module.weight, module.bias)
+
+
+def _with_rows(forward: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with _Rows():
+        return forward(module, *args, **kwargs)
+
+
+class _Rows(TorchFunctionMode):
+    """Computes products with matrices by `model.rows`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_ours.get():
+            # A module within a module has a second such mode.
+            return func(*args, **kwargs)
+        if func is functional.linear:
+            return linear(*args, **kwargs)
+        if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__) and args[1].ndim == 2:
+            return times(*args, **kwargs)
+        if func is torch.addmm and not kwargs:
+            return times(args[1], args[2], args[0])
+        if func in _CURVES and not kwargs and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float32:
+            return in_whole_vectors(func, *args)
+        return func(*args, **kwargs)
+
+
+def experts(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Returns what the experts of transformers' modules do, [tokens, hidden_size]; for its experts interface.
+
+    However few rows an expert has, its products are safe (`model.rows`). A token's experts are added up in the order in
+    which the router names them.
+    """
+    num_tokens, num_chosen = top_k_index.shape
+    chosen = top_k_index.reshape(-1)
+    out = hidden_states.new_empty(len(chosen), hidden_states.shape[-1])
+    product = times if self.is_transposed else linear
+    for expert in sorted(set(chosen.tolist())):
+        at = (chosen == expert).nonzero()[:, 0]
+        first = self.gate_up_proj if self.has_gate else self.up_proj
+        bias = _bias(self, "gate_up_proj_bias" if self.has_gate else "up_proj_bias", expert)
+        inner = product(hidden_states[at // num_chosen], first[expert], bias)
+        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+        found = product(inner, self.down_proj[expert], _bias(self, "down_proj_bias", expert))
+        if self.has_post_expert_norm:
+            found = self.post_expert_norm(found)
+        out[at] = (found * top_k_weights.reshape(-1, 1)[at]).to(out.dtype)
+    parts = out.view(num_tokens, num_chosen, -1).float()
+    total = parts[:, 0]
+    for number in range(1, num_chosen):
+        total = total + parts[:, number]
+    return total.to(hidden_states.dtype)
+
+
+def _bias(module: Any, name: str, expert: int) -> torch.Tensor | None:
+    return getattr(module, name)[expert] if module.has_bias else None
+
+
+ALL_EXPERTS_FUNCTIONS.register(attention.NAME, experts)

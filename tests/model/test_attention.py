@@ -1,0 +1,220 @@
+"""Attention of our own: right for every feature, and the same bits for a token in every company."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, Llama4TextConfig, LlamaConfig
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+
+from diskprefix.kv.step import TILE, Run, Step
+from diskprefix.model import attention
+from diskprefix.model.attention import NotInvariant, Pattern, attend
+
+MODULE: Any = SimpleNamespace(training=False)
+CAPACITY = 2 * TILE
+LENGTH = TILE + 160
+ALL = Pattern()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an attention layer has. `sinks`: one for each head."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    key_dim: int = 16
+    value_dim: int = 16
+    pattern: Pattern = ALL
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+CASES = {
+    "grouped": Case(),
+    "multi-query": Case(heads=5, kv_heads=1),
+    "no groups": Case(kv_heads=4),
+    "large groups": Case(heads=14, kv_heads=2, key_dim=64, value_dim=64),
+    "scaled": Case(scaling=0.3),
+    "window": Case(pattern=Pattern(window=24)),
+    "long window": Case(pattern=Pattern(window=TILE + 7)),
+    "chunks": Case(pattern=Pattern(chunk=24)),
+    "soft cap": Case(softcap=2.0),
+    "soft cap and window": Case(softcap=2.0, pattern=Pattern(window=24)),
+    "sinks": Case(sinks=True, pattern=Pattern(window=24)),
+    "sinks and soft cap": Case(sinks=True, softcap=2.0),
+    "values of another size": Case(kv_heads=4, key_dim=24, value_dim=16),
+    "odd sizes": Case(key_dim=10, value_dim=10),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@dataclass
+class Layer:
+    """The queries of a sequence, [heads, LENGTH, key_dim], and memory that holds its keys and values from `slot` on.
+    Behind the end it is zero, as the arena leaves it."""
+
+    case: Case
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    sinks: torch.Tensor | None
+
+    @classmethod
+    def of(cls, case: Case, *, seed: int = 0, slot: int = 0) -> Layer:
+        generator = torch.Generator().manual_seed(seed)
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(case.dtype)
+
+        keys, values = (
+            torch.zeros(1, case.kv_heads, slot + CAPACITY, dim, dtype=case.dtype)
+            for dim in (case.key_dim, case.value_dim)
+        )
+        keys[0, :, slot : slot + LENGTH] = numbers(case.kv_heads, LENGTH, case.key_dim)
+        values[0, :, slot : slot + LENGTH] = numbers(case.kv_heads, LENGTH, case.value_dim)
+        sinks = numbers(case.heads) if case.sinks else None
+        return cls(case, numbers(case.heads, LENGTH, case.key_dim), keys, values, sinks)
+
+    def attended(self, runs: Sequence[Run], queries: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, heads, value_dim]"""
+        rows = [self.queries[:, run.start : run.end] for run in runs]
+        found, _ = attend(
+            MODULE,
+            (torch.cat(rows, dim=1) if queries is None else queries).unsqueeze(0),
+            self.keys,
+            self.values,
+            self.case.pattern,
+            scaling=self.case.scaling,
+            softcap=self.case.softcap,
+            s_aux=self.sinks,
+            step=Step(tuple(runs)),
+        )
+        return found[0]
+
+    def cut(self, steps: Sequence[int]) -> torch.Tensor:
+        ends = [sum(steps[: i + 1]) for i in range(len(steps))]
+        return torch.cat([self.attended([Run(0, end - n, n)]) for end, n in zip(ends, steps, strict=True)])
+
+
+def plain(layer: Layer) -> torch.Tensor:
+    """The same by the textbook, in float64."""
+    case, group = layer.case, layer.case.heads // layer.case.kv_heads
+    keys, values = (memory[0, :, :LENGTH].double().repeat_interleave(group, 0) for memory in (layer.keys, layer.values))
+    scale = case.key_dim**-0.5 if case.scaling is None else case.scaling
+    scores = layer.queries.double() @ keys.transpose(1, 2) * scale
+    if case.softcap is not None:
+        scores = torch.tanh(scores / case.softcap) * case.softcap
+    visible = torch.tensor([[case.pattern.first_visible(q) <= k <= q for k in range(LENGTH)] for q in range(LENGTH)])
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if layer.sinks is not None:
+        sinks = layer.sinks.double().view(-1, 1, 1).expand(-1, LENGTH, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :LENGTH]
+    return (weights @ values).transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_it_is_attention(case: Case, dtype: torch.dtype) -> None:
+    layer = Layer.of(replace(case, dtype=dtype))
+    error = (layer.attended([Run(0, 0, LENGTH)]).double() - plain(layer)).abs().max()
+    assert error < (0.06 if dtype == torch.bfloat16 else 1e-5)
+
+
+def random_steps(seed: int) -> list[int]:
+    chosen, steps = random.Random(seed), list[int]()
+    while sum(steps) < LENGTH:
+        steps.append(min(LENGTH - sum(steps), chosen.choice((1, 1, 2, 3, 9, 31, 33, 64, 130, 200))))
+    return steps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_token_has_the_same_bits_however_its_sequence_is_cut(case: Case, dtype: torch.dtype) -> None:
+    layer = Layer.of(replace(case, dtype=dtype))
+    whole = layer.cut([LENGTH])
+    for steps in (random_steps(1), random_steps(2), [256, 256, LENGTH - 512], [300, 150, *[1] * (LENGTH - 450)]):
+        assert torch.equal(layer.cut(steps), whole), steps
+
+
+def test_a_token_has_the_same_bits_beside_other_sequences(case: Case) -> None:
+    alone, other = Layer.of(case), Layer.of(case, seed=1, slot=CAPACITY)
+    both = replace_memory(alone, other)
+    runs = [Run(CAPACITY, 40, 33), Run(0, 200, 1), Run(0, 530, 7), Run(CAPACITY, 511, 2)]
+    rows = [(other if run.slot else alone).queries[:, run.start : run.end] for run in runs]
+    found = both.attended(runs, torch.cat(rows, dim=1))
+    expected = [
+        alone.attended([run]) if run.slot == 0 else Layer.of(case, seed=1).attended([Run(0, run.start, run.num_rows)])
+        for run in runs
+    ]
+    if not case.sinks:  # each of the layers has its own
+        assert torch.equal(found, torch.cat(expected))
+    assert torch.equal(found[33:41], torch.cat(expected[1:3]))
+
+
+def replace_memory(alone: Layer, other: Layer) -> Layer:
+    """The first sequence, in memory that holds the other behind it."""
+    keys, values = other.keys.clone(), other.values.clone()
+    keys[:, :, :CAPACITY], values[:, :, :CAPACITY] = alone.keys, alone.values
+    return replace(alone, keys=keys, values=values)
+
+
+def test_what_lies_beyond_the_last_tile_is_never_read(case: Case) -> None:
+    layer = Layer.of(case)
+    run = Run(0, 100, 20)
+    expected = layer.attended([run])
+    layer.keys[:, :, TILE:] = layer.values[:, :, TILE:] = float("nan")
+    assert torch.equal(layer.attended([run]), expected)
+
+
+def test_tiles_that_depend_on_the_step_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer.of(replace(CASES["grouped"], dtype=torch.float32))
+    whole = layer.cut([LENGTH])
+    monkeypatch.setattr(attention, "_tiles_of", lambda run, _: (0, run.end))
+    assert not torch.equal(layer.cut(random_steps(1)), whole)
+
+
+def test_the_pattern_is_that_of_the_mask_of_transformers() -> None:
+    embedded = torch.zeros(1, 3, 8)
+
+    def pattern(create: Any, config: Any) -> Any:
+        config._attn_implementation = attention.NAME
+        return create(config=config, inputs_embeds=embedded, attention_mask=None, past_key_values=None)
+
+    assert pattern(create_causal_mask, LlamaConfig()) == Pattern()
+    assert pattern(create_sliding_window_causal_mask, Gemma3TextConfig(sliding_window=7)) == Pattern(window=7)
+    assert pattern(create_chunked_causal_mask, Llama4TextConfig(attention_chunk_size=7)) == Pattern(chunk=7)
+
+
+def test_a_mask_of_another_form_is_refused() -> None:
+    with pytest.raises(NotInvariant, match="mask of its own"):
+        attention.pattern_of(mask_function=lambda _b, _h, query, key: (key <= query) | (key == 3))
+
+
+@pytest.mark.parametrize("name", ["position_bias", "indices"])
+def test_an_argument_that_changes_the_result_is_refused(name: str) -> None:
+    layer = Layer.of(CASES["grouped"])
+    arguments = {name: torch.zeros(1), "step": Step((Run(0, 0, 1),))}
+    with pytest.raises(NotInvariant, match=name):
+        attend(MODULE, layer.queries[None, :, :1], layer.keys, layer.values, Pattern(), **arguments)  # type: ignore[arg-type]
+
+
+def test_without_a_step_it_is_refused() -> None:
+    layer = Layer.of(CASES["grouped"])
+    with pytest.raises(NotInvariant, match="its step"):
+        attend(MODULE, layer.queries[None, :, :1], layer.keys, layer.values, Pattern())
