@@ -71,7 +71,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         loaded_at = time.perf_counter()
         fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
         layout = rehearse(loaded.model, identity=str(fingerprint))
-        layout, _ = make_exact(loaded.model, layout, identity=str(fingerprint))
+        layout, reason = make_exact(loaded.model, layout, identity=str(fingerprint))
         # Now with the attention that the model has from here on.
         fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
         if recorder is not None and not layout.unsupported:
@@ -95,7 +95,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         opened.callback(cache.close, 0)
         if recorder is not None:
             opened.callback(recorder.close)
-        identity = fingerprint.as_dict() | {"root": cache.root.hex()}
+        measured = {"exact_at": layout.exact_at, "exact_at_reason": reason or None}
+        identity = fingerprint.as_dict() | measured | {"root": cache.root.hex()}
         engine = Engine(loaded, cache, recorder=recorder, identity=identity)
         engine.warm_up()
         opened.pop_all()

@@ -62,6 +62,8 @@ def make_exact(model: PreTrainedModel, layout: Layout, identity: str = "") -> tu
     if not reason:
         key = hashlib.sha256(f"{__version__} {attention.NAME} {layout} {identity}".encode()).hexdigest()
         remembered = _verdicts.get(key) if identity else None
+        if remembered is None:
+            log.info("[model] measuring whether it is exact at every token; this is done once")
         reason = remembered if isinstance(remembered, str) else _measured(model, layout)
         if identity and remembered is None:
             _verdicts.put(key, reason)

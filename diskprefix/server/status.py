@@ -115,7 +115,6 @@ def _model_props(serving: Serving) -> dict[str, Any]:
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "has_chat_template": bool(serving.engine.tokenizer.chat_template),
-        "exact_at": serving.engine.cache.layout.exact_at,
         "identity": serving.engine.identity,
         "system_fingerprint": serving.fingerprint,
     }
