@@ -22,6 +22,7 @@ from diskprefix.chat.messages import Message
 from diskprefix.engine import scheduler as engine_scheduler
 from diskprefix.engine.engine import Engine
 from diskprefix.model import media as engine_media
+from diskprefix.model.invariant import as_it_was
 from diskprefix.server.schemas import ChatRequest
 from tests.server.media_models import (
     PARTS_ONLY,
@@ -127,7 +128,7 @@ def generated(server: AppServer, conversation: list[dict[str, Any]]) -> tuple[li
         conversation, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
     )
     bad = [[token] for token in SPECIAL]
-    with torch.inference_mode():
+    with torch.inference_mode(), as_it_was(engine.model):
         ids = engine.model.generate(**inputs, max_new_tokens=REPLY, do_sample=False, bad_words_ids=bad)[0]
     num_tokens = inputs["input_ids"].shape[1]
     return [engine.tokenizer.decode([token]) for token in ids[num_tokens:].tolist()], num_tokens
