@@ -83,6 +83,9 @@ def are_whole(count: int, threads: int) -> bool:
 
 
 def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, *, is_plain: bool) -> torch.Tensor:
+    if not matrix.is_contiguous():
+        # The counts were measured for matrices that lie row after row.
+        is_plain, matrix = (not is_plain, matrix.t()) if matrix.t().is_contiguous() else (is_plain, matrix.contiguous())
     inner, outer = matrix.shape if is_plain else matrix.shape[::-1]
     form = Form(inner, outer, matrix.dtype, bias is not None, is_plain, torch.get_num_threads())
     flat = rows.reshape(-1, inner)
