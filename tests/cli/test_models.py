@@ -17,16 +17,18 @@ Listed = Callable[..., dict[str, Row]]
 pytestmark = pytest.mark.usefixtures("table")
 
 
-def entry(model_type: str, kind: str, *dtypes: str, reason: str | None = None) -> Row:
-    return {"model_class": "", "model_type": model_type, "layers": "", "kind": kind, "dtypes": dtypes, "reason": reason}
+def entry(model_type: str, kind: str, *dtypes: str, tokens: int = 0, reason: str | None = None) -> Row:
+    """`tokens`: in so many of the dtypes it is exact at every token."""
+    exact = {"dtypes": dtypes, "exact_at_tokens": dtypes[:tokens]}
+    return {"model_class": "", "model_type": model_type, "layers": "", "kind": kind, "reason": reason} | exact
 
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """What a run of the exactness suite might have found."""
     found = {
-        "llama": entry("llama", "cut", "bfloat16", "float32"),
-        "gemma3": entry("gemma3_text", "cut", "bfloat16"),
+        "llama": entry("llama", "cut", "bfloat16", "float32", tokens=1),
+        "gemma3": entry("gemma3_text", "cut", "bfloat16", tokens=1),
         "mamba": entry("mamba", "one pass", "bfloat16", "float32"),
         "qwen4_exp": entry("qwen4_exp_text", "unsupported", reason="unsupported: positions of its own"),
     }
@@ -53,7 +55,7 @@ def test_an_architecture_has_its_layers_and_what_was_verified(listed: Listed) ->
     assert list(rows) == ["llama", "gemma3_text", "mamba", "qwen3_next"]
     assert rows["llama"] == {
         "architecture": "llama", "layers": "32× full", "restored": "anywhere", "verified": ["bfloat16", "float32"],
-        "note": "",
+        "exact_at_tokens": ["bfloat16"], "note": "",
     }  # fmt: skip
     assert rows["gemma3_text"]["layers"] == "22× sliding(4096), 4× full"
     assert rows["gemma3_text"]["verified"] == ["bfloat16"], "the type of the text decoder's configuration is known too"
@@ -136,3 +138,10 @@ def test_an_unknown_name_is_an_error_that_helps(run: Run, name: str) -> None:
     assert (ended.exit_code, ended.stdout) == (2, "")
     assert name in ended.stderr
     assert "`diskprefix models` lists" in ended.stderr
+
+
+def test_the_table_says_in_which_dtypes_a_model_is_exact_at_every_token(run: Run) -> None:
+    lines = {line.split()[0]: line for line in run("models", "llama", "gemma3", "mamba").stdout.splitlines() if line}
+    assert "token (bf16)" in lines["llama"]
+    assert "token " in lines["gemma3"].replace("token (", "")
+    assert "grid" in lines["mamba"]
