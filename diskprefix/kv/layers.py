@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from diskprefix.kv.layout import LayerSpec
-from diskprefix.kv.step import Step
+from diskprefix.kv.step import TILE, Step
 
 
 class TokenLayer:
@@ -70,7 +70,9 @@ class TokenLayer:
             self.keys[:, :, at], self.values[:, :, at] = keys[:, :, rows], values[:, :, rows]
             row = rows.stop
             self.length = run.end
-        return self.keys, self.values
+        # Some models compute with all that is returned.
+        reach = max(run.slot + -(-run.end // TILE) * TILE for run in step.runs)
+        return self.keys[:, :, :reach], self.values[:, :, :reach]
 
     def _first_visible(self) -> int:
         return 0 if self.window is None else max(0, self.length - self.window + 1)

@@ -127,8 +127,8 @@ def attend(
         found_of_runs = [call.run(run, part, key[0], value[0]) for run, part in zip(step.runs, parts, strict=True)]
     finally:
         is_ours.reset(token)
-    out = _joined(found_of_runs).permute(2, 0, 1, 3)
-    return out.reshape(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    out = _joined(found_of_runs).permute(2, 0, 1, 3).contiguous()
+    return out.view(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 @dataclass(frozen=True)

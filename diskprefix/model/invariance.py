@@ -36,13 +36,14 @@ _verdicts = Memo("invariance", version=1)
 _PRODUCTS = frozenset({
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "mv", "addmv", "dot", "vdot", "einsum",
     "convolution", "conv1d", "grouped_mm", "_grouped_mm", "grouped_mm_fallback", "scaled_dot_product_attention",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math", "inner", "tensordot",
+    "bilinear", "linalg_multi_dot", "linalg_vecdot", "linalg_matmul", "chain_matmul", "cdist", "lstm", "gru",
+    "rnn_tanh", "rnn_relu",
 })
-_CURVES = frozenset({"sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid", "elu", "pow"})
-"""Functions for which torch has several codes: for numbers that fill vectors, for the rest, and for numbers that are
-not side by side. They differ in the last bits. In bfloat16 and float16 they agree for every number, but for those of
-`_CURVES_OF_HALF`."""
-_CURVES_OF_HALF = frozenset({"gelu", "mish", "pow"})
+_CURVES = frozenset({"sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid", "elu", "pow", "exp2"})
+_CURVES_OF_HALF = frozenset({"gelu", "mish", "pow", "rsqrt"})
+"""Functions for which torch has several implementations: for numbers that fill vectors, for the rest, and for numbers
+that are not side by side. They differ in the last bits. The second set is that of bfloat16 and float16."""
 # fmt: on
 _NUM_TOKENS = 560
 """More than a tile of keys."""
@@ -163,7 +164,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if not is_ours.get() and (
             (name in _PRODUCTS and not _is_outer(args))
-            or (name.rstrip("_") in _CURVES and not _is_whole(name.rstrip("_"), args))
+            or (name.rstrip("_") in _CURVES | _CURVES_OF_HALF and not _is_whole(name.rstrip("_"), args))
         ):
             self.found.add(name)
         return func(*args, **(kwargs or {}))
@@ -172,9 +173,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_whole(name: str, args: Sequence[Any]) -> bool:
     """Returns whether all numbers are computed by one code, however many rows there are."""
     numbers = args[0]
-    if not isinstance(numbers, torch.Tensor) or (len(args) > 1 and args[1] in (1, 2, 3, 0.5, -0.5, -1, -2)):
+    if not isinstance(numbers, torch.Tensor):
         return True
-    if numbers.dtype in (torch.bfloat16, torch.float16) and name not in _CURVES_OF_HALF:
+    is_half = numbers.dtype in (torch.bfloat16, torch.float16)
+    if name not in (_CURVES_OF_HALF if is_half else _CURVES):
+        return True
+    if len(args) > 1 and args[1] in ((1, 2, 3, 0.5, -1, -2) if is_half else (1, 2, 3, 0.5, -0.5, -1, -2)):
         return True
     return numbers.is_contiguous() and _is_whole_width(numbers.shape[-1], torch.get_num_threads())
 

@@ -40,6 +40,7 @@ _installed: WeakKeyDictionary[PreTrainedModel, Callable[[], None]] = WeakKeyDict
 def install(model: PreTrainedModel) -> None:
     """Gives the model's decoder our attention, experts and products."""
     undo = ExitStack()
+    _installed[model] = undo.close
     config = model.config.get_text_config(decoder=True)
     for kernel in _KERNELS:
         if hasattr(config, kernel):
@@ -50,7 +51,6 @@ def install(model: PreTrainedModel) -> None:
         if forward is not None and "forward" not in vars(module):
             undo.callback(delattr, module, "forward")
             vars(module)["forward"] = forward
-    _installed[model] = undo.close
 
 
 def uninstall(model: PreTrainedModel) -> bool:

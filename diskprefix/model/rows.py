@@ -166,7 +166,7 @@ def safe_counts(form: Form) -> tuple[int, ...]:
     """
     key = f"{form} {_kernels()}"
     remembered = _measured.get(key)
-    if isinstance(remembered, list) and remembered:
+    if isinstance(remembered, list) and remembered and all(count in _COUNTS for count in remembered):
         return tuple(remembered)
     counts = min(_classes(form), key=lambda counts: (_cost(counts, most_rows(form)), counts))
     _measured.put(key, list(counts))

@@ -161,6 +161,52 @@ def test_what_an_earlier_sequence_left_in_memory_never_shows(
     assert not after_another(model, memory).isfinite().all()
 
 
+def restored_after_another(model: PreTrainedModel, cold: KVArena, num_tokens: int) -> torch.Tensor:
+    """Logits of a restored prompt, of which a window's tokens were loaded into memory that was not finite."""
+    arena = KVArena(cold.layout, model.device)
+    arena.reserve(cold.capacity)
+    groups = list(zip(cold.layout.groups, arena._tensors, cold._tensors, strict=True))
+    for group, tensor, computed in groups:
+        tensor.fill_(float("nan"))
+        loaded = slice(group.first_needed(num_tokens), num_tokens)
+        tensor[:, :, :, loaded] = computed[:, :, :, loaded]
+    arena.truncate(num_tokens)
+    with torch.inference_mode():
+        return arena.forward(model, made_up_tokens(model, 8, 3))
+
+
+def test_what_lies_before_a_window_never_shows_in_a_restored_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gemma3", torch.bfloat16)
+    layout, _ = make_exact(model, rehearse(model))
+    assert any(group.window for group in layout.groups)
+    cold = KVArena(layout, model.device)
+    with torch.inference_mode():
+        cold.forward(model, made_up_tokens(model, 7, 600))
+        expected = cold.forward(model, made_up_tokens(model, 8, 3))
+    assert torch.equal(restored_after_another(model, cold, 600), expected)
+    monkeypatch.setattr(KVArena, "_clear_before", lambda *_: None)
+    assert not restored_after_another(model, cold, 600).isfinite().all()
+
+
+def test_a_model_gets_no_more_of_the_memory_than_the_tiles_of_its_step(
+    arena: tuple[PreTrainedModel, KVArena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some models compute with all that they get: it must not cost more where there is more memory."""
+    model, memory = arena
+    memory.reserve(8 * TILE)
+    put, sizes = TokenLayer._put, set[int]()
+
+    def noted(self: TokenLayer, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = put(self, *args)
+        sizes.update((keys.shape[2], values.shape[2]))
+        return keys, values
+
+    monkeypatch.setattr(TokenLayer, "_put", noted)
+    with torch.inference_mode():
+        memory.forward(model, made_up_tokens(model, 7, 30))
+    assert sizes == {TILE}
+
+
 def test_several_sequences_in_one_forward_have_the_bits_of_each_alone(arena: tuple[PreTrainedModel, KVArena]) -> None:
     model, memory = arena
     prompts = [made_up_tokens(model, seed, count) for seed, count in ((1, 40), (2, 7), (3, 300))]

@@ -82,6 +82,15 @@ def test_the_counts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows.safe_counts(form) == first
 
 
+@pytest.mark.parametrize("damaged", [[0], ["a"], [[8]], [7], {"8": 8}, "8", None, []])
+def test_remembered_counts_that_cannot_be_are_measured_again(damaged: object) -> None:
+    form = Form(64, 32, torch.float32, threads=torch.get_num_threads())
+    first = rows.safe_counts(form)
+    rows._measured.put(f"{form} {rows._kernels()}", damaged)
+    rows.safe_counts.cache_clear()
+    assert rows.safe_counts(form) == first
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 8, 10, 96, 200])
 def test_a_function_of_one_number_has_the_same_bits_in_every_place(width: int, dtype: torch.dtype) -> None:
