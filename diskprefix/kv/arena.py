@@ -123,17 +123,9 @@ class KVArena:
                 tensor[:, :, :, max(end, self._clear_to) : border] = 0
             self._clear_to = border
 
-    def _clear_before(self, num_tokens: int) -> None:
-        """Does the same for a restored sequence in front of each window: what lies there was not loaded."""
-        for group, tensor in zip(self.layout.groups, self._tensors, strict=False):
-            first = group.first_needed(num_tokens)
-            tensor[:, :, :, first // TILE * TILE : first] = 0
-
     def truncate(self, num_tokens: int) -> None:
         """Takes the first `num_tokens` tokens in memory for the sequence, and the states for theirs."""
         assert num_tokens <= self._capacity or num_tokens == 0 or not self._token_layers
-        if self._is_exact_at_tokens and num_tokens > self.num_tokens:
-            self._clear_before(num_tokens)
         self._num_tokens = self._clear_to = num_tokens
         if not num_tokens:
             self._marked = 0, []
@@ -141,6 +133,12 @@ class KVArena:
             token_layer.set_length(num_tokens)
         for state_layer in self._state_layers:
             state_layer.set_has_state(num_tokens > 0)
+
+    def clear_before(self, group: int, position: int) -> None:
+        """Writes zeros from the beginning of its tile to `position`, the first token of a group that a restore loads.
+        The window has passed the tokens before it, but attention multiplies them by weights of 0 all the same."""
+        if self._is_exact_at_tokens:
+            self._tensors[group][:, :, :, position - position % TILE : position] = 0
 
     def mark(self) -> None:
         """Remembers this point for `rewind`. States are copied, as they are updated in place."""

@@ -30,7 +30,7 @@ from diskprefix.store.schema import Kind, NodeRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
-from diskprefix.tokens import TokenIds, common_prefix_length
+from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 
 log = logging.getLogger("diskprefix")
 
@@ -245,7 +245,9 @@ class _Loader:
     num_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._first_needed = {n: group.first_needed(self.end) for n, group in enumerate(self.layout.groups)}
+        # A block that the prompt goes on in will be stored: all of it is needed.
+        block_start = floor_to_grid(self.end, self.nodes.block_size)
+        self._first_needed = {n: min(g.first_needed(self.end), block_start) for n, g in enumerate(self.layout.groups)}
         if self.end < len(self.nodes.token_ids):
             # Logits are those at the prompt's end.
             self._first_needed[self.nodes.layout.logits_group] = self.end
@@ -255,6 +257,8 @@ class _Loader:
 
     def run(self, readers: Executor) -> tuple[Node, StoreCorrupt] | None:
         """Load everything. Answers the first node that cannot be used and what is wrong with it, None if all can."""
+        for number in range(len(self.layout.groups)):
+            self.arena.clear_before(number, floor_to_grid(self._first_needed[number], self.nodes.block_size))
         threads = [readers.submit(self._take) for _ in range(READER_THREADS)]
         # The views belong to the snapshot: no thread may still read them when it is closed.
         wait(threads)

@@ -1,8 +1,9 @@
 """Run prompts through the prefix cache in a process of its own, which then dies of SIGKILL.
 
-PLAN: {"folder": str, "dtype": "bfloat16", "requests": [{"seeds": [[seed, num_tokens], ...], "scope": "full"}, ...]}.
-A prompt is its seeded parts, joined. OUT holds the next-token logits of every request as raw bytes, the greedy tokens,
-and how many tokens were restored.
+PLAN: {"folder": str, "dtype": "bfloat16", "requests": [{"seeds": [[seed, num_tokens], ...], "scope": "full"}, ...]},
+and "exact_at" and "block_size" where they are not those of `Runner` alone. A prompt is its seeded parts, joined. A
+third number says how many tokens of a part are taken. OUT holds the next-token logits of every request as raw bytes,
+the greedy tokens, and how many tokens were restored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.runner import Runner, random_prompt, tiny_llama, tiny_settings
+from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
 REPLY = 4
 
@@ -23,10 +24,13 @@ REPLY = 4
 def main(plan_file: str, out_file: str) -> None:
     plan = json.loads(Path(plan_file).read_text())
     model = tiny_llama(getattr(torch, plan["dtype"]))
-    runner = Runner(model, tiny_settings(Path(plan["folder"])))
+    settings = tiny_settings(Path(plan["folder"]), block_size=plan.get("block_size", BLOCK))
+    runner = Runner(model, settings, exact_at=plan.get("exact_at", "grid"))
     logits, greedy, restored = [], [], []
     for request in plan["requests"]:
-        prompt = np.concatenate([random_prompt(seed, length) for seed, length in request["seeds"]])
+        prompt = np.concatenate(
+            [random_prompt(seed, length)[: sum(cut) or None] for seed, length, *cut in request["seeds"]]
+        )
         answer = runner.run(prompt, request["scope"], reply=REPLY)
         logits.append(answer.logits.view(torch.uint8).numpy())
         greedy.append(answer.greedy)

@@ -40,9 +40,10 @@ def random_requests(seed: int, count: int) -> list[Request]:
     return requests
 
 
-def run_in_a_process(folder: Path, dtype: str, requests: list[Request], name: str) -> Any:
+def run_in_a_process(folder: Path, dtype: str, requests: list[Request], name: str, **changes: Any) -> Any:
+    """`changes` are further values of the worker's plan."""
     plan, out = folder / f"{name}.json", folder / f"{name}.npz"
-    plan.write_text(json.dumps({"folder": str(folder / "kv"), "dtype": dtype, "requests": requests}))
+    plan.write_text(json.dumps({"folder": str(folder / "kv"), "dtype": dtype, "requests": requests} | changes))
     assert forked.run(restart_worker.main, str(plan), str(out)) == -signal.SIGKILL
     return np.load(out)
 

@@ -165,11 +165,12 @@ def restored_after_another(model: PreTrainedModel, cold: KVArena, num_tokens: in
     """Logits of a restored prompt, of which a window's tokens were loaded into memory that was not finite."""
     arena = KVArena(cold.layout, model.device)
     arena.reserve(cold.capacity)
-    groups = list(zip(cold.layout.groups, arena._tensors, cold._tensors, strict=True))
-    for group, tensor, computed in groups:
+    groups = zip(cold.layout.groups, arena._tensors, cold._tensors, strict=True)
+    for number, (group, tensor, computed) in enumerate(groups):
         tensor.fill_(float("nan"))
         loaded = slice(group.first_needed(num_tokens), num_tokens)
         tensor[:, :, :, loaded] = computed[:, :, :, loaded]
+        arena.clear_before(number, loaded.start)
     arena.truncate(num_tokens)
     with torch.inference_mode():
         return arena.forward(model, made_up_tokens(model, 8, 3))
@@ -184,7 +185,7 @@ def test_what_lies_before_a_window_never_shows_in_a_restored_run(monkeypatch: py
         cold.forward(model, made_up_tokens(model, 7, 600))
         expected = cold.forward(model, made_up_tokens(model, 8, 3))
     assert torch.equal(restored_after_another(model, cold, 600), expected)
-    monkeypatch.setattr(KVArena, "_clear_before", lambda *_: None)
+    monkeypatch.setattr(KVArena, "clear_before", lambda *_: None)
     assert not restored_after_another(model, cold, 600).isfinite().all()
 
 

@@ -316,8 +316,19 @@ def test_of_layers_with_windows_what_lies_under_the_window_is_restored(name: str
     ask(runner, stored, FULL)
     runner.reopen()
     for position in (BLOCK - 1, 2 * BLOCK + 3, 3 * BLOCK + 1, 4 * BLOCK + 3):
-        prompt = leaving(stored, position)
-        warm, cold = ask(runner, prompt), ask(runner, prompt, CacheOptions(scope=parse_scope("off", param="scope")))
+        prompt = leaving(stored, position, 2 * BLOCK)
+        cold = ask(runner, prompt, CacheOptions(scope=parse_scope("off", param="scope")), reply=3)
+        # What an earlier sequence left in the memory is never looked at.
+        for tensor in runner.arena._tensors:
+            tensor.fill_(float("nan"))
+        warm = ask(runner, prompt, FULL, reply=3)
         assert warm.report.restored == position
-        assert torch.allclose(warm.logits, cold.logits, rtol=1e-3, atol=1e-4)
+        assert torch.equal(warm.logits, cold.logits)
+        assert warm.greedy == cold.greedy
+    runner.reopen()
+    # Nor is it stored.
+    assert all(restored(runner, prompt[:end].copy()) == end - 1 for end in range(20, len(prompt)))
+    again = ask(runner, leaving(prompt, len(prompt) - 2), reply=3)
+    cold = ask(runner, leaving(prompt, len(prompt) - 2), CacheOptions(scope=parse_scope("off", param="scope")), reply=3)
+    assert torch.equal(again.logits, cold.logits)
     runner.close()

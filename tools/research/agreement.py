@@ -26,7 +26,7 @@ from diskprefix.errors import DiskPrefixError
 from diskprefix.policy.scope import Scope
 from diskprefix.settings import Settings
 from diskprefix.simulate.formats import read_trace
-from diskprefix.simulate.geometry import SLICEABLE
+from diskprefix.simulate.geometry import SLICEABLE, Geometry
 from diskprefix.simulate.simulator import Policy, Simulator
 from diskprefix.simulate.synthetic import interleaved, one_off, retrieval
 from diskprefix.simulate.trace import TraceRequest
@@ -103,7 +103,7 @@ def _wait_for_lines(recording: Path, count: int) -> None:
         time.sleep(POLL_S)
 
 
-def predict(requests: Iterable[TraceRequest]) -> list[Fate]:
+def predict(requests: Iterable[TraceRequest], geometry: Geometry) -> list[Fate]:
     """Returns what the simulator predicts for a daemon with default settings."""
     defaults = Settings()
     policy = Policy(
@@ -113,7 +113,7 @@ def predict(requests: Iterable[TraceRequest]) -> list[Fate]:
         interval=defaults.kv_cache_interval,
         cold_max=defaults.kv_cache_cold_max,
     )
-    simulator = Simulator(policy, SLICEABLE)
+    simulator = Simulator(policy, geometry)
     fates = []
     for request in requests:
         restored, selection, _ = simulator.step(request)
@@ -177,9 +177,12 @@ def main(num_requests: int, seed: int, as_json: bool) -> None:
         try:
             with step(console, f"{num_requests} requests to a real daemon") as note:
                 actual, seconds = run(requests, folder, recording, note if console.is_terminal else lambda _line: None)
+            recorded = read_trace(recording)
+            assert recorded.daemon is not None
+            geometry = recorded.daemon.geometry or SLICEABLE
             predicted = {
-                "of what was sent": predict(requests),
-                "of what was recorded": predict(read_trace(recording)),
+                "of what was sent": predict(requests, geometry),
+                "of what was recorded": predict(recorded, geometry),
             }
         except (LiveServerError, DiskPrefixError) as error:
             raise click.ClickException(f"{error}\n{log_tail(folder / 'server.log')}") from error

@@ -1,0 +1,86 @@
+"""A restore that ends inside a block gives the cold run's logits and reply bit for bit, also after a kill."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diskprefix.tokens import TokenIds
+from tests.exactness.architectures import tiny_model
+from tests.exactness.test_restart import Request, run_in_a_process
+from tests.runner import Runner, random_prompt, tiny_settings
+
+BLOCK = 32
+
+
+def of_a_conversation(rng: random.Random, stored: list[TokenIds]) -> TokenIds:
+    """A prompt that leaves an earlier one somewhere, goes on behind its end, or shares nothing."""
+    more = random_prompt(rng.randrange(2**30), rng.randint(1, 3 * BLOCK))
+    if not stored or rng.random() < 0.1:
+        return np.concatenate([random_prompt(rng.randrange(2**30), rng.randint(BLOCK, 4 * BLOCK)), more])
+    before = rng.choice(stored)
+    return np.concatenate([before[: rng.randint(1, len(before))], more])[: 8 * BLOCK]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("gemma2", torch.bfloat16),
+        ("gpt_oss", torch.float32),
+        ("deepseek_v3", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_conversations_that_part_anywhere_are_the_cold_runs_bit_for_bit(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Scopes that keep much and little, and restarts in between."""
+    rng = random.Random(f"{name} {dtype}")
+    runner = Runner(tiny_model(name, dtype), tiny_settings(tmp_path / "kv", block_size=BLOCK), exact_at="token")
+    assert runner.layout.exact_at == "token"
+    stored: list[TokenIds] = []
+    num_inside = 0
+    for number in range(18):
+        if number % 5 == 4:
+            runner.reopen()
+        prompt = of_a_conversation(rng, stored)
+        warm = runner.run(prompt, rng.choice(["full", "full", "auto:4", "39"]), reply=4)
+        runner.flush()
+        cold = runner.run(prompt, "off", reply=4)
+        assert torch.equal(warm.logits, cold.logits), (number, warm.report.restored)
+        assert warm.greedy == cold.greedy
+        assert warm.report.exact
+        num_inside += bool(warm.report.restored % BLOCK)
+        stored.append(prompt)
+    assert num_inside > 5
+    runner.close()
+
+
+def requests(seed: int, count: int) -> list[Request]:
+    """Prompts that begin with an anchor, cut anywhere, and go on with words of their own."""
+    rng = random.Random(seed)
+    anchors = [(1000 + i, rng.randint(2 * BLOCK, 5 * BLOCK)) for i in range(3)]
+    found = []
+    for i in range(count):
+        anchor, length = rng.choice(anchors)
+        seeds = [[anchor, length, rng.randint(BLOCK // 2, length)], [10 * seed + i, rng.randint(1, 2 * BLOCK)]]
+        found.append({"seeds": seeds, "scope": rng.choice(["full", "auto", str(rng.randint(BLOCK, 6 * BLOCK))])})
+    return found
+
+
+def test_after_a_kill_a_restore_at_any_token_equals_a_cold_run(tmp_path: Path) -> None:
+    dtype = "bfloat16"
+    first, second = requests(1, 12), requests(2, 30)
+    run_in_a_process(tmp_path, dtype, first, "first", exact_at="token", block_size=BLOCK)
+    restored = run_in_a_process(tmp_path, dtype, second, "second", exact_at="token", block_size=BLOCK)
+    off = [request | {"scope": "off"} for request in second]
+    cold = run_in_a_process(tmp_path, dtype, off, "cold", exact_at="token", block_size=BLOCK)
+    assert restored["logits"].tobytes() == cold["logits"].tobytes()
+    assert restored["greedy"].tolist() == cold["greedy"].tolist()
+    assert (restored["restored"] % BLOCK > 0).sum() > 20
+    assert not cold["restored"].any()
