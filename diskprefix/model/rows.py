@@ -87,13 +87,15 @@ def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
         # The counts were measured for matrices that lie row after row.
         is_plain, matrix = (not is_plain, matrix.t()) if matrix.t().is_contiguous() else (is_plain, matrix.contiguous())
     inner, outer = matrix.shape if is_plain else matrix.shape[::-1]
-    form = Form(inner, outer, matrix.dtype, bias is not None, is_plain, torch.get_num_threads())
     flat = rows.reshape(-1, inner)
     token = is_ours.set(True)
     try:
-        pieces = pieces_of(form, len(flat))
+        threads = torch.get_num_threads()
+        pieces = _pieces(len(flat), inner, outer, matrix.dtype, bias is not None, is_plain, threads)
+        if pieces == (len(flat),):
+            return _computed(flat, matrix, bias, is_plain).view(*rows.shape[:-1], outer)
         if len(pieces) == 1:
-            filled = flat if pieces[0] == len(flat) else _filled(flat, pieces[0])
+            filled = _filled(flat, pieces[0])
             return _computed(filled, matrix, bias, is_plain)[: len(flat)].view(*rows.shape[:-1], outer)
         out, start = flat.new_empty(len(flat), outer), 0
         for count in pieces:
@@ -133,6 +135,14 @@ def _computed(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | Non
     if not is_plain:
         return functional.linear(rows, matrix, bias)
     return torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
+
+
+@lru_cache(maxsize=8192)
+def _pieces(
+    num_rows: int, inner: int, outer: int, dtype: torch.dtype, has_bias: bool, is_plain: bool, threads: int
+) -> tuple[int, ...]:
+    """Returns `pieces_of` for the parts of a form: a product is so fast that making the form would show."""
+    return pieces_of(Form(inner, outer, dtype, has_bias, is_plain, threads), num_rows)
 
 
 @lru_cache(maxsize=4096)

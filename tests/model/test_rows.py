@@ -19,11 +19,11 @@ SIZES = ((64, 96), (96, 64), (576, 192), (192, 576), (63, 10))
 @pytest.fixture(autouse=True)
 def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    rows.safe_counts.cache_clear()
-    rows.pieces_of.cache_clear()
+    for remembered in (rows.safe_counts, rows.pieces_of, rows._pieces):
+        remembered.cache_clear()
     yield
-    rows.safe_counts.cache_clear()
-    rows.pieces_of.cache_clear()
+    for remembered in (rows.safe_counts, rows.pieces_of, rows._pieces):
+        remembered.cache_clear()
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
