@@ -111,7 +111,7 @@ def attend(
     `query` has shape [1, heads, rows, key_dim]; `key` and `value` are a layer's memory, [1, kv_heads, capacity, dim].
     `attention_mask` is a `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for what it cannot do.
     """
-    found = sorted(name for name, given in others.items() if name not in _HARMLESS and given is not None)
+    found = [name for name in sorted(others.keys() - _HARMLESS) if others[name] is not None]
     if found:
         raise NotInvariant(f"attention with {', '.join(found)}")
     if step is None or not isinstance(attention_mask, Pattern):
@@ -120,7 +120,7 @@ def attend(
         raise NotInvariant("attention over other rows than those of the step")
     num_groups, group = key.shape[1], query.shape[1] // key.shape[1]
     call = _Call(step, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    queries = torch.unflatten(query[0], 0, (num_groups, group))
+    queries = query[0].view(num_groups, group, *query.shape[2:])
     token = is_ours.set(True)
     try:
         parts = torch.split(queries, [run.num_rows for run in step.runs], dim=2) if len(step.runs) > 1 else [queries]
@@ -145,6 +145,8 @@ class _Call:
         """Returns [groups, heads of a group, rows, value_dim] for queries of that form and a layer's memory."""
         attended = self._flash if self.softcap is None and keys.shape[-1] == values.shape[-1] else self._tiled
         size = _call_size(queries.shape[1], run.num_rows, queries.dtype, queries.shape[-1])
+        if size >= run.num_rows:
+            return attended(run, queries, keys, values)
         parts = [
             attended(Run(run.slot, run.start + first, part.shape[2]), part, keys, values)
             for first, part in zip(range(0, run.num_rows, size), torch.split(queries, size, dim=2), strict=True)
@@ -164,7 +166,7 @@ class _Call:
             rows = _filled(queries.reshape(groups, 1, count, dim), block)
             mask = self._mask(run, rows.shape[2], heads, begin, end, queries.dtype)
             out, sums = _flash(rows, k, v, 0.0, False, attn_mask=mask, scale=self.scale)
-            out = out[:, 0, :count].unflatten(1, (heads, num_rows))
+            out = out[:, 0, :count].view(groups, heads, num_rows, dim)
             return self._with_sinks(out, sums[:, 0, :count])
         rows = _filled(queries, _WIDE_BLOCK if num_rows >= _WIDE_CALL else _BLOCK)
         mask = self._mask(run, rows.shape[2], 1, begin, end, queries.dtype)
