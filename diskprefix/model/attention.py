@@ -237,6 +237,9 @@ def _call_size(heads: int, num_rows: int, dtype: torch.dtype, dim: int) -> int:
     """Returns how many tokens a call takes."""
     if heads * num_rows <= _CALL:
         return num_rows
+    if num_rows < _CALL:
+        # The heads of a group in one call read its keys once, which is what a long context costs.
+        return max(1, _CALL // heads)
     if num_rows >= _WIDE_CALL and _is_wide_safe(dtype, dim):
         return min(num_rows, _MOST_WIDE)
     return _CALL
