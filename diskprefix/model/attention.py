@@ -1,8 +1,9 @@
 """Attention whose result for a token does not depend on what is computed beside it: bit for bit the same, however the
 prompt was cut into steps.
 
-It is registered with transformers under the name `NAME`. Keys and values are the whole memory of a layer, as the cache
-layers of `kv.layers` return it, and the `Step` says which rows of the query belong where.
+It is registered with transformers under the name `NAME`. Keys and values are the memory of a layer up to the
+last tile of the step, as the cache layers of `kv.layers` return it. The `Step` says which rows of the query belong
+where.
 
 Order of the sums. Keys are read in tiles of `TILE` tokens counted from position 0 of a sequence. The products of a row
 of queries with a tile always have the same shape, so the kernels sum them in the same order. A row goes through its
@@ -108,7 +109,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Returns the attention's output, shape [1, rows, heads, value_dim], and None for the weights.
 
-    `query` has shape [1, heads, rows, key_dim]; `key` and `value` are a layer's memory, [1, kv_heads, capacity, dim].
+    `query` has shape [1, heads, rows, key_dim]; `key` and `value` are a layer's memory, [1, kv_heads, tokens, dim].
     `attention_mask` is a `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for what it cannot do.
     """
     found = [name for name in sorted(others.keys() - _HARMLESS) if others[name] is not None]
