@@ -125,6 +125,7 @@ class PrefixCacheSession:
             return None, 0
         end = floor_to_grid(len(prompt.token_ids) - 1, self.settings.block_size)
         if not end or self._cache.layout.is_one_pass:
+            arena.settle(drop=True)
             arena.truncate(0)
             arena.reserve(len(prompt.token_ids))
             self.report = None
@@ -132,7 +133,7 @@ class PrefixCacheSession:
         with torch.no_grad():
             self._complete(arena, _beginning(prompt, end), goes_on=True)
         # The caller may change the cache, so everything must be copied out of it before.
-        self._cache.settle()
+        arena.settle(drop=True)
         return self._lend(arena), self.report.restored if self.report else 0
 
     def generate(self, input_ids: Ids, **kwargs: Any) -> Any:
@@ -161,7 +162,7 @@ class PrefixCacheSession:
         try:
             return with_prefill(self.model, answer).generate(ids, **inputs)
         finally:
-            self._cache.settle()
+            arena.settle(drop=True)
 
     def save(self, timeout_s: float = 600.0) -> None:
         """Waits until everything that is to be saved is on the disk.
@@ -171,8 +172,7 @@ class PrefixCacheSession:
         """
         self._require_open()
         writer = self._cache.writer
-        self._cache.settle()
-        flushed = writer.flush(timeout_s)
+        flushed = self._cache.settle(timeout_s) and writer.flush(timeout_s)
         num_refused = writer.dropped + self._cache.counters["refused"]
         refused, self._refused = num_refused - self._refused, num_refused
         problem = self._cache.store.problem or writer.error
@@ -272,6 +272,7 @@ class PrefixCacheSession:
         self._cache.load(self._options.tenant).result()
         cached = self._cache.begin(prompt, self._options, goes_on=goes_on)
         try:
+            arena.settle(drop=True)
             arena.truncate(0)
             arena.reserve(len(prompt.token_ids))
             restored = cached.restore(arena)

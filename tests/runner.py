@@ -162,6 +162,7 @@ class Runner:
         with torch.inference_mode():
             self.cache.load(options.tenant).result()
             cached = self.cache.begin(prompt, options)
+            self.arena.settle(drop=True)
             self.arena.truncate(0)
             self.arena.reserve(len(token_ids))
             restored = cached.restore(self.arena)

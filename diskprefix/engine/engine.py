@@ -194,6 +194,8 @@ class Engine:
         """Restores what is stored and computes the rest. Returns the next-token logits."""
         token_ids, state = run.request.prompt.token_ids, self._state
         logits, start = None, 0
+        if isinstance(state, KVArena):
+            state.settle(drop=True)
         state.truncate(0)
         state.reserve(len(token_ids))
         if isinstance(state, KVArena):
@@ -233,8 +235,9 @@ class Engine:
         limit = self._reply_limit(run.request)
         prompt_logits = logits
         if choice > 0:
-            # What is captured of the first choice is overwritten now.
-            self.cache.settle()
+            if isinstance(self._state, KVArena):
+                # What is captured of the first choice is overwritten now.
+                self._state.settle(drop=True)
             self._state.rewind()
         for step in range(1, limit + 1):
             if is_cancelled():

@@ -18,6 +18,7 @@ import torch
 
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.caches import ArenaCache, ModelCache, RwkvStates, XlstmStates
+from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.layout import CacheKind, Layout, is_out_of_memory
 from diskprefix.kv.step import TILE, Run, Step
@@ -66,6 +67,11 @@ class KVArena:
         self._clear_to = 0
         """Behind the last token there are zeros up to this one."""
         self._marked: tuple[int, list[torch.Tensor]] = 0, []
+        self.capturer: Capturer | None = None
+        """The thread that copies state out of this memory."""
+        self.complete_from = 0
+        """The first token of which every group has its state. Of layers with a window, a restore loads no more than
+        the model still looks at."""
         self._tensors: list[torch.Tensor] = []
         """By group of per-token tensors, shape [tensors, 1, heads, capacity, head_dim]."""
         self._rows: list[Bytes] = []
@@ -78,6 +84,10 @@ class KVArena:
         for layer in self._token_layers:
             layer.grow = self.reserve
         self.cache = make_cache(layout.cache_kind, layers, lambda: self.num_tokens)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What `copy.deepcopy` of a cache copies: nothing is captured from a copy."""
+        return vars(self) | {"capturer": None}
 
     @property
     def capacity(self) -> int:
@@ -123,22 +133,35 @@ class KVArena:
                 tensor[:, :, :, max(end, self._clear_to) : border] = 0
             self._clear_to = border
 
+    def settle(self, *, drop: bool = False) -> None:
+        """Waits for the captures of this memory, which must be over before what they read is overwritten.
+
+        With `drop`, those for which the write buffer has no room are dropped and counted: then no disk is waited for,
+        and it takes no longer than copying what the buffer holds.
+        """
+        if self.capturer is not None:
+            self.capturer.settle(self, drop=drop)
+
     def truncate(self, num_tokens: int) -> None:
         """Takes the first `num_tokens` tokens in memory for the sequence, and the states for theirs."""
         assert num_tokens <= self._capacity or num_tokens == 0 or not self._token_layers
         self._num_tokens = self._clear_to = num_tokens
         if not num_tokens:
             self._marked = 0, []
+            self.complete_from = 0
         for token_layer in self._token_layers:
             token_layer.set_length(num_tokens)
         for state_layer in self._state_layers:
             state_layer.set_has_state(num_tokens > 0)
 
-    def clear_before(self, group: int, position: int) -> None:
-        """Writes zeros from the beginning of its tile to `position`, the first token of a group that a restore loads.
-        The window has passed the tokens before it, but attention multiplies them by weights of 0 all the same."""
+    def skip(self, group: int, start: int, end: int) -> None:
+        """Says that a restore loads nothing of a group for the tokens from `start` to `end`, which the window has
+        passed. Writes zeros to the end of the last tile of them: attention multiplies them by weights of 0."""
+        if start >= end:
+            return
+        self.complete_from = max(self.complete_from, end)
         if self._is_exact_at_tokens:
-            self._tensors[group][:, :, :, position - position % TILE : position] = 0
+            self._tensors[group][:, :, :, max(start, end - end % TILE) : end] = 0
 
     def mark(self) -> None:
         """Remembers this point for `rewind`. States are copied, as they are updated in place."""

@@ -84,12 +84,11 @@ class PrefixCache(CacheResources):
         list(self.readers.map(read, range(READER_THREADS)))
 
     def begin(self, prompt: Prompt, options: CacheOptions, *, goes_on: bool = False) -> CachedRequest:
-        """Start a request. Waits until the arena is free to be overwritten.
+        """Start a request. Does not wait.
 
         `goes_on`: the prompt ends at a grid point and is only a beginning, so its next-token logits are neither needed
         nor kept.
         """
-        self.settle()
         namespace = self.namespaces.get(options.tenant)
         return CachedRequest(cache=self, namespace=namespace, prompt=prompt, options=options, goes_on=goes_on)
 
@@ -137,8 +136,7 @@ class PrefixCache(CacheResources):
 
     def close(self, timeout_s: float) -> bool:
         """Flush the writer and close the store; False when time ran out before everything was saved."""
-        self.settle()
-        self._capturer.shutdown()
+        self.capturer.close(timeout_s)
         self.cost_model.remember()
         flushed = self.writer.close(timeout_s)
         self.readers.shutdown()

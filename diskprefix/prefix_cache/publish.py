@@ -15,6 +15,7 @@ import torch
 
 from diskprefix.cache_options import CacheOptions
 from diskprefix.kv.arena import KVArena
+from diskprefix.kv.capturer import Capture
 from diskprefix.policy.scope import MAX_VALUE
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
@@ -63,7 +64,7 @@ class Publisher:
             plan.num_tokens,
         )
         if not fitting.nodes:
-            self.cache.counters["refused"] += 1
+            self.cache.count("refused")
         return fitting
 
     def submit(
@@ -97,7 +98,8 @@ class Publisher:
                     self.cache.writer.release(size)
                     raise
 
-        self.cache.start_capture(copy)
+        arena.capturer = self.cache.capturer
+        self.cache.capturer.submit(Capture(arena, 0, copy, copy))
 
     def _publication(self, plan: Plan, nodes: tuple[NewNode, ...], prompt: TokenIds | None) -> Publication:
         entry = EntryRecord(

@@ -39,11 +39,11 @@ class CachedRequest(Publisher):
         self.selection = Selection(
             scope=self.options.scope, prompt_tokens=len(self.prompt.token_ids), reason=self._bypass or "off"
         )
-        """What is kept; known once `restore` was called."""
+        """What is kept; known once `choose` was called."""
         self.is_published = False
         """Whether the prompt was computed to its end and could be kept, were there a scope and a store for it."""
         self.restored = Restored()
-        """What `restore` brought back, and how long it took."""
+        """What `fetch` found, and how long it took."""
         self._states: dict[int, memoryview] = {}
         """Copies of the states by the position that they were taken at, for checkpoints."""
         self._saved: Saved = "none"
@@ -52,18 +52,51 @@ class CachedRequest(Publisher):
         """What is to be unpinned."""
 
     def restore(self, arena: KVArena) -> Restored:
-        """Copy the longest restorable prefix into the arena, which has room for the prompt; of a miss, nothing. Then
-        select what to save."""
-        arena.truncate(0)
-        if self._bypass is None:
-            with self._guarded("nothing is restored"):
-                self.restored = self._try_restore(arena)
-            arena.truncate(self.restored.num_tokens)
-        self.planner = replace(self.planner, progress=self.restored)
-        self.selection = self._select()
-        if self._bypass is None and self.restored.tip is None and self._miss_reason is None:
-            self._miss_reason = self._explain_miss()
+        """`fetch`, then `choose`."""
+        self.fetch(arena)
+        self.choose()
         return self.restored
+
+    def fetch(self, arena: KVArena, have: int = 0, logits: torch.Tensor | None = None) -> None:
+        """Copy the longest restorable prefix into the arena, which has room for the prompt; of a miss, nothing.
+
+        The arena's first `have` tokens are the prompt's already, with their exact state, and only what lies behind them
+        is loaded. `logits` are the next-token logits at the prompt's end (shape [vocab]); they must be given if the
+        arena has the whole prompt, unless that goes on. Captures of the arena must be over, unless they read those
+        tokens only.
+
+        For one thread, which may be another one than the engine's: of what requests share, it changes only what has a
+        lock of its own (the writer's queues, the pins, the counters), and the count of restores that were not worth it.
+        """
+        num_tokens = len(self.prompt.token_ids)
+        assert have < num_tokens or logits is not None or self.goes_on, "there must be something to sample from"
+        arena.truncate(have)
+        self.restored = held = _held(have, logits)
+        if self._bypass is None:
+            restoration = self._restoration()
+            self._miss_reason = "error"
+            with self._guarded("nothing is restored"):
+                self.restored = restoration.run(arena, have, logits)
+                self._miss_reason = None
+            if self.restored is held and restoration.kept < have:
+                self.restored = _held(0, None)
+            arena.truncate(self.restored.num_tokens)
+
+    def choose(self) -> None:
+        """Select what to save, and count what `fetch` found. For the engine thread."""
+        restored = self.restored
+        if restored.tip is not None:
+            ttl_s = ttl_at(restored.stored_tokens, self.prompt.marks, self.options.ttl_s)
+            self.cache.writer.touch(restored.tip, time.time(), ttl_s)
+        if restored.source == "disk":
+            self.cache.cost_model.note_restore(restored.num_bytes, restored.restore_ms / 1e3)
+        # What memory alone has is not stored.
+        self.planner = replace(self.planner, progress=replace(restored, num_tokens=restored.stored_tokens))
+        self.selection = self._select()
+        if restored.num_tokens:
+            self._miss_reason = None
+        elif self._miss_reason is None:
+            self._miss_reason = self._explain_miss()
 
     def after_step(self, arena: KVArena) -> None:
         """Take a checkpoint if one is wanted where the prefill has come to: its next step overwrites the states."""
@@ -89,10 +122,10 @@ class CachedRequest(Publisher):
         assert arena.num_tokens == len(self.prompt.token_ids), "state length must equal key length"
         self._saved = "dropped"
         if self.cache.store.problem is not None:
-            self.cache.counters["refused"] += 1
+            self.cache.count("refused")
             return
         if logits is not None and not logits.max().isfinite():
-            self.cache.counters["refused"] += 1
+            self.cache.count("refused")
             log.warning("[disk-cache] the prompt is not saved: its next-token logits are not finite")
             return
         with self._guarded("the prompt is not saved"):
@@ -185,7 +218,7 @@ class CachedRequest(Publisher):
         except Exception as error:
             if not isinstance(error, CacheError) and not is_out_of_memory(error):
                 raise
-            self.cache.counters["errors"] += 1
+            self.cache.count("errors")
             log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
 
     def _select(self) -> Selection:
@@ -205,7 +238,7 @@ class CachedRequest(Publisher):
             cold_max=settings.kv_cache_cold_max,
             interval=settings.kv_cache_interval,
             state=self.cache.layout.state_kind,
-            restored=self.restored.num_tokens,
+            restored=self.restored.stored_tokens,
             sighting=sighting,
         )
         if self.goes_on:
@@ -216,9 +249,9 @@ class CachedRequest(Publisher):
             return selection.keeping_nothing("faster_to_compute")
         return selection
 
-    def _try_restore(self, arena: KVArena) -> Restored:
+    def _restoration(self) -> Restoration:
         cache = self.cache
-        restoration = Restoration(
+        return Restoration(
             self.planner.nodes,
             cache.layout,
             cache.store,
@@ -230,15 +263,6 @@ class CachedRequest(Publisher):
             reuse_generated=self.options.reuse_generated,
             needs_logits=not self.goes_on,
         )
-        self._miss_reason = "error"
-        restored = restoration.run(arena)
-        self._miss_reason = None
-        if restored.tip is not None:
-            ttl_s = ttl_at(restored.num_tokens, self.prompt.marks, self.options.ttl_s)
-            cache.writer.touch(restored.tip, time.time(), ttl_s)
-        if restored.source == "disk":
-            cache.cost_model.note_restore(restored.num_bytes, restored.restore_ms / 1e3)
-        return restored
 
     def _explain_miss(self) -> MissReason:
         """`diverged` only if the prompt leaves everything seen within its first block: from there on a block could
@@ -260,3 +284,8 @@ class CachedRequest(Publisher):
         self.namespace.history.add(token_ids, self.options.group)
         self.namespace.admission.add(token_ids, self.planner.nodes.block_names, self.planner.nodes.block_size)
         return token_ids
+
+
+def _held(have: int, logits: torch.Tensor | None) -> Restored:
+    """What is in an arena that has the first `have` tokens, if nothing is loaded."""
+    return Restored(num_tokens=have, logits=logits, matched=have, source="memory" if have else "none")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
+import threading
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 from diskprefix.errors import StoreUnavailable
+from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layout import Layout
 from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.prefix_cache.restore import READER_THREADS
@@ -55,21 +55,18 @@ class CacheResources:
             store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
         )
         self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
-        self._capturer = ThreadPoolExecutor(1, thread_name_prefix="kv-capture")
-        # The thread starts with its first task: now, so that it cannot fail in the middle of a request.
-        self._capturer.submit(time.time).result()
-        self._capturing: list[Future[None]] = []
+        self.capturer = Capturer(self.writer.reserve, lambda: self.count("errors"))
+        self.writer.on_room = self.capturer.wake
         self.counters: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self.misses: Counter[str] = Counter()
 
-    def start_capture(self, copy: Callable[[], None]) -> None:
-        """Run `copy`, which reads the arena, beside the engine thread, after those that were started before it."""
-        self._capturing.append(self._capturer.submit(copy))
+    def count(self, what: str) -> None:
+        """Add one to a counter. For any thread."""
+        with self._counting:
+            self.counters[what] += 1
 
-    def settle(self) -> None:
-        """Wait for the captures that are under way. Once they are over, what they captured is visible to `restore`."""
-        capturing, self._capturing = self._capturing, []
-        for capture in capturing:
-            if (error := capture.exception()) is not None:
-                self.counters["errors"] += 1
-                log.warning("[disk-cache] a prompt was not saved: %r", error, exc_info=error)
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything that is to be captured is in the writer's buffer, once that has room. Returns False if
+        the time runs out first."""
+        return self.capturer.settle(timeout_s=timeout_s)

@@ -43,13 +43,15 @@ generated ones that the request did not ask for."""
 
 @dataclass(frozen=True, kw_only=True)
 class Restored(Progress):
-    """What is in the arena now: the state after `num_tokens` tokens, `num_bytes` of which were loaded.
+    """What is in the arena now: the state after `num_tokens` tokens. To get it, `num_bytes` were loaded.
 
-    `blocks` may reach further than what could be restored, and `refused` says why; `matched` is how far what is stored
-    reaches, in tokens. `logits` (shape [vocab], the model's dtype) come with an exact repeat.
+    The store alone can restore `stored_tokens`; `tip` is the last node of these. `blocks` may reach further, and
+    `refused` says why; `matched` is how far what is stored reaches, in tokens. `logits` (shape [vocab], the model's
+    dtype) come with an exact repeat.
     """
 
     num_bytes: int = 0
+    stored_tokens: int = 0
     logits: torch.Tensor | None = None
     matched: int = 0
     refused: Refused | None = None
@@ -60,7 +62,7 @@ class Restored(Progress):
 
 @dataclass
 class Restoration:
-    """Restores one prompt. `run` is for the engine thread.
+    """Restores one prompt. `run` is for any one thread at a time.
 
     `pins` gets what unpins the last node that matched and the one that is restored to. `allows` says whether so many
     tokens are worth restoring, and `pays` whether so many more tokens are worth loading so many more bytes.
@@ -82,10 +84,17 @@ class Restoration:
     _lost: set[bytes] = field(default_factory=set)
     """The names of nodes that were found damaged."""
     _is_slower: bool = False
+    kept: int = 0
+    """Of how many tokens the arena still has the state if `run` raises."""
 
-    def run(self, arena: KVArena) -> Restored:
-        """Restore into `arena`, which has room for the prompt. Raises `CacheError`; what is in the arena is then
-        undefined. A damaged node is removed, and the next shorter prefix that can be is restored."""
+    def run(self, arena: KVArena, have: int = 0, logits: torch.Tensor | None = None) -> Restored:
+        """Restore into `arena`, which has room for the prompt and the state after its first `have` tokens already.
+        `logits` are those at the prompt's end, if it has that much.
+
+        Raises `CacheError`; the state behind the first `kept` tokens is then undefined. A damaged node is removed, and
+        the next shorter prefix that can be is restored.
+        """
+        self.kept = have
         started = time.perf_counter()
         # Before the snapshot: a node that is written in between is then seen twice, never not at all.
         pending = self.writer.pending
@@ -100,30 +109,38 @@ class Restoration:
             )
             matcher.match()
             self._pin(matcher.deepest)
-            restorable, end = self._worth_restoring(matcher)
+            path, end = self._worth_restoring(matcher, have)
             matched = time.perf_counter()
             while True:
+                missing = [node for node in path if node.end > have]
                 loader = _Loader(
-                    self.nodes, self.layout, restorable, end, self._queued, snapshot, self.store.mapped, arena
+                    self.nodes, self.layout, missing, have, end, self._queued, snapshot, self.store.mapped, arena
                 )
-                if not restorable or (bad := loader.run(self.readers)) is None:
+                if not missing:
+                    break
+                if self.layout.states:
+                    # Those at `have` are overwritten.
+                    self.kept = 0
+                if (bad := loader.run(self.readers)) is None:
                     break
                 self._quarantine(*bad)
                 matcher.drop(bad[0])
-                restorable, end = self._worth_restoring(matcher)
+                have = self.kept
+                path, end = self._worth_restoring(matcher, have)
         loaded = time.perf_counter()
-        deepest = matcher.deepest
-        is_from_disk = any(node.name not in self._queued for node in restorable)
+        deepest, num_tokens = matcher.deepest, max(have, end)
+        is_from_disk = any(node.name not in self._queued for node in missing)
         return Restored(
-            num_tokens=end,
+            num_tokens=num_tokens,
             num_bytes=loader.num_bytes,
-            logits=loader.logits,
+            stored_tokens=end,
+            logits=loader.logits if end > have else logits,
             blocks=matcher.blocks,
-            tip=restorable[-1].name if restorable else None,
-            matched=max(deepest.end if deepest else 0, end),
-            refused=self._why_refused(deepest, end),
-            exact=not any(node.generated for node in restorable),
-            source="disk" if is_from_disk else "memory" if restorable else "none",
+            tip=path[-1].name if path else None,
+            matched=max(deepest.end if deepest else 0, num_tokens),
+            refused=self._why_refused(deepest, num_tokens),
+            exact=not any(node.generated for node in missing),
+            source="disk" if is_from_disk else "memory" if num_tokens else "none",
             lookup_ms=(matched - started) * 1e3,
             restore_ms=(loaded - matched) * 1e3,
         )
@@ -134,16 +151,18 @@ class Restoration:
             self.store.evictor.pin(node.name)
             self.pins.callback(self.store.evictor.unpin, node.name)
 
-    def _worth_restoring(self, matcher: Matcher) -> tuple[list[Node], int]:
-        """Returns the nodes to restore, the last of them pinned, and where the restored prefix ends. There are none
-        where computing is faster."""
+    def _worth_restoring(self, matcher: Matcher, have: int) -> tuple[list[Node], int]:
+        """Returns the nodes of the prefix to restore, the last of them pinned, and where it ends. There are none where
+        computing what lies behind the first `have` tokens is faster."""
         nodes, end = matcher.restorable()
         if end % self.nodes.block_size and end < len(self.nodes.token_ids):
             # All of the last node is read and verified, however little of it is used.
             last = nodes[-1]
-            if not self.pays(end - last.position, self.layout.bytes_per_token * last.num_tokens):
+            if end > have and not self.pays(
+                end - max(last.position, have), self.layout.bytes_per_token * last.num_tokens
+            ):
                 nodes, end = nodes[:-1], last.position
-        self._is_slower = bool(nodes) and not self.allows(end)
+        self._is_slower = end > have and not self.allows(end - have)
         if self._is_slower:
             return [], 0
         self._pin(nodes[-1] if nodes else None)
@@ -230,12 +249,14 @@ class Restoration:
 class _Loader:
     """Verifies, decodes and copies pieces on the reading threads, which take them one after the other.
 
-    `path` are the nodes of the prefix that ends at `end`. The last one may reach further; it is verified as a whole.
+    `path` are the nodes of the prefix that ends at `end`, without those that end among the first `have` tokens, which
+    the arena has already. The last one may reach further; it is verified as a whole.
     """
 
     nodes: PromptNodes
     layout: Layout
     path: list[Node]
+    have: int
     end: int
     queued: Mapping[bytes, NewNode]
     snapshot: Snapshot
@@ -258,7 +279,8 @@ class _Loader:
     def run(self, readers: Executor) -> tuple[Node, StoreCorrupt] | None:
         """Load everything. Answers the first node that cannot be used and what is wrong with it, None if all can."""
         for number in range(len(self.layout.groups)):
-            self.arena.clear_before(number, floor_to_grid(self._first_needed[number], self.nodes.block_size))
+            first_loaded = floor_to_grid(self._first_needed[number], self.nodes.block_size)
+            self.arena.skip(number, self.have, first_loaded)
         threads = [readers.submit(self._take) for _ in range(READER_THREADS)]
         # The views belong to the snapshot: no thread may still read them when it is closed.
         wait(threads)
@@ -321,17 +343,18 @@ class _Loader:
             self.logits = self.arena.logits_from(logits)
         else:
             rows = slice(cut.first_row, cut.first_row + cut.piece.num_rows)
-            num_tokens = min(node.end, self.end) - node.position
-            if num_tokens < node.num_tokens and cut.group < len(self.layout.groups):
-                write = partial(_write_part, write, cut.piece)
-            self.arena.fill(node.position, num_tokens, cut.group, rows, write)
+            start, end = max(node.position, self.have), min(node.end, self.end)
+            if end - start < node.num_tokens and cut.group < len(self.layout.groups):
+                first_byte = (start - node.position) * (cut.piece.row_bytes // node.num_tokens)
+                write = partial(_write_part, write, cut.piece, first_byte)
+            self.arena.fill(start, end - start, cut.group, rows, write)
 
 
-def _write_part(write: Callable[[Bytes], None], piece: Piece, out: Bytes) -> None:
-    """Writes the beginning of each row of a piece: a row holds its tokens one after the other."""
+def _write_part(write: Callable[[Bytes], None], piece: Piece, first_byte: int, out: Bytes) -> None:
+    """Writes a part of each row of a piece, from `first_byte` on: a row holds its tokens one after the other."""
     whole = np.empty((piece.num_rows, piece.row_bytes), dtype=np.uint8)
     write(whole)
-    out[...] = whole[:, : out.shape[1]]
+    out[...] = whole[:, first_byte : first_byte + out.shape[1]]
 
 
 def _copy(raw: memoryview, out: Bytes) -> None:

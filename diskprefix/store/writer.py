@@ -34,6 +34,10 @@ Repair: TypeAlias = Callable[[Store, Mapping[bytes, RootRecord]], int]
 that the caller would write itself. Raises `CacheError`."""
 
 
+def _nothing() -> None:
+    """What is called when nobody waits for room."""
+
+
 class Writer:
     """Owns the writing thread. `reserve`, `submit` and `touch` do not wait for the disk and do not raise."""
 
@@ -56,6 +60,8 @@ class Writer:
         """The nodes that are not yet in the store, an immutable view. Read it before a snapshot is taken, or a node may
         be in neither."""
         self.pending_bytes = 0
+        self.on_room: Callable[[], None] = _nothing
+        """Called when there is more room in the buffer."""
         self._changed = threading.Condition()
         self._closing = False
         self.dropped = 0
@@ -70,10 +76,12 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
 
-    def reserve(self, size: int) -> None:
-        """Reserve `size` bytes of the buffer for a publication. The caller has checked `room_bytes`."""
+    def reserve(self, size: int) -> bool:
+        """Reserve `size` bytes of the buffer. Returns whether there was room for them."""
         with self._changed:
-            self.pending_bytes += size
+            has_room = size <= self.room_bytes
+            self.pending_bytes += size if has_room else 0
+            return has_room
 
     def release(self, size: int) -> None:
         """Give back the bytes reserved for a publication that could not be captured. It counts as dropped."""
@@ -81,6 +89,7 @@ class Writer:
             self.pending_bytes -= size
             self.dropped += 1
             self._changed.notify_all()
+        self.on_room()
 
     def submit(self, publication: Publication, *, reserved_bytes: int) -> None:
         """Queue a publication whose payloads take the bytes that were reserved. Its nodes are visible at once."""
@@ -111,7 +120,7 @@ class Writer:
 
     @property
     def room_bytes(self) -> int:
-        """The bytes that may still be reserved. The number only grows until the one thread that reserves does so."""
+        """The bytes that may still be reserved."""
         return 0 if self._closing else max(0, self._buffer_bytes - self.pending_bytes)
 
     def flush(self, timeout_s: float) -> bool:
@@ -255,3 +264,4 @@ class Writer:
             if publication.base is not None:
                 self._store.evictor.unpin(publication.base)
             self._changed.notify_all()
+        self.on_room()

@@ -170,7 +170,7 @@ def restored_after_another(model: PreTrainedModel, cold: KVArena, num_tokens: in
         tensor.fill_(float("nan"))
         loaded = slice(group.first_needed(num_tokens), num_tokens)
         tensor[:, :, :, loaded] = computed[:, :, :, loaded]
-        arena.clear_before(number, loaded.start)
+        arena.skip(number, 0, loaded.start)
     arena.truncate(num_tokens)
     with torch.inference_mode():
         return arena.forward(model, made_up_tokens(model, 8, 3))
@@ -185,7 +185,7 @@ def test_what_lies_before_a_window_never_shows_in_a_restored_run(monkeypatch: py
         cold.forward(model, made_up_tokens(model, 7, 600))
         expected = cold.forward(model, made_up_tokens(model, 8, 3))
     assert torch.equal(restored_after_another(model, cold, 600), expected)
-    monkeypatch.setattr(KVArena, "clear_before", lambda *_: None)
+    monkeypatch.setattr(KVArena, "skip", lambda *_: None)
     assert not restored_after_another(model, cold, 600).isfinite().all()
 
 
