@@ -284,7 +284,6 @@ class PrefixCacheSession:
                     prompt.token_ids,
                     start=restored.num_tokens,
                     block_size=self.settings.block_size,
-                    is_cancelled=lambda: False,
                     after_step=cached.after_step,
                 )
             cached.publish(arena, logits, time.perf_counter() - started)

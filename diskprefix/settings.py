@@ -163,6 +163,25 @@ class Settings:
         unset="no key is asked for",
     )
     log_level: str = _server("info", "What is logged to stderr.", choices=("debug", "info", "warning", "error"))
+    max_sequences: int = _server(
+        8,
+        "The number of requests that are computed together. More wait. Each of the n replies to a request counts.",
+        bounds=(1, 1024),
+    )
+    kv_memory: int | None = _server(
+        None,
+        "Memory for the state of requests that run, and of those that ended. A request that does not fit waits; one "
+        "that never fits gets a 400.",
+        kind="size",
+        unset="half of what is free once the model is loaded",
+        bounds=(1024**2, MAX_BUDGET),
+    )
+    kv_memory_entries: int = _server(
+        8,
+        "The number of requests whose state stays in memory when they end. The next turn goes on from it without "
+        "reading the disk. 0 keeps none.",
+        bounds=(0, 1024),
+    )
     disk_prefix_cache: str = _cache(
         "auto:30",
         "How much of a prompt is kept: off (nothing), full (all of it), auto or auto:N (what is likely to come again, "
@@ -255,7 +274,8 @@ class Settings:
             flag, (least, most) = flag_of(name), setting.bounds
             if setting.choices and value not in setting.choices:
                 raise SettingsError(f"{flag}: {value!r} is not one of {', '.join(setting.choices)}")
-            if setting.kind in ("integer", "size", "duration") and not least <= value <= most:
+            is_number = setting.kind in ("integer", "size", "duration") and value is not None
+            if is_number and not least <= value <= most:
                 shown = format_size if setting.kind == "size" else str
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(least)} to {shown(most)})")
 

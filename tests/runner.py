@@ -175,7 +175,6 @@ class Runner:
                     token_ids,
                     start=restored.num_tokens,
                     block_size=self.settings.block_size,
-                    is_cancelled=lambda: False,
                     after_step=cached.after_step,
                 )
             cached.publish(self.arena, logits, 0.0)

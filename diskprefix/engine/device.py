@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import torch
 
-from diskprefix.errors import DiskPrefixError
+from diskprefix.errors import DeviceLost, DiskPrefixError
 from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.printable import first_line
+
+log = logging.getLogger("diskprefix")
 
 _DRIVER_ERROR = re.compile(
     r"\b(CUDA|HIP)( driver)? error|cudaError|hipError|\b(CUBLAS|CUDNN)_STATUS_|device-side assert"
@@ -30,6 +34,22 @@ def is_device_lost(error: BaseException) -> bool:
     except RuntimeError as failure:
         return not is_out_of_memory(failure)
     return False
+
+
+def raise_if_lost(error: Exception) -> None:
+    """Raises `DeviceLost` if the accelerator can compute nothing more."""
+    if is_device_lost(error):
+        log.error("[engine] the accelerator failed", exc_info=error)
+        message = f"the accelerator failed and cannot be used any more: {first_line(error)}"
+        raise DeviceLost(message) from error
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has computed everything, so that its time can be measured."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def probe_devices() -> None:

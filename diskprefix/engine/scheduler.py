@@ -1,205 +1,128 @@
-"""The queue in front of the engine: one thread, order of arrival, bounded, cancellable."""
+"""Which rows the next step computes. Free of torch and of clocks: it sees counts of tokens only.
+
+A step has a row for each sequence that decodes, and the rest of its rows are for prompts. Prompts share the engine by
+turns of their tenants: the tenant that had the fewest rows comes first. Among the prompts of a tenant the one with the
+fewest tokens left comes first, so that a short request overtakes a long one. What waits gets nearer to the front with
+each row that overtakes it: after four times its own length nothing new passes it any more.
+
+Sequences that do not pack take turns: the one that computed longest ago, where all prompts together are one.
+"""
 
 from __future__ import annotations
 
-import logging
-import math
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from diskprefix.engine.device import is_device_lost
-from diskprefix.engine.prefill import Cancelled
-from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
-from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull, ShareFull
-from diskprefix.model.media import prepared_bytes
-from diskprefix.printable import first_line
-from diskprefix.tenant import SHARED, Tenant
+from diskprefix.engine.sequence import Sequence
 
-log = logging.getLogger("diskprefix")
+MAX_ROWS = 256
+"""Rows of a step. More rows make a prefill hardly faster, and others wait longer for their tokens."""
+_AGING = 0.25
+"""By how many tokens a prompt counts as shorter for each token that overtook it."""
 
-_SMOOTHING = 0.3
-"""Weight of the newest request in the moving average that `Retry-After` is estimated from."""
-
-MAX_QUEUED_MEDIA_BYTES = 1 << 30
-"""Limit for the prepared media of all requests that run or wait."""
+S = TypeVar("S", bound=Sequence)
 
 
-Run: TypeAlias = Callable[[GenerateRequest, Callable[[Event], None], Callable[[], bool], float], None]
-"""See `Engine.run`."""
+@dataclass(frozen=True)
+class Chunk(Generic[S]):
+    """Tokens `start` … `end` of a sequence, which one step computes."""
 
-
-@dataclass(eq=False)
-class Ticket:
-    """A queued or running request. `cancel` may be called from any thread, any number of times."""
-
-    request: GenerateRequest
-    emit: Callable[[Event], None]
-    arrived_at: float = field(default_factory=time.perf_counter)
-    _cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def cancel(self) -> None:
-        self._cancelled.set()
+    sequence: S
+    start: int
+    end: int
 
     @property
-    def cancelled(self) -> bool:
-        return self._cancelled.is_set()
-
-    def forget_media(self) -> None:
-        self.request = replace(self.request, prompt=replace(self.request.prompt, media={}))
+    def num_rows(self) -> int:
+        return self.end - self.start
 
 
-class Scheduler:
-    """Owns the engine thread. `emit` of a request is called from that thread.
+class Scheduler(Generic[S]):
+    """Sequences that have memory and tokens to be computed."""
 
-    When the accelerator is lost, all requests fail, and the thread calls `on_fatal` with the error and ends.
-    """
+    def __init__(self, max_rows: int = MAX_ROWS) -> None:
+        self._max_rows = max_rows
+        self.sequences: list[S] = []
+        self._rows_of: dict[Hashable, int] = {}
+        """The prompt rows that each tenant had, for those who have prompts here."""
+        self._num_steps = 0
+        self._last_prefill = 0
 
-    def __init__(self, run: Run, max_queue: int, on_fatal: Callable[[DeviceLost], None] = lambda _error: None) -> None:
-        self._run_request = run
-        self._on_fatal = on_fatal
-        self._lost: DeviceLost | None = None
-        self._max_queue = max_queue
-        self._waiting: deque[Ticket] = deque()
-        self._current: Ticket | None = None
-        self._changed = threading.Condition()
-        self._stopping = False
-        self._mean_s = 1.0
-        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+    def add(self, sequence: S) -> None:
+        """Has the sequence computed from the next step on, if it is not yet."""
+        assert sequence.num_left > 0, "there must be something to compute"
+        if sequence in self.sequences:
+            return
+        if sequence.tenant not in self._rows_of:
+            # Nobody saves up turns while there is nothing to do.
+            self._rows_of[sequence.tenant] = min(self._rows_of.values(), default=0)
+        self.sequences.append(sequence)
+
+    def remove(self, sequence: S) -> None:
+        """Forgets the sequence, if it is known."""
+        if sequence not in self.sequences:
+            return
+        self.sequences.remove(sequence)
+        if all(other.tenant != sequence.tenant for other in self.sequences):
+            del self._rows_of[sequence.tenant]
+
+    def schedule(self) -> list[Chunk[S]]:
+        """Returns what the next step computes, [] if there is nothing. No sequence is named twice."""
+        alone = self._next_alone()
+        packed = [sequence for sequence in self.sequences if sequence.packs]
+        if alone is not None and (not packed or alone.last_step <= self._last_packed):
+            return [Chunk(alone, alone.num_computed, alone.next_end(self._max_rows))]
+        return self._packed(packed)
+
+    def advance(self, step: list[Chunk[S]]) -> None:
+        """Notes that `step` was computed."""
+        self._num_steps += 1
+        prefilled = [chunk for chunk in step if not chunk.sequence.is_decoding]
+        num_rows = sum(chunk.num_rows for chunk in prefilled)
+        taking_part = {id(chunk.sequence) for chunk in step}
+        for sequence in self.sequences:
+            if id(sequence) not in taking_part and not sequence.is_decoding:
+                sequence.overtaken += num_rows
+        for chunk in prefilled:
+            if chunk.sequence.tenant in self._rows_of:
+                self._rows_of[chunk.sequence.tenant] += chunk.num_rows
+        for chunk in step:
+            chunk.sequence.last_step = self._num_steps
+            chunk.sequence.num_computed = chunk.end
 
     @property
-    def queue_depth(self) -> int:
-        return len(self._waiting)
+    def _last_packed(self) -> int:
+        return max((sequence.last_step for sequence in self.sequences if sequence.packs), default=0)
 
-    @property
-    def running(self) -> bool:
-        return self._current is not None
+    def _next_alone(self) -> S | None:
+        """Of the sequences that do not pack, the one whose turn it is."""
+        alone = [sequence for sequence in self.sequences if not sequence.packs]
+        turns = [sequence for sequence in alone if sequence.is_decoding]
+        prompts = [sequence for sequence in alone if not sequence.is_decoding]
+        if prompts:
+            turns.append(next(self._by_turns(prompts)))
+        last_prefill = max((sequence.last_step for sequence in prompts), default=0)
+        return min(turns, key=lambda s: s.last_step if s.is_decoding else last_prefill, default=None)
 
-    def start(self) -> None:
-        self._thread.start()
+    def _packed(self, sequences: list[S]) -> list[Chunk[S]]:
+        decoding = [sequence for sequence in sequences if sequence.is_decoding]
+        # More than fit take turns, too.
+        decoding = sorted(decoding, key=lambda s: (s.last_step, s.arrived))[: self._max_rows]
+        step = [Chunk(sequence, sequence.num_computed, sequence.num_known) for sequence in decoding]
+        room = self._max_rows - len(step)
+        for sequence in self._by_turns([sequence for sequence in sequences if not sequence.is_decoding]):
+            if room <= 0:
+                break
+            chunk = Chunk(sequence, sequence.num_computed, sequence.next_end(room))
+            step.append(chunk)
+            room -= chunk.num_rows
+        return step
 
-    def submit(self, request: GenerateRequest, emit: Callable[[Event], None]) -> Ticket:
-        """Queues a request. Raises `QueueFull` or, while stopping, `NotReady`."""
-        ticket = Ticket(request, emit)
-        with self._changed:
-            self._check_room(len(self._still_waiting()), self._max_queue)
-            self._check_media(request)
-            self._waiting.append(ticket)
-            self._changed.notify_all()
-        return ticket
-
-    def require_room(self, arriving: Sequence[Tenant], caller: Tenant) -> None:
-        """Raises what `submit` would, if other requests, of the callers `arriving`, are submitted before.
-
-        Raises `ShareFull` where the half of the queue that a caller with an API key may take is taken. Callers without
-        keys are not told apart: each of them is `SHARED`.
-        """
-        with self._changed:
-            free = 0 if self._current else 1
-            ahead = [*(ticket.request.cache.tenant for ticket in self._still_waiting()), *arriving]
-            self._check_room(len(ahead), self._max_queue + free)
-            num_own = sum(tenant.ids[:1] == caller.ids for tenant in ahead)
-            if caller != SHARED and num_own >= max(1, self._max_queue // 2) + free:
-                raise ShareFull(
-                    f"{num_own} requests with this API key are waiting already, and the rest of the queue is kept for "
-                    "others; try again later or raise --max-queue",
-                    retry_after_s=self._retry_after_s(num_own),
-                )
-
-    def _still_waiting(self) -> deque[Ticket]:
-        self._waiting = deque(t for t in self._waiting if not t.cancelled)
-        return self._waiting
-
-    def _check_room(self, num_ahead: int, limit: int) -> None:
-        if self._stopping:
-            raise self._refusal()
-        if num_ahead >= limit:
-            raise QueueFull(
-                f"{num_ahead} requests are waiting already; try again later or raise --max-queue",
-                retry_after_s=self._retry_after_s(num_ahead),
-            )
-
-    def _check_media(self, request: GenerateRequest) -> None:
-        tickets = [*self._waiting, *([self._current] if self._current else [])]
-        held = sum(prepared_bytes(ticket.request.prompt.media) for ticket in tickets)
-        num_bytes = prepared_bytes(request.prompt.media)
-        if num_bytes and held + num_bytes > MAX_QUEUED_MEDIA_BYTES:
-            raise QueueFull(
-                f"the images and sounds of waiting requests take {held >> 20} MiB already; try again later",
-                retry_after_s=self._retry_after_s(len(tickets)),
-            )
-
-    def _retry_after_s(self, num_ahead: int) -> int:
-        return max(1, math.ceil(self._mean_s * (num_ahead + 1)))
-
-    def stop(self, timeout_s: float) -> bool:
-        """Refuses what waits, lets the running request finish for `timeout_s`, then cancels it. Returns whether it
-        finished."""
-        with self._changed:
-            self._refuse_all()
-            finished = self._changed.wait_for(lambda: self._current is None, timeout_s)
-            if self._current is not None:
-                self._current.cancel()
-                self._current.emit(ErrorEvent(self._refusal()))
-        if self._thread.is_alive():
-            self._thread.join()
-        return finished
-
-    def _refuse_all(self) -> None:
-        """Fails the waiting requests, and those that come from now on. The caller holds the lock."""
-        self._stopping = True
-        refused = list(self._waiting)
-        self._waiting.clear()
-        self._changed.notify_all()
-        for ticket in refused:
-            ticket.emit(ErrorEvent(self._refusal()))
-
-    def _refusal(self) -> NotReady:
-        if self._lost is not None:
-            return NotReady("the daemon lost its device and ends; try again when it was started again")
-        return NotReady("the daemon is stopping")
-
-    def _loop(self) -> None:
-        self._serve()
-        if self._lost is not None:
-            self._on_fatal(self._lost)
-
-    def _serve(self) -> None:
-        """Runs requests until the scheduler is stopped or the device is lost."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._stopping)
-                if not self._waiting:
-                    return
-                self._current = ticket = self._waiting.popleft()
-            started = time.perf_counter()
-            self._run(ticket)
-            self._mean_s += _SMOOTHING * (time.perf_counter() - started - self._mean_s)
-            ticket.forget_media()
-            with self._changed:
-                self._current = None
-                self._changed.notify_all()
-                if self._lost is not None:
-                    self._refuse_all()
-                    return
-
-    def _run(self, ticket: Ticket) -> None:
-        try:
-            if not ticket.cancelled:
-                self._run_request(ticket.request, ticket.emit, lambda: ticket.cancelled, ticket.arrived_at)
-        except Cancelled:
-            log.info("[engine] %s cancelled", ticket.request.id)
-        except DiskPrefixError as error:
-            if error.http_status >= 500:
-                log.error("[engine] %s failed: %s", ticket.request.id, error.message)
-            ticket.emit(ErrorEvent(error))
-        except Exception as error:  # the engine thread must outlive any request
-            log.exception("[engine] %s failed", ticket.request.id)
-            if is_device_lost(error):
-                self._lost = DeviceLost(f"the accelerator failed and cannot be used any more: {first_line(error)}")
-                ticket.emit(ErrorEvent(self._lost))
-                return
-            ticket.emit(ErrorEvent(DiskPrefixError("internal error; the daemon's log has the details")))
+    def _by_turns(self, prompts: list[S]) -> Iterator[S]:
+        """Yields the prompts in the order in which they are to be computed."""
+        rows_of, left = dict(self._rows_of), list(prompts)
+        while left:
+            best = min(left, key=lambda s: (rows_of[s.tenant], s.num_left - _AGING * s.overtaken, s.arrived))
+            left.remove(best)
+            yield best
+            rows_of[best.tenant] += best.num_left

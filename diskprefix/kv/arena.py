@@ -41,6 +41,12 @@ def tensor_over(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * len(payload)).from_address(address), dtype=dtype)
 
 
+def bytes_for(layout: Layout, num_tokens: int) -> int:
+    """Returns the least memory that a `KVArena` with room for `num_tokens` tokens takes."""
+    capacity = -(-num_tokens // _CAPACITY_STEP) * _CAPACITY_STEP + _PAD_TOKENS
+    return layout.bytes_per_token * capacity + layout.state_bytes
+
+
 class KVArena:
     """The state of one sequence. Not thread-safe: it belongs to the engine thread.
 
@@ -95,6 +101,16 @@ class KVArena:
         return self._capacity
 
     @property
+    def num_bytes(self) -> int:
+        """The memory that it takes."""
+        return self._size_bytes(self._capacity + self._unused_tokens if self._capacity else 0) + self.layout.state_bytes
+
+    @property
+    def marked_tokens(self) -> int:
+        """Where `rewind` returns to."""
+        return self._marked[0]
+
+    @property
     def num_tokens(self) -> int:
         return self._token_layers[0].length if self._token_layers else self._num_tokens
 
@@ -103,9 +119,9 @@ class KVArena:
         start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
         call: dict[str, Any] = {self.layout.cache_argument: self.cache.argument(model), "use_cache": True}
         if self._is_exact_at_tokens:
-            self.reserve(end)
-            self._clear_behind(end)
-            call["step"] = self._begin(Step((Run(0, start, end - start),)))
+            call["step"] = step = Step((self.begin(end - start),))
+            for layer in self._token_layers:
+                layer.step = step
         if "position_ids" in self.layout.options:
             # Not every model counts on from its cache.
             call["position_ids"] = torch.arange(start, end, device=token_ids.device).unsqueeze(0)
@@ -119,10 +135,12 @@ class KVArena:
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
-    def _begin(self, step: Step) -> Step:
-        for layer in self._token_layers:
-            layer.step = step
-        return step
+    def begin(self, num_rows: int) -> Run:
+        """Makes the memory ready for a step of so many tokens, of a model that is exact at every token."""
+        start, end = self.num_tokens, self.num_tokens + num_rows
+        self.reserve(end)
+        self._clear_behind(end)
+        return Run(start, num_rows)
 
     def _clear_behind(self, end: int) -> None:
         """Writes zeros from `end` to the end of its tile. Attention multiplies what lies there by weights of 0, so that
@@ -166,6 +184,16 @@ class KVArena:
     def mark(self) -> None:
         """Remembers this point for `rewind`. States are copied, as they are updated in place."""
         self._marked = self.num_tokens, [tensor.clone() for tensor in self._states]
+
+    def copy_from(self, other: KVArena, num_tokens: int) -> None:
+        """Takes over the first `num_tokens` tokens of another sequence, for which there is room here; with states,
+        those that `other` has marked."""
+        for mine, its in zip(self._tensors, other._tensors, strict=True):
+            mine[:, :, :, :num_tokens] = its[:, :, :, :num_tokens]
+        self.truncate(num_tokens)
+        self.complete_from = other.complete_from
+        for state, marked in zip(self._states, other._marked[1], strict=True):
+            state.copy_(marked)
 
     def rewind(self) -> None:
         """Returns to the marked point: the tokens before it were never overwritten."""

@@ -6,7 +6,9 @@ the state of any grid point can be saved after the prompt was computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from transformers.cache_utils import (
 )
 
 from diskprefix.kv.layout import LayerSpec
-from diskprefix.kv.step import TILE, Step
+from diskprefix.kv.step import TILE, Run, Step
 
 
 class TokenLayer:
@@ -55,7 +57,8 @@ class TokenLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append [1, heads, n, head_dim] and answer views of all that the n tokens may look at."""
         if self.step is not None:
-            return self._put(key_states, value_states, self.step)
+            (run,) = self.step.runs
+            return self.put(key_states, value_states, run)
         end = self.length + key_states.shape[-2]
         if end > self.keys.shape[-2]:
             self.grow(end)
@@ -64,15 +67,13 @@ class TokenLayer:
         start, self.length = self._first_visible(), end
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
-    def _put(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        row = 0
-        for run in step.runs:
-            rows, at = slice(row, row + run.num_rows), slice(run.slot + run.start, run.slot + run.end)
-            self.keys[:, :, at], self.values[:, :, at] = keys[:, :, rows], values[:, :, rows]
-            row = rows.stop
-            self.length = run.end
+    def put(self, keys: torch.Tensor, values: torch.Tensor, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the rows of `run`, [1, heads, num_rows, head_dim], and returns the memory up to the end of the run's
+        last tile."""
+        self.keys[:, :, run.start : run.end], self.values[:, :, run.start : run.end] = keys, values
+        self.length = run.end
         # Some models compute with all that is returned.
-        reach = max(run.slot + -(-run.end // TILE) * TILE for run in step.runs)
+        reach = -(-run.end // TILE) * TILE
         return self.keys[:, :, :reach], self.values[:, :, :reach]
 
     def _first_visible(self) -> int:
@@ -198,3 +199,20 @@ def make_layer(spec: LayerSpec) -> Any:
             return LinearAndSlidingLayer(spec.window, spec.num_states)
         case "none":
             return DummyLayer()
+
+
+def packed(layers: Sequence[TokenLayer], step: Step) -> TokenLayer:
+    """Returns one layer of several sequences that share a forward: like that of the first one, but each sequence's rows
+    go to its own memory, and `update` returns lists of memory, for attention of our own."""
+    layer = copy.copy(layers[0])
+    vars(layer)["update"] = partial(_update, layers, step)
+    return layer
+
+
+def _update(
+    layers: Sequence[TokenLayer], step: Step, keys: torch.Tensor, values: torch.Tensor, *_args: Any, **_kwargs: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    sizes = [run.num_rows for run in step.runs]
+    parts = zip(layers, torch.split(keys, sizes, 2), torch.split(values, sizes, 2), step.runs, strict=True)
+    memory = [layer.put(key, value, run) for layer, key, value, run in parts]
+    return [key for key, _ in memory], [value for _, value in memory]

@@ -1,4 +1,4 @@
-"""What one forward computes: rows of tokens of one or several sequences, each with its own part of the memory."""
+"""What one forward computes: rows of tokens of one or several sequences, each with memory of its own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ multiple of it."""
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`. Its memory begins at token
-    `slot` of a layer's memory."""
+    """Consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`."""
 
-    slot: int
     start: int
     num_rows: int
 

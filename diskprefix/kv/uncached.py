@@ -18,7 +18,6 @@ class TransformersState:
     """Takes the place of a `KVArena` for models whose state cannot be cut into blocks, and for prompts with `media`.
 
     It calls the two hooks that each model class has for `generate`, so a reply is what `generate` would have given.
-    With media, call `forget_media` when the request is over.
     """
 
     def __init__(self, model: PreTrainedModel, media: Mapping[str, Any] | None = None) -> None:
@@ -28,6 +27,9 @@ class TransformersState:
         self._ids: torch.Tensor | None = None
         self._carried: dict[str, Any] = {}
         self._marked: tuple[torch.Tensor | None, dict[str, Any]] | None = None
+        self._shifted = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+        self._shifts: list[Any] = [None for _ in self._shifted]
+        """By how much the images of this prompt shift positions; the model keeps that in itself."""
         self.truncate(0)
 
     def truncate(self, num_tokens: int) -> None:
@@ -44,6 +46,19 @@ class TransformersState:
 
     def forward(self, _model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
         """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
+        self._put_shifts(self._shifts)
+        try:
+            return self._forward(token_ids)
+        finally:
+            self._shifts = [module.rope_deltas for module in self._shifted]
+            # Another prompt, with other images or none, must not be shifted.
+            self._put_shifts([None for _ in self._shifted])
+
+    def _put_shifts(self, shifts: list[Any]) -> None:
+        for module, shift in zip(self._shifted, shifts, strict=True):
+            module.rope_deltas = shift
+
+    def _forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         is_first = self._ids is None
         self._ids = token_ids if self._ids is None else torch.cat([self._ids, token_ids], dim=-1)
         if is_first and self._media:
@@ -75,14 +90,6 @@ class TransformersState:
         assert self._marked is not None
         self._ids, carried = self._marked
         self._carried = copy.deepcopy(carried)
-
-
-def forget_media(model: PreTrainedModel) -> None:
-    """Removes from the model by how much the images of the last run shifted positions: the next run would be shifted
-    too."""
-    for module in model.modules():
-        if getattr(module, "rope_deltas", None) is not None:
-            module.rope_deltas = None
 
 
 def _placed(value: Any, model: PreTrainedModel) -> Any:

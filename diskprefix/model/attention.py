@@ -97,8 +97,8 @@ def _agrees(pattern: Pattern, mask_function: Any, size: int) -> bool:
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | list[torch.Tensor],
+    value: torch.Tensor | list[torch.Tensor],
     attention_mask: Any,
     *,
     scaling: float | None = None,
@@ -109,7 +109,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Returns the attention's output, shape [1, rows, heads, value_dim], and None for the weights.
 
-    `query` has shape [1, heads, rows, key_dim]; `key` and `value` are a layer's memory, [1, kv_heads, tokens, dim].
+    `query` has shape [1, heads, rows, key_dim]; `key` and `value` are a layer's memory, [1, kv_heads, tokens, dim], or
+    a list of it for several sequences.
     `attention_mask` is a `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for what it cannot do.
     """
     found = [name for name in sorted(others.keys() - _HARMLESS) if others[name] is not None]
@@ -119,17 +120,18 @@ def attend(
         raise NotInvariant("attention that is not told its step or its mask")
     if module.training or query.shape[0] != 1 or query.shape[2] != step.num_rows:
         raise NotInvariant("attention over other rows than those of the step")
-    num_groups, group = key.shape[1], query.shape[1] // key.shape[1]
+    keys, values = ([memory] if isinstance(memory, torch.Tensor) else memory for memory in (key, value))
+    num_groups, group = keys[0].shape[1], query.shape[1] // keys[0].shape[1]
     call = _Call(step, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     queries = query[0].view(num_groups, group, *query.shape[2:])
     token = is_ours.set(True)
     try:
         parts = torch.split(queries, [run.num_rows for run in step.runs], dim=2) if len(step.runs) > 1 else [queries]
-        found_of_runs = [call.run(run, part, key[0], value[0]) for run, part in zip(step.runs, parts, strict=True)]
+        found_of_runs = [call.run(*of_run) for of_run in zip(step.runs, parts, keys, values, strict=True)]
     finally:
         is_ours.reset(token)
     out = _joined(found_of_runs).permute(2, 0, 1, 3).contiguous()
-    return out.view(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    return out.view(1, query.shape[2], query.shape[1], out.shape[-1]), None
 
 
 @dataclass(frozen=True)
@@ -143,13 +145,15 @@ class _Call:
     sinks: torch.Tensor | None
 
     def run(self, run: Run, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Returns [groups, heads of a group, rows, value_dim] for queries of that form and a layer's memory."""
+        """Returns [groups, heads of a group, rows, value_dim] for queries of that form and a layer's memory, [1,
+        groups, tokens, dim]."""
+        keys, values = keys[0], values[0]
         attended = self._flash if self.softcap is None and keys.shape[-1] == values.shape[-1] else self._tiled
         size = _call_size(queries.shape[1], run.num_rows, queries.dtype, queries.shape[-1])
         if size >= run.num_rows:
             return attended(run, queries, keys, values)
         parts = [
-            attended(Run(run.slot, run.start + first, part.shape[2]), part, keys, values)
+            attended(Run(run.start + first, part.shape[2]), part, keys, values)
             for first, part in zip(range(0, run.num_rows, size), torch.split(queries, size, dim=2), strict=True)
         ]
         return _joined(parts)
@@ -159,7 +163,7 @@ class _Call:
         if not _are_blocks_safe(queries.dtype, dim):
             raise NotInvariant("torch's attention, which depends on the number of blocks")
         begin, end = _tiles_of(run, self.pattern)
-        k, v = (memory[:, None, run.slot + begin : run.slot + end] for memory in (keys, values))
+        k, v = (memory[:, None, begin:end] for memory in (keys, values))
         if heads * num_rows <= _CALL:
             # Few rows: those of all heads of a group in one block.
             count = heads * num_rows
@@ -197,7 +201,7 @@ class _Call:
             total = torch.zeros_like(highest)
             taken = rows.new_zeros(len(rows), values.shape[-1], dtype=torch.float32)
             for tile in range(begin, end, TILE):
-                at = slice(run.slot + tile, run.slot + tile + TILE)
+                at = slice(tile, tile + TILE)
                 scores = linear(rows, keys[group, at]).float() * self.scale
                 if self.softcap is not None:
                     scores = torch.tanh(scores / self.softcap) * self.softcap

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -62,6 +62,10 @@ class PrefixCache(CacheResources):
     def load(self, tenant: Tenant) -> Future[Any]:
         """See `TenantNamespaces.load`. A request that does not wait for it is served as if it were the first one."""
         return self.namespaces.load(tenant)
+
+    def owner(self, tenant: Tenant) -> Hashable:
+        """Returns what tells a tenant's state in memory from that of others, and from its own before a purge."""
+        return self.namespaces.get(tenant).root, self.namespaces.purged_at
 
     def warm_up(self, arena: KVArena) -> None:
         """Start the reading threads and take their way once, so that the first restore is as fast as any other.

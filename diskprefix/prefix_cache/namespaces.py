@@ -72,7 +72,8 @@ class TenantNamespaces:
         self._lock = threading.Lock()
         """Of `_loaded` and `_purged_at`; never held while the store's prompts are read."""
         self._threads = ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="tenant")
-        self._purged_at: bytes | None = None
+        self.purged_at: bytes | None = None
+        """When `diskprefix purge` removed something last, as the store has it."""
 
     def load(self, tenant: Tenant) -> Future[TenantNamespace]:
         """Have the tenant's recent prompts read from the store unless they are in memory. May take a second.
@@ -133,8 +134,8 @@ class TenantNamespaces:
         except CacheError:
             return
         with self._lock:
-            if purged_at != self._purged_at:
-                self._purged_at = purged_at
+            if purged_at != self.purged_at:
+                self.purged_at = purged_at
                 self._loaded.clear()
 
     def _new(self, tenant: Tenant) -> TenantNamespace:

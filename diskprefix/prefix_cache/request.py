@@ -98,6 +98,9 @@ class CachedRequest(Publisher):
         elif self._miss_reason is None:
             self._miss_reason = self._explain_miss()
 
+    def leave(self, arena: KVArena) -> None:
+        pass
+
     def after_step(self, arena: KVArena) -> None:
         """Take a checkpoint if one is wanted where the prefill has come to: its next step overwrites the states."""
         if self._bypass is not None or arena.num_tokens not in self.selection.checkpoints:

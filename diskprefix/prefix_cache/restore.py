@@ -112,7 +112,7 @@ class Restoration:
             path, end = self._worth_restoring(matcher, have)
             matched = time.perf_counter()
             while True:
-                missing = [node for node in path if node.end > have]
+                missing = [node for node in path if min(node.end, end) > have]
                 loader = _Loader(
                     self.nodes, self.layout, missing, have, end, self._queued, snapshot, self.store.mapped, arena
                 )

@@ -98,7 +98,7 @@ async def _complete(request: Request, model: type[AnyRequest], api: Api) -> Resp
         "model": serving.model_name,
         "system_fingerprint": serving.fingerprint,
     }
-    generation = Generation(serving.scheduler, generate, request.receive, on_done)
+    generation = Generation(serving.inbox, generate, request.receive, on_done)
     try:
         await generation.start()
         if stream:

@@ -94,7 +94,7 @@ class Daemon:
         `ShareFull` if the caller's own requests fill the caller's share of it.
         """
         serving = self.require_serving()
-        serving.scheduler.require_room(self._arriving, caller)
+        serving.inbox.require_room(self._arriving, caller)
         self._arriving.append(caller)
         try:
             yield serving
@@ -116,10 +116,10 @@ class Daemon:
         self._thread.start()
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new and waiting requests, gives the running one `grace_s` seconds, then cancels it."""
+        """Refuses new and waiting requests, gives those that run `grace_s` seconds, then cancels them."""
         self._stopping = True
         if self.serving is not None:
-            await asyncio.to_thread(self.serving.scheduler.stop, grace_s)
+            await asyncio.to_thread(self.serving.inbox.stop, grace_s)
 
     async def close(self) -> None:
         """Drains without grace, then flushes and closes the cache."""
@@ -147,7 +147,7 @@ class Daemon:
 
     def _serve(self, progress: Progress, loop: asyncio.AbstractEventLoop) -> Serving:
         scope = parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")
-        from diskprefix.engine.scheduler import Scheduler
+        from diskprefix.engine.inbox import Inbox
 
         imports_s = self._elapsed_s()
         engine = self._load_engine(self.settings, progress)
@@ -158,14 +158,14 @@ class Daemon:
             media=engine.media,
         )
         renderer.warm_up()
-        scheduler = Scheduler(
-            engine.run, self.settings.max_queue, on_fatal=lambda error: _call_soon(loop, self._failed, error)
+        inbox = Inbox(
+            engine.serve, self.settings.max_queue, on_fatal=lambda error: _call_soon(loop, self._failed, error)
         )
-        scheduler.start()
+        inbox.start()
         seconds = engine.startup_timings | {"imports": imports_s + engine.startup_timings.get("imports", 0.0)}
         return Serving(
             engine=engine,
-            scheduler=scheduler,
+            inbox=inbox,
             renderer=renderer,
             scope=scope,
             model_name=self.settings.served_model_name or engine.model_name,

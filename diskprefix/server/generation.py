@@ -17,7 +17,7 @@ from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, FinishEvent,
 from diskprefix.errors import DiskPrefixError
 
 if TYPE_CHECKING:
-    from diskprefix.engine.scheduler import Scheduler
+    from diskprefix.engine.inbox import Inbox
 
 log = logging.getLogger("diskprefix")
 
@@ -114,7 +114,7 @@ class Generation:
     """
 
     def __init__(
-        self, scheduler: Scheduler, request: GenerateRequest, receive: Receive, on_done: Callable[[DoneEvent], None]
+        self, inbox: Inbox, request: GenerateRequest, receive: Receive, on_done: Callable[[DoneEvent], None]
     ) -> None:
         """Submits the request. Raises `QueueFull` or `NotReady`."""
         self._loop = asyncio.get_running_loop()
@@ -122,7 +122,7 @@ class Generation:
         self._id = request.id
         self._on_done = on_done
         self._closed = False
-        self._ticket = scheduler.submit(request, self._emit)
+        self._ticket = inbox.submit(request, self._emit)
         self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
 
     async def start(self) -> None:

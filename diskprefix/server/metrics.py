@@ -82,6 +82,16 @@ class ServerMetrics:
         return generate_latest(self.registry) + generate_latest(_EngineCollector(serving, stats))
 
 
+_KV_MEMORY_GAUGES = {
+    "limit_bytes": "What --kv-memory allows for the state of requests.",
+    "used_bytes": "Memory that the state of requests takes.",
+    "max_entries": "What --kv-memory-entries allows.",
+    "entries": "Requests that ended and whose state is in memory.",
+    "entry_tokens": "The tokens of those.",
+    "running": "Replies that are being computed.",
+}
+
+
 class _EngineCollector(Collector):
     """Figures of the queue and the cache, for one scrape."""
 
@@ -94,9 +104,11 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("diskprefix_ready", "1 once the model is loaded.", value=float(serving is not None))
         if serving is None:
             return
-        scheduler = serving.scheduler
-        yield GaugeMetricFamily("diskprefix_queue_depth", "Requests that wait.", value=scheduler.queue_depth)
-        yield GaugeMetricFamily("diskprefix_running", "Requests in the engine.", value=float(scheduler.running))
+        inbox = serving.inbox
+        yield GaugeMetricFamily("diskprefix_queue_depth", "Requests that wait.", value=inbox.queue_depth)
+        yield GaugeMetricFamily("diskprefix_running", "Requests in the engine.", value=float(inbox.num_running))
+        for name, value in serving.engine.pool.stats().items():
+            yield GaugeMetricFamily(f"diskprefix_kv_memory_{name}", _KV_MEMORY_GAUGES[name], value=value)
         yield from _cache_metrics(self._stats)
 
 

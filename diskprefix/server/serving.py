@@ -13,7 +13,7 @@ from diskprefix.printable import shown
 
 if TYPE_CHECKING:
     from diskprefix.engine.engine import Engine
-    from diskprefix.engine.scheduler import Scheduler
+    from diskprefix.engine.inbox import Inbox
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class Serving:
     """A loaded engine and what the routes need besides it."""
 
     engine: Engine
-    scheduler: Scheduler
+    inbox: Inbox
     renderer: PromptRenderer
     scope: Scope
     model_name: str

@@ -37,7 +37,7 @@ class Health(BaseModel):
         description="`state`: `ok`, `unsupported` (layers that cannot be cached) or `degraded`; `error`: why.",
     )
     queue_depth: int | None = None
-    running: bool | None = None
+    running: int | None = None
 
 
 class Props(BaseModel):
@@ -51,7 +51,11 @@ class Props(BaseModel):
         "`break_even_tokens` tokens or more is) or `closed` (computing is always faster); speeds are in seconds."
     )
     queue_depth: int
-    running: bool
+    running: int
+    kv_memory: dict[str, int] = Field(
+        description="The state of requests in memory: bytes in use and allowed, requests that run, and those that "
+        "ended and may be gone on from."
+    )
     settings: dict[str, Any] = Field(description="Every setting with the value it has.")
     startup_s: dict[str, float] = Field(description="Where the time to ready went, in seconds.")
 
@@ -81,11 +85,11 @@ async def health(request: Request) -> JSONResponse:
     status_code = 200 if content.status in ("ok", "degraded") else 503
     if log_context(request).caller.sees_all:
         content.message = daemon.doing if content.status == "loading" else None
-        content.queue_depth, content.running = 0, False
+        content.queue_depth, content.running = 0, 0
         if serving is not None:
             state, error = serving.engine.cache.health
             content.model, content.cache = serving.model_name, {"state": state, "error": error}
-            content.queue_depth, content.running = serving.scheduler.queue_depth, serving.scheduler.running
+            content.queue_depth, content.running = serving.inbox.queue_depth, serving.inbox.num_running
     return JSONResponse(content.model_dump(), status_code)
 
 
@@ -99,8 +103,9 @@ async def props(request: Request) -> Props:
         version=__version__,
         model=_model_props(serving),
         full_cache={"gate": stats["gate"], "state": {name: stats[name] for name in stats if name != "gate"}},
-        queue_depth=serving.scheduler.queue_depth,
-        running=serving.scheduler.running,
+        queue_depth=serving.inbox.queue_depth,
+        running=serving.inbox.num_running,
+        kv_memory=serving.engine.pool.stats(),
         settings=asdict(daemon.settings),
         startup_s=serving.startup_s,
     )

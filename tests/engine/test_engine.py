@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +16,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diskprefix.app import load_engine
 from diskprefix.cache_options import CacheOptions
-from diskprefix.engine import engine as generate
+from diskprefix.engine import served_model as generate
 from diskprefix.engine.engine import Engine
-from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, NonFiniteLogits, StoreUnavailable
 from diskprefix.kv.arena import KVArena
@@ -30,6 +28,7 @@ from diskprefix.policy.scope import parse_scope
 from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
+from tests.engine.driving import Cancelled, run_request
 from tests.model import tiny
 
 BLOCK = 16
@@ -69,18 +68,16 @@ def run(
     token_ids: TokenIds,
     *,
     scope: str = "full",
-    is_cancelled: Callable[[], bool] = lambda: False,
+    steps: int | None = None,
     **params: Any,
 ) -> list[Event]:
-    events: list[Event] = []
     request = GenerateRequest(
         id="test",
         prompt=Prompt(token_ids),
         sampling=SamplingParams(**({"temperature": 0, "max_tokens": 12} | params)),
         cache=CacheOptions(scope=parse_scope(scope, param="scope")),
     )
-    engine.run(request, events.append, is_cancelled, time.perf_counter())
-    return events
+    return run_request(engine, request, steps=steps)
 
 
 def tokens_of(events: list[Event], choice: int = 0) -> list[int]:
@@ -174,9 +171,10 @@ def set_free_memory(monkeypatch: pytest.MonkeyPatch, free: Callable[[], int]) ->
 def test_a_prompt_whose_state_exceeds_the_memory_is_refused_and_the_next_is_served(
     long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = [0]
+    free = [1 << 30]
     set_free_memory(monkeypatch, lambda: free[0])
     engine = load(long_folder, tmp_path / "kv")
+    engine.pool._spare.clear()
     free[0] = 200 << 10
     refusal = "2000 tokens need 264.0 KiB of KV memory, 180.0 KiB are available; use a shorter prompt or a machine with"
     with pytest.raises(ContextTooLong, match=re.escape(refusal)):
@@ -189,9 +187,11 @@ def test_a_prompt_whose_state_exceeds_the_memory_is_refused_and_the_next_is_serv
 def test_a_reply_that_exceeds_the_memory_ends_with_an_error(
     long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = [400 << 10]
+    free = [1 << 30]
     set_free_memory(monkeypatch, lambda: free[0])
     engine = load(long_folder, tmp_path / "kv")
+    engine.pool._spare = [engine.pool._new_arena()]
+    engine.pool._spare[0].reserve(1020)
     free[0] = 0
     with pytest.raises(ContextTooLong, match=r"^1025 tokens need"):
         run(engine, prompt(1010), max_tokens=100, logit_bias={2: -100.0})
@@ -205,7 +205,7 @@ def test_little_memory_is_taken_ahead_where_little_is_free(monkeypatch: pytest.M
     monkeypatch.setattr(KVArena, "reserve", lambda _, num_tokens: reserved.append(num_tokens))
     for free in (0, 400 * layout.bytes_per_token):
         set_free_memory(monkeypatch, lambda free=free: free)  # type: ignore[misc]
-        Engine(loaded, SimpleNamespace(layout=layout))  # type: ignore[arg-type]
+        Engine(loaded, SimpleNamespace(layout=layout, settings=Settings()))  # type: ignore[arg-type]
     assert reserved == [0, 100]
 
 
@@ -215,7 +215,7 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     def starved(*_args: Any, **_kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
 
-    for module, step in ((probe, "rehearse"), (generate, "KVArena")):
+    for module, step in ((probe, "rehearse"), (generate, "KVPool")):
         with monkeypatch.context() as patch:
             patch.setattr(module, step, starved)
             with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):
@@ -223,13 +223,12 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     load(folder, tmp_path / "kv").close()
 
 
-def test_cancelling_stops_within_a_step_and_publishes_nothing_of_the_prefill(engine: Engine) -> None:
-    checks = iter([False, False, True])
+def test_cancelling_stops_within_a_step(engine: Engine) -> None:
+    engine.max_rows = BLOCK
     with pytest.raises(Cancelled):
-        run(engine, prompt(100), is_cancelled=lambda: next(checks))
-    assert engine.cache.writer.flush(30)
-    assert engine.cache.stats()["blocks"] == 0
-    assert done(run(engine, prompt(100))).usage.cached_tokens == 0
+        run(engine, prompt(100), steps=2)
+    again = done(run(engine, prompt(100)))
+    assert (again.usage.cached_tokens, again.cache.source) == (2 * BLOCK, "memory")
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -249,8 +248,7 @@ def test_a_reply_that_outgrows_the_memory_at_hand_is_not_changed(tmp_path: Path)
     """The arena grows in the middle of decoding; the reply equals one that never had to."""
     model = tiny.write_folder(tmp_path / "model", dtype=torch.bfloat16, max_position_embeddings=4096)
     small, large = load(model, tmp_path / "a"), load(model, tmp_path / "b")
-    state = small._state
-    small._state = type(state)(small.cache.layout, small.model.device)
+    small.pool._spare.clear()
     replies = [tokens_of(run(e, prompt(1030), max_tokens=150, logit_bias={2: -100.0})) for e in (small, large)]
     assert replies[0] == replies[1]
     assert len(replies[0]) == 150

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diskprefix.app import load_engine
 from diskprefix.cache_options import CacheOptions
-from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import GenerateRequest, SamplingParams
 from diskprefix.model import rehearsal as probe
 from diskprefix.policy.scope import Scope, parse_scope
@@ -22,6 +20,7 @@ from diskprefix.simulate.formats import read_trace
 from diskprefix.simulate.geometry import SLICEABLE
 from diskprefix.simulate.simulator import Policy, simulate
 from diskprefix.simulate.trace import RecordedDaemon, Trace
+from tests.engine.driving import Cancelled, run_request
 from tests.model import tiny
 
 BLOCK = 16
@@ -45,9 +44,10 @@ def recorded(model: Path, folder: Path, *, scope: str = "off", cancelled: bool =
         sampling=SamplingParams(temperature=0, max_tokens=3),
         cache=CacheOptions(scope=parse_scope(scope, param="scope")),
     )
+    engine.max_rows = BLOCK
     for _ in range(2):
         try:
-            engine.run(request, lambda _: None, lambda: cancelled, time.perf_counter())
+            run_request(engine, request, steps=2 if cancelled else None)
         except Cancelled:
             assert cancelled
     engine.close()

@@ -12,9 +12,9 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from diskprefix.engine.engine import Engine
-from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import ModelError
+from tests.engine.driving import Cancelled
 from tests.engine.test_engine import done, load, prompt, run, tokens_of
 from tests.model import tiny
 
@@ -109,9 +109,8 @@ def test_the_reply_is_what_generate_gives(engine: Engine, monkeypatch: pytest.Mo
 
 def test_a_reply_can_be_cancelled_between_its_steps(tmp_path: Path) -> None:
     engine = load(write_folder(tmp_path / "model", "recurrent_gemma"), tmp_path / "kv")
-    checks = iter([False, False, True])
     with pytest.raises(Cancelled):
-        run(engine, prompt(NUM_TOKENS), is_cancelled=lambda: next(checks))
+        run(engine, prompt(NUM_TOKENS), steps=2)
     engine.close()
 
 

@@ -51,7 +51,6 @@ def cold_logits(kind: str, prompt: bytes) -> torch.Tensor:
             token_ids,
             start=0,
             block_size=BLOCK,
-            is_cancelled=lambda: False,
             after_step=lambda _: None,
         )
 

@@ -87,9 +87,7 @@ def never_stopped(runner: Runner, prompt: TokenIds, whole: TokenIds, decoded_to:
         def nothing(_: KVArena) -> None:
             pass
 
-        return prefill(
-            model, arena, token_ids, start=start, block_size=BLOCK, is_cancelled=lambda: False, after_step=nothing
-        )
+        return prefill(model, arena, token_ids, start=start, block_size=BLOCK, after_step=nothing)
 
     with torch.inference_mode():
         arena.reserve(len(whole))

@@ -67,7 +67,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @dataclass
 class Layer:
-    """The queries of a sequence, [heads, LENGTH, key_dim], and memory that holds its keys and values from `slot` on.
+    """The queries of a sequence, [heads, LENGTH, key_dim], and memory that holds its keys and values.
     Behind the end it is zero, as the arena leaves it."""
 
     case: Case
@@ -77,18 +77,17 @@ class Layer:
     sinks: torch.Tensor | None
 
     @classmethod
-    def of(cls, case: Case, *, seed: int = 0, slot: int = 0) -> Layer:
+    def of(cls, case: Case, *, seed: int = 0) -> Layer:
         generator = torch.Generator().manual_seed(seed)
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(case.dtype)
 
         keys, values = (
-            torch.zeros(1, case.kv_heads, slot + CAPACITY, dim, dtype=case.dtype)
-            for dim in (case.key_dim, case.value_dim)
+            torch.zeros(1, case.kv_heads, CAPACITY, dim, dtype=case.dtype) for dim in (case.key_dim, case.value_dim)
         )
-        keys[0, :, slot : slot + LENGTH] = numbers(case.kv_heads, LENGTH, case.key_dim)
-        values[0, :, slot : slot + LENGTH] = numbers(case.kv_heads, LENGTH, case.value_dim)
+        keys[0, :, :LENGTH] = numbers(case.kv_heads, LENGTH, case.key_dim)
+        values[0, :, :LENGTH] = numbers(case.kv_heads, LENGTH, case.value_dim)
         sinks = numbers(case.heads) if case.sinks else None
         return cls(case, numbers(case.heads, LENGTH, case.key_dim), keys, values, sinks)
 
@@ -110,7 +109,7 @@ class Layer:
 
     def cut(self, steps: Sequence[int]) -> torch.Tensor:
         ends = [sum(steps[: i + 1]) for i in range(len(steps))]
-        return torch.cat([self.attended([Run(0, end - n, n)]) for end, n in zip(ends, steps, strict=True)])
+        return torch.cat([self.attended([Run(end - n, n)]) for end, n in zip(ends, steps, strict=True)])
 
 
 def plain(layer: Layer) -> torch.Tensor:
@@ -133,7 +132,7 @@ def plain(layer: Layer) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_is_attention(case: Case, dtype: torch.dtype) -> None:
     layer = Layer.of(replace(case, dtype=dtype))
-    error = (layer.attended([Run(0, 0, LENGTH)]).double() - plain(layer)).abs().max()
+    error = (layer.attended([Run(0, LENGTH)]).double() - plain(layer)).abs().max()
     assert error < (0.06 if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -153,30 +152,26 @@ def test_a_token_has_the_same_bits_however_its_sequence_is_cut(case: Case, dtype
 
 
 def test_a_token_has_the_same_bits_beside_other_sequences(case: Case) -> None:
-    alone, other = Layer.of(case), Layer.of(case, seed=1, slot=CAPACITY)
-    both = replace_memory(alone, other)
-    runs = [Run(CAPACITY, 40, 33), Run(0, 200, 1), Run(0, 530, 7), Run(CAPACITY, 511, 2)]
-    rows = [(other if run.slot else alone).queries[:, run.start : run.end] for run in runs]
-    found = both.attended(runs, torch.cat(rows, dim=1))
-    expected = [
-        alone.attended([run]) if run.slot == 0 else Layer.of(case, seed=1).attended([Run(0, run.start, run.num_rows)])
-        for run in runs
-    ]
-    if not case.sinks:  # each of the layers has its own
-        assert torch.equal(found, torch.cat(expected))
-    assert torch.equal(found[33:41], torch.cat(expected[1:3]))
-
-
-def replace_memory(alone: Layer, other: Layer) -> Layer:
-    """The first sequence, in memory that holds the other behind it."""
-    keys, values = other.keys.clone(), other.values.clone()
-    keys[:, :, :CAPACITY], values[:, :, :CAPACITY] = alone.keys, alone.values
-    return replace(alone, keys=keys, values=values)
+    one, other = Layer.of(case), Layer.of(case, seed=1)
+    other.sinks = one.sinks
+    runs = [(other, Run(40, 33)), (one, Run(200, 1)), (one, Run(530, 7)), (other, Run(511, 2))]
+    found, _ = attend(
+        MODULE,
+        torch.cat([layer.queries[:, run.start : run.end] for layer, run in runs], dim=1).unsqueeze(0),
+        [layer.keys for layer, _ in runs],
+        [layer.values for layer, _ in runs],
+        case.pattern,
+        scaling=case.scaling,
+        softcap=case.softcap,
+        s_aux=one.sinks,
+        step=Step(tuple(run for _, run in runs)),
+    )
+    assert torch.equal(found[0], torch.cat([layer.attended([run]) for layer, run in runs]))
 
 
 def test_what_lies_beyond_the_last_tile_is_never_read(case: Case) -> None:
     layer = Layer.of(case)
-    run = Run(0, 100, 20)
+    run = Run(100, 20)
     expected = layer.attended([run])
     layer.keys[:, :, TILE:] = layer.values[:, :, TILE:] = float("nan")
     assert torch.equal(layer.attended([run]), expected)
@@ -209,7 +204,7 @@ def test_a_mask_of_another_form_is_refused() -> None:
 @pytest.mark.parametrize("name", ["position_bias", "indices"])
 def test_an_argument_that_changes_the_result_is_refused(name: str) -> None:
     layer = Layer.of(CASES["grouped"])
-    arguments = {name: torch.zeros(1), "step": Step((Run(0, 0, 1),))}
+    arguments = {name: torch.zeros(1), "step": Step((Run(0, 1),))}
     with pytest.raises(NotInvariant, match=name):
         attend(MODULE, layer.queries[None, :, :1], layer.keys, layer.values, Pattern(), **arguments)  # type: ignore[arg-type]
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layers import TokenLayer
-from diskprefix.kv.step import TILE, Run, Step
-from diskprefix.model import attention, invariance, invariant, rows
+from diskprefix.kv.step import TILE
+from diskprefix.model import attention, invariance, invariant, rows, runner
 from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.model.invariance import make_exact
 from diskprefix.model.rehearsal import made_up_tokens, rehearse
@@ -195,14 +195,14 @@ def test_a_model_gets_no_more_of_the_memory_than_the_tiles_of_its_step(
     """Some models compute with all that they get: it must not cost more where there is more memory."""
     model, memory = arena
     memory.reserve(8 * TILE)
-    put, sizes = TokenLayer._put, set[int]()
+    put, sizes = TokenLayer.put, set[int]()
 
     def noted(self: TokenLayer, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = put(self, *args)
         sizes.update((keys.shape[2], values.shape[2]))
         return keys, values
 
-    monkeypatch.setattr(TokenLayer, "_put", noted)
+    monkeypatch.setattr(TokenLayer, "put", noted)
     with torch.inference_mode():
         memory.forward(model, made_up_tokens(model, 7, 30))
     assert sizes == {TILE}
@@ -217,23 +217,12 @@ def test_several_sequences_in_one_forward_have_the_bits_of_each_alone(arena: tup
         with torch.inference_mode():
             memory.forward(model, prompt)
         alone.append(bytes(memory.read_tokens(0, prompt.shape[1])))
-    together = KVArena(memory.layout, model.device)
-    together.reserve(3 * TILE)
-    step = Step(tuple(Run(slot * TILE, 0, prompt.shape[1]) for slot, prompt in enumerate(prompts)))
-    for layer in together.layers:
-        assert isinstance(layer, TokenLayer)
-        layer.step = step
-    positions = torch.cat([torch.arange(prompt.shape[1]) for prompt in prompts])
+    together = [KVArena(memory.layout, model.device) for _ in prompts]
     with torch.inference_mode():
-        model(
-            input_ids=torch.cat(prompts, dim=1),
-            position_ids=positions[None],
-            past_key_values=together.cache,
-            use_cache=True,
-            step=step,
-        )
-    for slot, (prompt, expected) in enumerate(zip(prompts, alone, strict=True)):
-        assert bytes(together.read_tokens(slot * TILE, prompt.shape[1])) == expected
+        runner.run(model, [runner.Rows(own, prompt[:, :5]) for own, prompt in zip(together, prompts, strict=True)])
+        runner.run(model, [runner.Rows(own, prompt[:, 5:]) for own, prompt in zip(together, prompts, strict=True)])
+    for own, prompt, expected in zip(together, prompts, alone, strict=True):
+        assert bytes(own.read_tokens(0, prompt.shape[1])) == expected
 
 
 def unsafe_counts(monkeypatch: pytest.MonkeyPatch) -> None:

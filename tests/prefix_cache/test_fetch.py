@@ -57,7 +57,6 @@ def go_on(
             token_ids,
             start=start,
             block_size=BLOCK,
-            is_cancelled=lambda: False,
             after_step=after_step,
         ).clone()
 

@@ -137,7 +137,6 @@ def test_a_model_that_is_exact_on_the_grid_stays_on_it(tmp_path: Path) -> None:
             stored,
             start=3,
             block_size=BLOCK,
-            is_cancelled=lambda: False,
             after_step=lambda _: None,
         )
     runner.close()

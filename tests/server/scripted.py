@@ -18,7 +18,7 @@ import uvicorn
 
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.engine import Engine
-from diskprefix.engine.prefill import Cancelled
+from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, TextEvent, Timings, Usage
 from diskprefix.policy.scope import Scope
 from diskprefix.policy.select import Selection
@@ -29,6 +29,7 @@ from diskprefix.server.listener import listen
 from diskprefix.server.process import uvicorn_config
 from diskprefix.settings import Settings
 from diskprefix.tenant import Tenant
+from tests.engine.driving import Cancelled, serve_one_at_a_time
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import wait_until
 
@@ -60,6 +61,15 @@ STATS: dict[str, Any] = {
     "gate": CostModel("auto", lambda num_tokens: 23_040 * num_tokens).as_dict(),
 }
 
+
+KV_MEMORY = {
+    "limit_bytes": 1000,
+    "used_bytes": 500,
+    "max_entries": 8,
+    "entries": 2,
+    "entry_tokens": 300,
+    "running": 1,
+}
 
 CHOSEN = Selection(scope=Scope("auto", 30), prompt_tokens=10, reason="no_match", recent=2, common=3)
 
@@ -113,6 +123,7 @@ class ScriptedEngine:
         self.identity = {"root": "0123456789abcdef0123456789abcdef"}
         self.startup_timings = {"weights": 0.5}
         self.cache = ScriptedCache(self)
+        self.pool = SimpleNamespace(stats=lambda: dict(KV_MEMORY))
 
     def load(self, settings: Settings, progress: Callable[[str], None]) -> Engine:
         """Stands in for `app.load_engine`."""
@@ -122,8 +133,10 @@ class ScriptedEngine:
         self.tokenizer = AutoTokenizer.from_pretrained(settings.model)
         return cast("Engine", self)
 
-    def run(self, request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool], arrived_at: float) -> None:
-        assert arrived_at > 0
+    def serve(self, inbox: Inbox) -> None:
+        serve_one_at_a_time(self._run)(inbox)
+
+    def _run(self, request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool]) -> None:
         self.requests.append(request)
         self.entered.set()
         try:

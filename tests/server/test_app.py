@@ -547,7 +547,7 @@ def test_a_stopping_daemon_refuses_what_waits_and_cancels_what_runs(chat_model: 
             wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the second request waits")
         serving = server.daemon.serving
         assert serving is not None
-        serving.scheduler.stop(0)
+        serving.inbox.stop(0)
         running.join(30)
         waiting.join(30)
     assert [answer.status_code for answer in answers] == [503, 503]

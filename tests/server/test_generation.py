@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from diskprefix.engine.prefill import Cancelled
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, TextEvent, TokenLogprob
 from diskprefix.server import generation
 from diskprefix.server.generation import EventBuffer
+from tests.engine.driving import Cancelled
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, say_hello, scripted_app
 

@@ -19,8 +19,8 @@ import torch
 from diskprefix.app import load_engine
 from diskprefix.chat import content as server_content
 from diskprefix.chat.messages import Message
-from diskprefix.engine import scheduler as engine_scheduler
-from diskprefix.engine.engine import Engine
+from diskprefix.engine import inbox
+from diskprefix.engine.sampler import Sampler
 from diskprefix.model import media as engine_media
 from diskprefix.model.invariant import as_it_was
 from diskprefix.server.schemas import ChatRequest
@@ -425,7 +425,7 @@ def test_what_the_models_own_code_raises_over_an_image_is_a_400(
 def test_images_beyond_what_may_wait_are_a_503_that_says_when_to_come_back(
     llava: AppServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_scheduler, "MAX_QUEUED_MEDIA_BYTES", 1000)
+    monkeypatch.setattr(inbox, "MAX_QUEUED_MEDIA_BYTES", 1000)
     with llava.client() as client:
         answer = client.post(CHAT, json=body(IMAGE))
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
@@ -476,14 +476,14 @@ def test_the_body_of_a_request_is_gone_while_its_reply_is_made(
     llava: AppServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[Any] = []
-    decode = Engine._decode
+    sample = Sampler.sample
 
-    def look(self: Engine, *args: Any) -> None:
+    def look(self: Sampler, logits: torch.Tensor) -> int:
         gc.collect()
         held.extend(found for found in gc.get_objects() if type(found) in (ChatRequest, Message))
-        decode(self, *args)
+        return sample(self, logits)
 
-    monkeypatch.setattr(Engine, "_decode", look)
+    monkeypatch.setattr(Sampler, "sample", look)
     ask(llava, body(IMAGE, text_part("see")))
     assert held == []
 

@@ -25,6 +25,7 @@ def server(chat_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> 
         "block_size": BLOCK,
         "kv_cache_min_tokens": BLOCK,
         "kv_cache_budget": 64 << 20,
+        "kv_memory_entries": 0,
         "reuse_generated": request.param,
     }
     with started_app(chat_model, load_engine, **settings) as server:

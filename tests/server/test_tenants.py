@@ -139,7 +139,7 @@ def test_what_one_tenant_sent_moves_no_boundary_of_another(daemon: DaemonProcess
 
     alone = reports("window-1")
     assert alone[0]["miss_reason"] == "not_stored"
-    assert alone[1]["restored"] == alone[0]["boundary"] > 0
+    assert alone[1]["restored"] >= alone[0]["boundary"] > 0
     assert alone[3]["miss_reason"] == "diverged"
     assert reports("window-2") == alone
     reports(None)

@@ -28,6 +28,7 @@ BODY: dict[str, Any] = {
 def server(chat_model: Path, tmp_path: Path) -> Iterator[AppServer]:
     """A daemon that keeps what asks for no other time for ever."""
     settings: dict[str, Any] = {"kv_cache_dir": tmp_path / "kv", "block_size": BLOCK, "kv_cache_min_tokens": BLOCK}
+    settings["kv_memory_entries"] = 0
     with started_app(chat_model, load_engine, kv_cache_budget=64 << 20, kv_cache_gate="off", **settings) as server:
         server.wait_ready()
         yield server

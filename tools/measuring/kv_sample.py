@@ -73,7 +73,6 @@ def sample_from_model(report: Callable[[str], None]) -> KVSample:
             token_ids,
             start=0,
             block_size=BLOCK_SIZE,
-            is_cancelled=lambda: False,
             after_step=lambda _: None,
         )
     blocks = tuple(arena.read_tokens(start, BLOCK_SIZE) for start in range(0, len(token_ids), BLOCK_SIZE))

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from diskprefix.cache_options import CacheOptions
-from diskprefix.engine.prefill import Cancelled
+from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, SamplingParams
-from diskprefix.engine.scheduler import Scheduler
 from diskprefix.errors import ContextTooLong, DeviceLost, NonFiniteLogits, NotReady, QueueFull, ShareFull
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prompt import Prompt
 from diskprefix.tenant import SHARED, Tenant
+from tests.engine.driving import Cancelled, serve_one_at_a_time
 
 ALICE, BOB = Tenant.of_key("alice"), Tenant.of_key("bob")
 
@@ -41,9 +41,7 @@ class Steps:
         request: GenerateRequest,
         emit: Callable[[Event], None],
         is_cancelled: Callable[[], bool],
-        arrived_at: float,
     ) -> None:
-        assert arrived_at > 0
         self._note(self.started, request.id)
         while not self.go.wait(0.001):
             if is_cancelled():
@@ -80,110 +78,110 @@ def steps() -> Steps:
 
 
 def test_requests_run_one_at_a_time_in_order_of_arrival(steps: Steps) -> None:
-    scheduler = Scheduler(steps.run, 8)
-    scheduler.start()
+    inbox = Inbox(serve_one_at_a_time(steps.run), 8)
+    inbox.start()
     for name in "abc":
-        scheduler.submit(request(name), Events())
+        inbox.submit(request(name), Events())
     steps.wait_until(lambda: bool(steps.started))
-    assert (steps.started, scheduler.queue_depth, scheduler.running) == (["a"], 2, True)
+    assert (steps.started, inbox.queue_depth, inbox.num_running) == (["a"], 2, 1)
     steps.go.set()
     steps.wait_until(lambda: len(steps.ended) == 3)
     assert steps.ended == ["a", "b", "c"]
-    assert scheduler.stop(30)
+    assert inbox.stop(30)
 
 
 def test_a_full_queue_refuses_with_a_hint(steps: Steps) -> None:
-    scheduler = Scheduler(steps.run, 2)
-    scheduler.start()
-    scheduler.submit(request("running"), Events())
+    inbox = Inbox(serve_one_at_a_time(steps.run), 2)
+    inbox.start()
+    inbox.submit(request("running"), Events())
     steps.wait_until(lambda: bool(steps.started))
-    waiting = [scheduler.submit(request(name), Events()) for name in "ab"]
+    waiting = [inbox.submit(request(name), Events()) for name in "ab"]
     with pytest.raises(QueueFull, match="--max-queue") as refused:
-        scheduler.submit(request("c"), Events())
+        inbox.submit(request("c"), Events())
     assert refused.value.retry_after_s >= 1
     waiting[0].cancel()
-    scheduler.submit(request("d"), Events())
+    inbox.submit(request("d"), Events())
     steps.go.set()
     steps.wait_until(lambda: len(steps.ended) == 3)
     assert steps.ended == ["running", "b", "d"]
-    scheduler.stop(30)
+    inbox.stop(30)
 
 
 def test_what_waiting_requests_hold_of_images_is_limited(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diskprefix.engine.scheduler.MAX_QUEUED_MEDIA_BYTES", 100)
-    scheduler = Scheduler(steps.run, 8)
-    scheduler.start()
-    scheduler.submit(request("running", media_bytes=60), Events())
+    monkeypatch.setattr("diskprefix.engine.inbox.MAX_QUEUED_MEDIA_BYTES", 100)
+    inbox = Inbox(serve_one_at_a_time(steps.run), 8)
+    inbox.start()
+    inbox.submit(request("running", media_bytes=60), Events())
     steps.wait_until(lambda: bool(steps.started))
-    waiting = scheduler.submit(request("waiting", media_bytes=40), Events())
-    scheduler.submit(request("text"), Events())
+    waiting = inbox.submit(request("waiting", media_bytes=40), Events())
+    inbox.submit(request("text"), Events())
     with pytest.raises(QueueFull, match="the images and sounds of waiting requests take") as refused:
-        scheduler.submit(request("more", media_bytes=1), Events())
+        inbox.submit(request("more", media_bytes=1), Events())
     assert refused.value.retry_after_s >= 1
     waiting.cancel()
-    scheduler.submit(request("in its place", media_bytes=40), Events())
+    inbox.submit(request("in its place", media_bytes=40), Events())
     steps.go.set()
     steps.wait_until(lambda: steps.ended == ["running", "text", "in its place"])
-    scheduler.stop(30)
+    inbox.stop(30)
 
 
 def test_the_images_of_a_request_that_is_over_are_let_go_of(steps: Steps) -> None:
     """Its ticket lives on until its client has read all of the answer."""
-    scheduler = Scheduler(steps.run, 8)
-    scheduler.start()
-    tickets = [scheduler.submit(request(name, media_bytes=60), Events()) for name in "ab"]
+    inbox = Inbox(serve_one_at_a_time(steps.run), 8)
+    inbox.start()
+    tickets = [inbox.submit(request(name, media_bytes=60), Events()) for name in "ab"]
     tickets[1].cancel()
     steps.go.set()
     steps.wait_until(lambda: steps.ended == ["a"])
-    scheduler.submit(request("c"), Events())
+    inbox.submit(request("c"), Events())
     steps.wait_until(lambda: steps.ended == ["a", "c"])
-    scheduler.stop(30)
+    inbox.stop(30)
     assert not tickets[0].request.prompt.media
 
 
 def test_requests_that_are_still_being_read_are_counted_and_told(steps: Steps) -> None:
-    scheduler = Scheduler(steps.run, 4)
-    scheduler.require_room([SHARED] * 4, SHARED)
+    inbox = Inbox(serve_one_at_a_time(steps.run), 4)
+    inbox.require_room([SHARED] * 4, SHARED)
     with pytest.raises(QueueFull, match=r"^5 requests are waiting already"):
-        scheduler.require_room([SHARED] * 5, SHARED)
+        inbox.require_room([SHARED] * 5, SHARED)
 
 
 def test_a_caller_with_a_key_has_half_of_the_queue_whatever_its_salts(steps: Steps) -> None:
-    scheduler = Scheduler(steps.run, 4)
-    scheduler.start()
-    scheduler.submit(request("running", BOB), Events())
+    inbox = Inbox(serve_one_at_a_time(steps.run), 4)
+    inbox.start()
+    inbox.submit(request("running", BOB), Events())
     steps.wait_until(lambda: bool(steps.started))
-    scheduler.submit(request("waiting", ALICE.with_salt("one of hers")), Events())
-    scheduler.require_room([SHARED.with_salt("nobody's")], ALICE)
+    inbox.submit(request("waiting", ALICE.with_salt("one of hers")), Events())
+    inbox.require_room([SHARED.with_salt("nobody's")], ALICE)
     with pytest.raises(ShareFull, match=r"^2 requests with this API key") as refused:
-        scheduler.require_room([ALICE], ALICE)
+        inbox.require_room([ALICE], ALICE)
     assert (refused.value.http_status, refused.value.retry_after_s >= 1) == (429, True)
-    scheduler.require_room([ALICE], BOB)
-    scheduler.require_room([SHARED, SHARED], SHARED)
+    inbox.require_room([ALICE], BOB)
+    inbox.require_room([SHARED, SHARED], SHARED)
     steps.go.set()
-    assert scheduler.stop(30)
+    assert inbox.stop(30)
 
 
 def test_the_share_of_the_smallest_queue_is_one_place(steps: Steps) -> None:
-    scheduler = Scheduler(steps.run, 1)
-    scheduler.require_room([ALICE], ALICE)
-    scheduler.require_room([BOB], ALICE)
+    inbox = Inbox(serve_one_at_a_time(steps.run), 1)
+    inbox.require_room([ALICE], ALICE)
+    inbox.require_room([BOB], ALICE)
     with pytest.raises(QueueFull):
-        scheduler.require_room([ALICE, BOB], ALICE)
+        inbox.require_room([ALICE, BOB], ALICE)
 
 
 def test_cancelling_stops_a_running_request_and_the_next_one_runs(steps: Steps) -> None:
-    scheduler = Scheduler(steps.run, 8)
-    scheduler.start()
-    first, events = scheduler.submit(request("a"), Events()), Events()
-    scheduler.submit(request("b"), events)
+    inbox = Inbox(serve_one_at_a_time(steps.run), 8)
+    inbox.start()
+    first, events = inbox.submit(request("a"), Events()), Events()
+    inbox.submit(request("b"), events)
     steps.wait_until(lambda: bool(steps.started))
     first.cancel()
     steps.wait_until(lambda: steps.started == ["a", "b"])
     steps.go.set()
     assert events.last.wait(30)
     assert steps.ended[0] == "a cancelled"
-    scheduler.stop(30)
+    inbox.stop(30)
 
 
 @pytest.mark.parametrize(
@@ -191,36 +189,36 @@ def test_cancelling_stops_a_running_request_and_the_next_one_runs(steps: Steps) 
     [(ContextTooLong("too long"), "too long"), (ZeroDivisionError("secret detail"), "internal error")],
 )
 def test_a_failure_is_an_event_and_the_thread_lives_on(steps: Steps, failure: Exception, message: str) -> None:
-    scheduler = Scheduler(steps.run, 8)
-    scheduler.start()
+    inbox = Inbox(serve_one_at_a_time(steps.run), 8)
+    inbox.start()
     steps.go.set()
     for _ in range(2):
         events = Events()
         steps.failure = failure
-        scheduler.submit(request("a"), events)
+        inbox.submit(request("a"), events)
         assert events.last.wait(30)
         (event,) = events
         assert isinstance(event, ErrorEvent)
         assert message in event.error.message
         assert "secret" not in event.error.message
-    scheduler.stop(30)
+    inbox.stop(30)
 
 
 def test_stopping_refuses_what_waits_and_cancels_what_takes_too_long(steps: Steps) -> None:
-    scheduler = Scheduler(steps.run, 8)
-    scheduler.start()
+    inbox = Inbox(serve_one_at_a_time(steps.run), 8)
+    inbox.start()
     running, waiting = Events(), Events()
-    scheduler.submit(request("a"), running)
+    inbox.submit(request("a"), running)
     steps.wait_until(lambda: bool(steps.started))
-    scheduler.submit(request("b"), waiting)
-    assert not scheduler.stop(0.01)
+    inbox.submit(request("b"), waiting)
+    assert not inbox.stop(0.01)
     assert steps.ended == ["a cancelled"]
     for events in (running, waiting):
         (event,) = events
         assert isinstance(event, ErrorEvent)
         assert isinstance(event.error, NotReady)
     with pytest.raises(NotReady):
-        scheduler.submit(request("c"), Events())
+        inbox.submit(request("c"), Events())
 
 
 def test_a_lost_device_fails_all_requests_and_is_reported_once(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,12 +237,12 @@ def test_a_lost_device_fails_all_requests_and_is_reported_once(steps: Steps, mon
         fatal.append(error)
         reported.set()
 
-    scheduler = Scheduler(steps.run, 8, on_fatal)
-    scheduler.start()
+    inbox = Inbox(serve_one_at_a_time(steps.run), 8, on_fatal)
+    inbox.start()
     running, waiting = Events(), Events()
-    scheduler.submit(request("running"), running)
+    inbox.submit(request("running"), running)
     steps.wait_until(lambda: bool(steps.started))
-    scheduler.submit(request("waiting"), waiting)
+    inbox.submit(request("waiting"), waiting)
     steps.go.set()
     assert reported.wait(30)
     assert fatal[0].exit_code != 0
@@ -252,9 +250,9 @@ def test_a_lost_device_fails_all_requests_and_is_reported_once(steps: Steps, mon
     assert isinstance(waiting[0], ErrorEvent)
     assert isinstance(waiting[0].error, NotReady)
     with pytest.raises(NotReady, match="lost its device"):
-        scheduler.submit(request("later"), Events())
-    assert scheduler.stop(30)
-    assert (steps.started, len(fatal), scheduler.running) == (["running"], 1, False)
+        inbox.submit(request("later"), Events())
+    assert inbox.stop(30)
+    assert (steps.started, len(fatal), inbox.num_running) == (["running"], 1, 0)
     assert probed_on == ["engine"]
 
 
@@ -272,14 +270,14 @@ def test_an_error_of_one_request_is_not_fatal(steps: Steps, failure: Exception) 
     fatal: list[DeviceLost] = []
     steps.failure = failure
     steps.go.set()
-    scheduler = Scheduler(steps.run, 8, fatal.append)
-    scheduler.start()
+    inbox = Inbox(serve_one_at_a_time(steps.run), 8, fatal.append)
+    inbox.start()
     failed, served = Events(), Events()
-    scheduler.submit(request("failed"), failed)
+    inbox.submit(request("failed"), failed)
     assert failed.last.wait(30)
     assert isinstance(failed[0], ErrorEvent)
     steps.failure = None
-    scheduler.submit(request("served"), served)
+    inbox.submit(request("served"), served)
     steps.wait_until(lambda: steps.ended == ["served"])
-    assert scheduler.stop(30)
+    assert inbox.stop(30)
     assert (served, fatal) == ([FinishEvent(0, "stop")], [])

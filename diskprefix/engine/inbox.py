@@ -1,0 +1,227 @@
+"""The requests that wait for the engine or run in it: bounded, cancellable, and with the thread that serves them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
+from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull, ShareFull
+from diskprefix.model.media import prepared_bytes
+from diskprefix.tenant import SHARED, Tenant
+
+log = logging.getLogger("diskprefix")
+
+_SMOOTHING = 0.3
+"""Weight of the newest request in the moving average that `Retry-After` is estimated from."""
+
+MAX_QUEUED_MEDIA_BYTES = 1 << 30
+"""Limit for the prepared media of all requests that run or wait."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A waiting or running request. `cancel` may be called from any thread, any number of times."""
+
+    request: GenerateRequest
+    emit: Callable[[Event], None]
+    arrived_at: float = field(default_factory=time.perf_counter)
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def forget_media(self) -> None:
+        self.request = replace(self.request, prompt=replace(self.request.prompt, media={}))
+
+
+Serve: TypeAlias = "Callable[[Inbox], None]"
+
+
+class Inbox:
+    """Owns the engine thread, which runs `serve`. `emit` of a request is called from that thread.
+
+    `serve` takes requests with `begin`, hands them back with `end`, and returns when `wait` returns False. If it raises
+    `DeviceLost`, all requests fail, and the thread calls `on_fatal` with the error and ends.
+    """
+
+    def __init__(
+        self, serve: Serve, max_queue: int, on_fatal: Callable[[DeviceLost], None] = lambda _error: None
+    ) -> None:
+        self._serve = serve
+        self._on_fatal = on_fatal
+        self._lost: DeviceLost | None = None
+        self._max_queue = max_queue
+        self._waiting: list[Ticket] = []
+        self._running: dict[Ticket, float] = {}
+        """When each of them began, on the clock of `time.perf_counter`."""
+        self._changed = threading.Condition()
+        self._has_news = False
+        self._stopping = False
+        self._mean_s = 1.0
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+
+    @property
+    def queue_depth(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: GenerateRequest, emit: Callable[[Event], None]) -> Ticket:
+        """Adds a request. Raises `QueueFull` or, while stopping, `NotReady`."""
+        ticket = Ticket(request, emit)
+        with self._changed:
+            self._check_room(len(self._still_waiting()), self._max_queue)
+            self._check_media(request)
+            self._waiting.append(ticket)
+            self._tell()
+        return ticket
+
+    def require_room(self, arriving: Sequence[Tenant], caller: Tenant) -> None:
+        """Raises what `submit` would, if other requests, of the callers `arriving`, are submitted before.
+
+        Raises `ShareFull` where the half of the queue that a caller with an API key may take is taken. Callers without
+        keys are not told apart: each of them is `SHARED`.
+        """
+        with self._changed:
+            free = 0 if self._running else 1
+            ahead = [*(ticket.request.cache.tenant for ticket in self._still_waiting()), *arriving]
+            self._check_room(len(ahead), self._max_queue + free)
+            num_own = sum(tenant.ids[:1] == caller.ids for tenant in ahead)
+            if caller != SHARED and num_own >= max(1, self._max_queue // 2) + free:
+                raise ShareFull(
+                    f"{num_own} requests with this API key are waiting already, and the rest of the queue is kept for "
+                    "others; try again later or raise --max-queue",
+                    retry_after_s=self._retry_after_s(num_own),
+                )
+
+    def waiting(self) -> list[Ticket]:
+        """Returns the requests that wait, in order of arrival. Those that were cancelled are forgotten."""
+        with self._changed:
+            self._has_news = False
+            return list(self._still_waiting())
+
+    def begin(self, ticket: Ticket) -> None:
+        """The engine takes a waiting request."""
+        with self._changed:
+            # It may have been refused in this moment.
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+            else:
+                ticket.cancel()
+            self._running[ticket] = time.perf_counter()
+            self._changed.notify_all()
+
+    def end(self, ticket: Ticket) -> None:
+        """The engine is done with a request."""
+        with self._changed:
+            seconds = time.perf_counter() - self._running.pop(ticket)
+            self._mean_s += _SMOOTHING * (seconds - self._mean_s)
+            ticket.forget_media()
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Ends a `wait`: there is something to do for the engine. May be called from any thread."""
+        with self._changed:
+            self._tell()
+
+    def wait(self) -> bool:
+        """Waits until something has changed since the last call of `waiting`. Returns False when the inbox is stopped
+        and nothing runs any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_news or (self._stopping and not self._running))
+            return self._has_news or bool(self._running)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Refuses what waits, lets what runs finish for `timeout_s`, then cancels it. Returns whether it finished."""
+        with self._changed:
+            self._refuse_all()
+            finished = self._changed.wait_for(lambda: not self._running, timeout_s)
+            for ticket in self._running:
+                ticket.cancel()
+                ticket.emit(ErrorEvent(self._refusal()))
+            self._tell()
+        if self._thread.is_alive():
+            self._thread.join()
+        return finished
+
+    def _loop(self) -> None:
+        try:
+            self._serve(self)
+        except DeviceLost as error:
+            self._lost = error
+            with self._changed:
+                for ticket in self._running:
+                    ticket.emit(ErrorEvent(error))
+                self._running.clear()
+                self._refuse_all()
+            self._on_fatal(error)
+
+    def _tell(self) -> None:
+        """The caller holds the lock."""
+        self._has_news = True
+        self._changed.notify_all()
+
+    def _still_waiting(self) -> list[Ticket]:
+        self._waiting = [ticket for ticket in self._waiting if not ticket.cancelled]
+        return self._waiting
+
+    def _check_room(self, num_ahead: int, limit: int) -> None:
+        if self._stopping:
+            raise self._refusal()
+        if num_ahead >= limit:
+            raise QueueFull(
+                f"{num_ahead} requests are waiting already; try again later or raise --max-queue",
+                retry_after_s=self._retry_after_s(num_ahead),
+            )
+
+    def _check_media(self, request: GenerateRequest) -> None:
+        tickets = [*self._waiting, *self._running]
+        held = sum(prepared_bytes(ticket.request.prompt.media) for ticket in tickets)
+        num_bytes = prepared_bytes(request.prompt.media)
+        if num_bytes and held + num_bytes > MAX_QUEUED_MEDIA_BYTES:
+            raise QueueFull(
+                f"the images and sounds of waiting requests take {held >> 20} MiB already; try again later",
+                retry_after_s=self._retry_after_s(len(tickets)),
+            )
+
+    def _retry_after_s(self, num_ahead: int) -> int:
+        """Each request takes its share of the time that those take which run together."""
+        return max(1, math.ceil(self._mean_s * (num_ahead + 1) / max(1, len(self._running))))
+
+    def _refuse_all(self) -> None:
+        """Fails the waiting requests, and those that come from now on. The caller holds the lock."""
+        self._stopping = True
+        refused, self._waiting = self._waiting, []
+        self._changed.notify_all()
+        for ticket in refused:
+            ticket.emit(ErrorEvent(self._refusal()))
+
+    def _refusal(self) -> NotReady:
+        if self._lost is not None:
+            return NotReady("the daemon lost its device and ends; try again when it was started again")
+        return NotReady("the daemon is stopping")
+
+
+def error_event(error: Exception, request: GenerateRequest) -> ErrorEvent:
+    """Returns what the client of a request that failed gets, and logs what its owner needs."""
+    if isinstance(error, DiskPrefixError):
+        if error.http_status >= 500:
+            log.error("[engine] %s failed: %s", request.id, error.message)
+        return ErrorEvent(error)
+    log.error("[engine] %s failed", request.id, exc_info=error)
+    return ErrorEvent(DiskPrefixError("internal error; the daemon's log has the details"))

@@ -1,0 +1,117 @@
+"""One request in the engine: its way through the cache, its choices, and what is measured of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from diskprefix.engine.detokenize import TextStream
+from diskprefix.engine.inbox import Ticket
+from diskprefix.engine.request import GenerateRequest, Timings, Usage
+from diskprefix.engine.sampler import Sampler
+from diskprefix.engine.sequence import Sequence
+from diskprefix.kv.pool import Slot
+from diskprefix.model.runner import State
+from diskprefix.prefix_cache.request import CachedRequest
+from diskprefix.tokens import TokenIds, as_token_ids
+
+
+@dataclass(eq=False, kw_only=True)
+class Choice(Sequence):
+    """One of the `n` replies to a request. It has a `state` while it is computed, and a `slot` if that is an arena."""
+
+    job: Job
+    index: int
+    sampler: Sampler
+    text: TextStream
+    state: State | None = None
+    slot: Slot | None = None
+    reply: list[int] = field(default_factory=list)
+    """The sampled tokens, but for the last one of a reply that has ended."""
+    is_finished: bool = False
+
+    def ids(self, start: int, end: int) -> torch.Tensor:
+        """Returns the tokens between two positions, int64 of shape [1, end - start], on the model's device."""
+        of_prompt = self.job.prompt_ids[:, start:end]
+        first, last = (max(0, position - self.prompt_tokens) for position in (start, end))
+        if first == last:
+            return of_prompt
+        of_reply = torch.tensor([self.reply[first:last]], device=of_prompt.device)
+        return torch.cat([of_prompt, of_reply], dim=1) if of_prompt.shape[1] else of_reply
+
+    def computed_ids(self) -> TokenIds:
+        """Returns the tokens whose state is in memory."""
+        tokens = np.concatenate([self.job.request.prompt.token_ids, as_token_ids(self.reply)])
+        return tokens[: self.num_computed]
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that the engine has taken. Times are in seconds on the clock of `time.perf_counter`."""
+
+    ticket: Ticket
+    cached: CachedRequest
+    prompt_ids: torch.Tensor
+    """int64 of shape [1, prompt_tokens], on the model's device."""
+    num_adopted: int = 0
+    """Tokens of the prompt that its slot held from the beginning."""
+    started: float = field(default_factory=time.perf_counter)
+    choices: list[Choice] = field(default_factory=list)
+    """Those that have begun."""
+    unforked: list[Choice] = field(default_factory=list)
+    """Those that will begin with a copy of the prompt's state, or in its place."""
+    source: Choice | None = None
+    """The choice in whose memory the prompt's end is marked, while others are to begin from it."""
+    logits: torch.Tensor | None = None
+    """The next-token logits at the prompt's end, shape [vocab]."""
+    is_fetching: bool = False
+    is_published: bool = False
+    is_over: bool = False
+    error: Exception | None = None
+    """What the fetch raised."""
+    prefill_s: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    num_generated: int = 0
+
+    @property
+    def request(self) -> GenerateRequest:
+        return self.ticket.request
+
+    @property
+    def all_choices(self) -> list[Choice]:
+        return [*self.choices, *self.unforked]
+
+    @property
+    def turn(self) -> Hashable:
+        """Those who share one turn: a caller with an API key, whatever its salts."""
+        return self.request.cache.tenant.ids[:1]
+
+    def count_token(self) -> None:
+        self.last_token_at = time.perf_counter()
+        if not self.num_generated:
+            self.first_token_at = self.last_token_at
+        self.num_generated += 1
+
+    def usage(self, cached_tokens: int) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.request.prompt.token_ids),
+            completion_tokens=self.num_generated,
+            cached_tokens=cached_tokens,
+        )
+
+    def timings(self) -> Timings:
+        decode_s = self.last_token_at - self.first_token_at
+        return Timings(
+            queue_ms=(self.started - self.ticket.arrived_at) * 1e3,
+            lookup_ms=self.cached.restored.lookup_ms,
+            restore_ms=self.cached.restored.restore_ms,
+            prefill_ms=self.prefill_s * 1e3,
+            ttft_ms=(self.first_token_at - self.ticket.arrived_at) * 1e3,
+            decode_ms=decode_s * 1e3,
+            decode_tokens_per_s=(self.num_generated - 1) / decode_s if decode_s > 0 else 0.0,
+        )

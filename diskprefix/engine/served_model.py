@@ -1,0 +1,191 @@
+"""What the requests of one model share: the model, the memory of sequences, and the prefix cache."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diskprefix.cache_report import CacheReport
+from diskprefix.engine.detokenize import TextStream
+from diskprefix.engine.job import Job
+from diskprefix.engine.request import FinishReason, GenerateRequest, TextEvent, TokenLogprob
+from diskprefix.engine.scheduler import MAX_ROWS
+from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
+from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.kv.pool import KVPool
+from diskprefix.kv.uncached import TransformersState
+from diskprefix.model.loader import LoadedModel
+from diskprefix.model.memory import available_bytes, kv_bytes
+from diskprefix.prefix_cache.cache import PrefixCache
+from diskprefix.prefix_cache.recording import Recorder
+from diskprefix.printable import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("diskprefix")
+
+_UNLIMITED_POSITIONS = 1 << 20
+"""For models whose config names no maximum (recurrent ones)."""
+_TOUCHED_AT_START_BYTES = 1 << 30
+"""KV memory that is allocated and touched before the first request: fresh pages would slow down its restore."""
+_KV_SHARE = 0.5
+"""Of the memory that is free when the model is loaded, for the state of sequences."""
+_FLUSH_TIMEOUT_S = 30.0
+
+
+class ServedModel:
+    """A model with its KV memory and its cache, and what limits a request."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        cache: PrefixCache,
+        *,
+        recorder: Recorder | None = None,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        """Allocates KV memory. `close` closes `cache` and `recorder`.
+
+        `identity` holds the fingerprint's fields, for `/props`. Raises `ModelError` for a model that transformers
+        cannot run step by step, and whatever torch raises when memory runs out.
+        """
+        self.model: PreTrainedModel = loaded.model
+        self.tokenizer: Any = loaded.tokenizer
+        self.media = loaded.media
+        """The processor of images and sounds, None for a model of text alone."""
+        self.model_name = loaded.name
+        self.cache = cache
+        self.recorder = recorder
+        self.identity = identity or {}
+        self.max_positions = _max_positions(self.model)
+        self.max_sequences = cache.settings.max_sequences
+        self.max_rows = MAX_ROWS
+        """See `Scheduler`."""
+        self.startup_timings: dict[str, float] = {}
+        """Seconds by step of loading."""
+        self._eos = _eos_ids(self.model, self.tokenizer)
+        self.pool = self._make_pool()
+        if cache.layout.unsupported:
+            self._require_uncached()
+        else:
+            self._touch_memory()
+
+    def warm_up(self) -> None:
+        """Runs the code of a restore once, so that the first request does not wait for it."""
+        if self.cache.layout.unsupported:
+            return
+        try:
+            slot = self.pool.take(self.cache.settings.block_size)
+        except ContextTooLong as error:
+            log.warning("[engine] there is no memory for any request: %s", error)
+            return
+        assert slot is not None, "no other sequence has memory yet"
+        self.cache.warm_up(slot.arena)
+        self.pool.release(slot, keep=False)
+
+    def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
+        """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""
+        if self.recorder is not None:
+            self.recorder.close()
+        return self.cache.close(timeout_s)
+
+    def check_length(self, request: GenerateRequest) -> None:
+        """Raises `InvalidRequest` for an empty prompt, `ContextTooLong` for one that leaves no position."""
+        num_tokens = len(request.prompt.token_ids)
+        if not num_tokens:
+            raise InvalidRequest("the prompt is empty")
+        if num_tokens >= self.max_positions:
+            raise ContextTooLong(
+                f"the prompt has {num_tokens} tokens; this model has {self.max_positions} positions, "
+                "and at least one must be left for the reply"
+            )
+
+    def reply_limit(self, request: GenerateRequest) -> int:
+        """Returns how many tokens a reply has at most."""
+        room = self.max_positions - len(request.prompt.token_ids)
+        return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
+
+    def token_event(
+        self, choice: int, token: int, logprobs: tuple[TokenLogprob, ...], text: TextStream, *, is_last: bool
+    ) -> tuple[TextEvent, FinishReason | None]:
+        """Returns the event of one token of a reply, and why the reply ends with it, if it does."""
+        if token in self._eos:
+            return TextEvent(choice, text.finish(), (token,)), "stop"
+        new_text = text.push(token)
+        reason: FinishReason | None = "stop" if text.stopped else "length" if is_last else None
+        if reason == "length":
+            new_text += text.finish()
+        return TextEvent(choice, new_text, (token,), tuple(self._with_text(item) for item in logprobs)), reason
+
+    def record(self, job: Job, report: CacheReport) -> None:
+        """Notes a request that is over, where requests are recorded."""
+        if self.recorder is None:
+            return
+        # Of a prompt without media, by a model of which nothing can be published.
+        is_computed_uncached = job.num_generated > 0 and self.cache.layout.unsupported and not job.request.prompt.media
+        self.recorder.note(
+            job.request.prompt,
+            job.request.cache,
+            report,
+            root=job.cached.namespace.root,
+            when=time.time() - (time.perf_counter() - job.ticket.arrived_at),
+            output_tokens=job.num_generated,
+            prefill_ms=job.prefill_s * 1e3,
+            remembered=job.cached.is_published or bool(is_computed_uncached),
+        )
+
+    def _make_pool(self) -> KVPool:
+        device, settings = self.model.device, self.cache.settings
+        limit = settings.kv_memory
+        return KVPool(
+            self.cache.layout,
+            device,
+            limit_bytes=int(available_bytes(device) * _KV_SHARE) if limit is None else limit,
+            free_bytes=partial(kv_bytes, device),
+            max_idle=settings.kv_memory_entries,
+            block_size=settings.block_size,
+        )
+
+    def _touch_memory(self) -> None:
+        try:
+            self.pool.touch(_TOUCHED_AT_START_BYTES, self.max_positions)
+        except ContextTooLong as error:
+            # Only a head start: a request takes what it needs.
+            log.info("[engine] no KV memory taken ahead: %s", error)
+
+    def _require_uncached(self) -> None:
+        """Raises `ModelError` if transformers cannot run this model step by step at all."""
+        reasons = ", ".join(self.cache.layout.unsupported)
+        log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", reasons)
+        state = TransformersState(self.model)
+        try:
+            with torch.inference_mode():
+                for num_tokens in (2, 1):
+                    state.forward(self.model, torch.zeros((1, num_tokens), dtype=torch.long, device=self.model.device))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"transformers cannot run {type(self.model).__name__} step by step: {first_line(error)}"
+            ) from error
+
+    def _with_text(self, item: TokenLogprob) -> TokenLogprob:
+        text = self.tokenizer.decode([item.token_id])
+        return replace(item, text=text, top=tuple(self._with_text(other) for other in item.top))
+
+
+def _max_positions(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None) or _UNLIMITED_POSITIONS
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    listed = ids if isinstance(ids, list) else [ids]
+    return frozenset(i for i in (*listed, tokenizer.eos_token_id) if i is not None)

@@ -1,0 +1,310 @@
+"""Several requests at once: each gets the reply that it gets alone. And what is left in memory when one is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diskprefix.app import load_engine
+from diskprefix.cache_options import CacheOptions
+from diskprefix.engine.engine import Engine
+from diskprefix.engine.request import GenerateRequest, SamplingParams
+from diskprefix.errors import ContextTooLong, DiskPrefixError
+from diskprefix.kv.arena import bytes_for
+from diskprefix.model import runner
+from diskprefix.policy.scope import parse_scope
+from diskprefix.prompt import Prompt
+from diskprefix.settings import Settings
+from diskprefix.store.maintenance.purge import PurgeFilter, purge
+from diskprefix.tenant import SHARED, Tenant
+from diskprefix.tokens import TokenIds
+from tests.engine.driving import Client, after_steps, run_together, running, wait_until_idle
+from tests.exactness.architectures import tiny_model
+from tests.model import tiny
+
+BLOCK, POSITIONS = 64, 4096
+BIAS = {2: -100.0}
+"""No reply ends by itself."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_folder(tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16, max_position_embeddings=POSITIONS)
+
+
+@pytest.fixture(scope="module")
+def grid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers cannot be packed."""
+    folder = tmp_path_factory.mktemp("qwen3_next")
+    tiny_model("qwen3_next", torch.float32).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def load(model: Path, kv: Path, **settings: Any) -> Engine:
+    given: dict[str, Any] = {
+        "kv_cache_min_tokens": BLOCK,
+        "kv_cache_budget": 32 << 20,
+        "kv_cache_gate": "off",
+    } | settings
+    return load_engine(Settings(model=str(model), kv_cache_dir=kv, block_size=BLOCK, **given), lambda _: None)
+
+
+@pytest.fixture
+def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+    engine = load(folder, tmp_path / "kv")
+    assert engine.cache.layout.exact_at == "token"
+    yield engine
+    engine.close()
+
+
+def tokens(num_tokens: int, seed: int = 0) -> TokenIds:
+    return np.random.default_rng(seed).integers(3, 250, num_tokens).astype(np.int32)
+
+
+def request(
+    token_ids: TokenIds, *, scope: str = "full", tenant: Tenant = SHARED, save: bool = True, **params: Any
+) -> GenerateRequest:
+    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "logit_bias": BIAS} | params
+    return GenerateRequest(
+        id=f"{len(token_ids)} tokens",
+        prompt=Prompt(token_ids),
+        sampling=SamplingParams(**sampling),
+        cache=CacheOptions(scope=parse_scope(scope, param="scope"), tenant=tenant, save=save),
+    )
+
+
+def alone(engine: Engine, one: GenerateRequest) -> Client:
+    """The request computed from its beginning, with nobody else."""
+    (client,) = run_together(engine, [replace(one, cache=replace(one.cache, scope=parse_scope("off", param="scope")))])
+    return client
+
+
+def test_each_request_gets_the_reply_that_it_gets_alone(engine: Engine) -> None:
+    requests = [
+        request(tokens(700, 1)),
+        request(tokens(40, 2), temperature=1.0, seed=7),
+        request(tokens(300, 3), n=3, temperature=0.8, seed=1, frequency_penalty=0.5),
+        request(tokens(65, 4), repetition_penalty=1.3, logprobs=2),
+        request(tokens(1, 5), max_tokens=40),
+    ]
+    clients = run_together(engine, requests)
+    for one, client in zip(requests, clients, strict=True):
+        for choice in range(one.sampling.n):
+            assert client.tokens_of(choice) == alone(engine, one).tokens_of(choice), one.id
+        assert client.done.usage.completion_tokens == one.sampling.n * (one.sampling.max_tokens or 0)
+
+
+def test_models_that_cannot_be_packed_take_turns(grid_folder: Path, tmp_path: Path) -> None:
+    engine = load(grid_folder, tmp_path / "kv")
+    assert engine.cache.layout.exact_at == "grid"
+    requests = [request(tokens(100 + 90 * i, i), n=1 + i % 2, max_tokens=8) for i in range(4)]
+    for one, client in zip(requests, run_together(engine, requests), strict=True):
+        expected = alone(engine, one)
+        assert [client.tokens_of(choice) for choice in (0, 1)] == [expected.tokens_of(choice) for choice in (0, 1)]
+    engine.close()
+
+
+def test_a_short_request_overtakes_a_long_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    long, short = request(tokens(3000), max_tokens=1), request(tokens(50, 1), max_tokens=1)
+    with running(engine) as inbox:
+        order: list[str] = []
+        first = inbox.submit(long, lambda _: order.append("long"))
+        after_steps(monkeypatch, 2, lambda: inbox.submit(short, lambda _: order.append("short")))
+        wait_until_idle(inbox)
+    assert not first.cancelled
+    assert order.index("short") < order.index("long")
+
+
+# What stays in memory.
+
+
+def test_the_next_turn_goes_on_from_memory_without_a_copy(engine: Engine) -> None:
+    (first,) = run_together(engine, [request(tokens(300))])
+    turn = np.concatenate([tokens(300), np.array(first.tokens, np.int32), tokens(20, 1)])
+    (second,) = run_together(engine, [request(turn)])
+    assert second.done.usage.cached_tokens == 300 + len(first.tokens) - 1
+    assert second.done.cache.source == "memory"
+    assert second.tokens == alone(engine, request(turn)).tokens
+    assert engine.pool.stats()["entries"] == 1
+
+
+def test_an_exact_repeat_computes_nothing_of_the_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = run_together(engine, [request(tokens(300))])
+    sizes = step_sizes(monkeypatch)
+    (again,) = run_together(engine, [request(tokens(300))])
+    assert again.tokens == first.tokens
+    assert set(sizes) == {1}
+
+
+def step_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    run, sizes = runner.run, list[int]()
+
+    def noted(model: Any, step: Any) -> Any:
+        sizes.append(sum(rows.token_ids.shape[1] for rows in step))
+        return run(model, step)
+
+    monkeypatch.setattr(runner, "run", noted)
+    return sizes
+
+
+def test_another_conversation_with_the_same_beginning_copies_it(engine: Engine) -> None:
+    base = tokens(200)
+    one, other = (np.concatenate([base, tokens(1000, seed)]) for seed in (1, 2))
+    run_together(engine, [request(one)])
+    (client,) = run_together(engine, [request(other)])
+    assert (client.done.usage.cached_tokens, client.done.cache.source) == (200, "memory")
+    assert client.tokens == alone(engine, request(other)).tokens
+    (again,) = run_together(engine, [request(one)])
+    assert again.done.usage.cached_tokens == len(one)
+
+
+@pytest.mark.parametrize(
+    "options", [{"scope": "off"}, {"save": False}, {"tenant": Tenant.of_key("somebody")}], ids=["off", "read", "tenant"]
+)
+def test_what_is_nobody_elses_is_not_found_in_memory(engine: Engine, options: dict[str, Any]) -> None:
+    run_together(engine, [request(tokens(300), **options)])
+    (client,) = run_together(engine, [request(tokens(300), save=False)])
+    assert client.done.usage.cached_tokens == 0
+
+
+def test_what_was_purged_is_forgotten_in_memory_too(engine: Engine) -> None:
+    run_together(engine, [request(tokens(300))])
+    engine.cache.settle()
+    assert engine.cache.writer.flush(30)
+    purge(engine.cache.store, PurgeFilter(), time.time(), lambda _: None)
+    (client,) = run_together(engine, [request(tokens(300))])
+    assert client.done.usage.cached_tokens == 0
+
+
+def test_memory_forgets_what_was_to_be_kept_for_a_time_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = request(tokens(300))
+    run_together(engine, [replace(one, cache=replace(one.cache, ttl_s=60))])
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    (client,) = run_together(engine, [one])
+    assert client.done.cache.source == "disk"
+
+
+def test_no_more_is_kept_than_was_asked_for(folder: Path, tmp_path: Path) -> None:
+    engine = load(folder, tmp_path / "kv", kv_memory_entries=2)
+    for seed in range(4):
+        run_together(engine, [request(tokens(300, seed))])
+    assert engine.pool.stats()["entries"] == 2
+    sources = [run_together(engine, [request(tokens(300, seed))])[0].done.cache.source for seed in (3, 0)]
+    assert sources == ["memory", "disk"]
+    engine.close()
+
+
+def test_identical_requests_compute_the_prompt_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = step_sizes(monkeypatch)
+    clients = run_together(engine, [request(tokens(900)) for _ in range(3)])
+    assert sum(sizes) < 900 + 3 * 20
+    assert clients[0].tokens == clients[1].tokens == clients[2].tokens
+    assert [client.done.usage.cached_tokens for client in clients] == [0, 900, 900]
+
+
+def test_a_request_that_is_sent_again_goes_on_where_the_first_was_cancelled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = step_sizes(monkeypatch)
+    expected = alone(engine, request(tokens(1500))).tokens
+    sizes.clear()
+    for _ in range(5):
+        with running(engine) as inbox, pytest.MonkeyPatch.context() as patch:
+            client = Client(inbox, request(tokens(1500)))
+            after_steps(patch, 1, client.ticket.cancel)
+            wait_until_idle(inbox)
+    (last,) = run_together(engine, [request(tokens(1500))])
+    assert last.tokens == expected
+    assert sum(sizes) <= 1500 + 12
+
+
+# Memory.
+
+
+def test_a_request_waits_for_memory_and_one_that_never_fits_is_refused(folder: Path, tmp_path: Path) -> None:
+    engine = load(folder, tmp_path / "kv", kv_memory=1 << 20)
+    room = engine.pool.limit_bytes // bytes_for(engine.cache.layout, 1000)
+    requests = [request(tokens(1000, seed)) for seed in range(room + 3)]
+    used: list[int] = []
+    run = runner.run
+
+    def noted(*given: Any) -> Any:
+        used.append(engine.pool.used_bytes)
+        return run(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "run", noted)
+        clients = run_together(engine, requests)
+    assert max(used) <= engine.pool.limit_bytes
+    for one, client in zip(requests, clients, strict=True):
+        assert client.tokens == alone(engine, one).tokens
+    engine.pool.limit_bytes = bytes_for(engine.cache.layout, 1000)
+    (refused,) = run_together(engine, [request(tokens(2000))])
+    with pytest.raises(ContextTooLong, match="--kv-memory allows"):
+        refused.done  # noqa: B018
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["token", "grid"])
+def test_a_sequence_that_gives_up_its_memory_is_computed_again_and_its_reply_is_the_same(
+    kind: str, folder: Path, grid_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = load(folder if kind == "token" else grid_folder, tmp_path / "kv")
+    engine.pool._spare.clear()
+    engine.pool.limit_bytes = 2 * bytes_for(engine.cache.layout, 1024) + bytes_for(engine.cache.layout, 100)
+    requests = [request(tokens(1000, seed), max_tokens=120, n=1 + seed) for seed in range(2)]
+    expected = [[alone(engine, one).tokens_of(choice) for choice in range(one.sampling.n)] for one in requests]
+    engine.pool.forget_idle()
+    engine.pool._spare.clear()
+    caplog.set_level("INFO")
+    clients = run_together(engine, requests)
+    assert "others need its memory" in caplog.text
+    for one, client, replies in zip(requests, clients, expected, strict=True):
+        assert [client.tokens_of(choice) for choice in range(one.sampling.n)] == replies
+    engine.close()
+
+
+# Faults.
+
+
+def test_a_step_that_fails_fails_only_those_that_fail_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [request(tokens(100 + seed, seed)) for seed in range(4)]
+    expected = [alone(engine, one).tokens for one in requests]
+    bad, forward = 251, engine.model.forward
+    requests[3].prompt.token_ids[50] = bad
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if bool((kwargs["input_ids"] == bad).any()):
+            raise RuntimeError("a kernel failed")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine.model, "forward", failing)
+    clients = run_together(engine, requests)
+    assert [client.tokens for client in clients[:3]] == expected[:3]
+    with pytest.raises(DiskPrefixError, match="internal error"):
+        clients[3].done  # noqa: B018
+    assert engine.pool.stats()["running"] == 0
+
+
+def test_clients_that_leave_in_any_state_leave_the_others_alone(engine: Engine) -> None:
+    requests = [request(tokens(150 + 40 * seed, seed), max_tokens=10) for seed in range(6)]
+    expected = [alone(engine, one).tokens for one in requests]
+    for steps in range(1, 14):
+        engine.pool.forget_idle()
+        with pytest.MonkeyPatch.context() as patch, running(engine) as inbox:
+            clients = [Client(inbox, replace(one, cache=replace(one.cache, save=False))) for one in requests]
+            after_steps(patch, steps, clients[steps % 6].ticket.cancel)
+            wait_until_idle(inbox)
+        for number, client in enumerate(clients):
+            if number != steps % 6 or not client.ticket.cancelled:
+                assert client.tokens == expected[number], (steps, number)
+        assert engine.pool.stats()["running"] == 0
