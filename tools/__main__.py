@@ -35,6 +35,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "restart": Tool("benchmarks.restart", "What a restart costs: cold, exact repeat, nearest prefix."),
         "prefix": Tool("benchmarks.prefix", "Prompts of 2 000 to 20 000 tokens on real models."),
         "conversation": Tool("benchmarks.conversation", "The three turns of an agent, killed in between."),
+        "company": Tool("benchmarks.company", "Several requests at once, overtaking, and a prompt sent again."),
         "store": Tool("benchmarks.store", "The store alone: restores, lookups, codecs, sharing."),
         "soak": Tool("benchmarks.soak", "Ten times its budget through one store."),
     },

@@ -3,7 +3,8 @@
 A step has a row for each sequence that decodes, and the rest of its rows are for prompts. Prompts share the engine by
 turns of their tenants: the tenant that had the fewest rows comes first. Among the prompts of a tenant the one with the
 fewest tokens left comes first, so that a short request overtakes a long one. What waits gets nearer to the front with
-each row that overtakes it: after four times its own length nothing new passes it any more.
+each row that overtakes it: after four times its own length nothing new passes it any more. A step in which a prompt ends is
+filled with prompts that end too, but not with a part of one: that would only delay the first token.
 
 Sequences that do not pack take turns: the one that computed longest ago, where all prompts together are one.
 """
@@ -109,11 +110,14 @@ class Scheduler(Generic[S]):
         # More than fit take turns, too.
         decoding = sorted(decoding, key=lambda s: (s.last_step, s.arrived))[: self._max_rows]
         step = [Chunk(sequence, sequence.num_computed, sequence.num_known) for sequence in decoding]
-        room = self._max_rows - len(step)
+        room, has_end = self._max_rows - len(step), False
         for sequence in self._by_turns([sequence for sequence in sequences if not sequence.is_decoding]):
             if room <= 0:
                 break
             chunk = Chunk(sequence, sequence.num_computed, sequence.next_end(room))
+            if has_end and chunk.end < sequence.num_known:
+                continue
+            has_end = chunk.end == sequence.num_known
             step.append(chunk)
             room -= chunk.num_rows
         return step

@@ -1,0 +1,199 @@
+"""The company benchmark: several requests at once, against one after another.
+
+Three questions: how much more five requests get done together; how soon a short request gets its first token in the
+middle of a long prefill, and what that costs the long one; and what a client pays that hangs up every second and sends
+the same prompt again. Replies are compared with those of the same requests alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from tools.benchmarks.prefix import Prompts
+from tools.measuring.live_server import Answer, LiveServer, step
+from tools.measuring.options import FOLDER, JSON
+from tools.measuring.report import machine, new_table, print_report, say, show_machine
+from tools.measuring.workspace import measuring, model_folder
+from tools.models import real
+
+NUM_REQUESTS = 5
+REPLY_TOKENS = 64
+CONTEXTS = (512, 4000)
+LONG, SHORT = 6000, 300
+HANG_UP_S = 1.0
+
+Prompt = Sequence[int]
+
+
+class CompanyBench:
+    """Asks one server, whose cache is empty. `number` tells the prompts of rounds apart."""
+
+    def __init__(self, server: LiveServer, prompts: Prompts, console: Console) -> None:
+        self._server = server
+        self._prompts = prompts
+        self._console = console
+        self._num_prompts = 0
+
+    def together(self, context: int, *, is_cold: bool) -> dict[str, Any]:
+        """Five requests one after another, then the same at once. Contexts are in memory, unless `is_cold`."""
+        prompts = [self._fresh(context) for _ in range(NUM_REQUESTS)]
+        scope = "off" if is_cold else "full"
+        if not is_cold:
+            for prompt in prompts:
+                self._server.complete(prompt, max_tokens=1, scope=scope)
+
+        def ask(prompt: Prompt) -> Answer:
+            return self._server.complete(prompt, max_tokens=REPLY_TOKENS, scope=scope)
+
+        with step(self._console, f"{NUM_REQUESTS} requests, {context} tokens{', cold' if is_cold else ''}"):
+            alone, alone_s = _timed(lambda: [ask(prompt) for prompt in prompts])
+            with ThreadPoolExecutor(NUM_REQUESTS) as clients:
+                both, both_s = _timed(lambda: list(clients.map(ask, prompts)))
+        return {
+            "context": context,
+            "cold": is_cold,
+            "alone_s": alone_s,
+            "together_s": both_s,
+            "ratio": alone_s / both_s,
+            "texts_equal": [answer.text for answer in alone] == [answer.text for answer in both],
+        }
+
+    def overtake(self) -> dict[str, Any]:
+        """A short request in the middle of a long prefill."""
+        long, short = self._fresh(LONG), self._fresh(SHORT)
+
+        def ask(prompt: Prompt) -> Answer:
+            return self._server.complete(prompt, max_tokens=8, scope="off")
+
+        with step(self._console, f"{SHORT} tokens in the middle of {LONG}"):
+            long_alone, short_alone = ask(long), ask(short)
+            with ThreadPoolExecutor(1) as client:
+                began = time.perf_counter()
+                running = client.submit(ask, long)
+                time.sleep(long_alone.ttft_s / 2)
+                left_s = long_alone.ttft_s - (time.perf_counter() - began)
+                overtaking = ask(short)
+                overtaken = running.result()
+        own_s = short_alone.ttft_s
+        return {
+            "long_alone_s": long_alone.ttft_s,
+            "short_alone_s": own_s,
+            "short_s": overtaking.ttft_s,
+            "share_of_what_is_left": overtaking.ttft_s / left_s,
+            "long_later_s": overtaken.ttft_s - long_alone.ttft_s,
+            "later_by_own_cost": (overtaken.ttft_s - long_alone.ttft_s) / short_alone.total_s,
+            "texts_equal": (overtaken.text, overtaking.text) == (long_alone.text, short_alone.text),
+        }
+
+    def resend(self) -> dict[str, Any]:
+        """A client that hangs up every second and sends the same again, until it gets the first token in time."""
+        prompt = self._fresh(LONG)
+        with step(self._console, f"{LONG} tokens, hanging up every {HANG_UP_S:.0f} s"):
+            cold = self._server.complete(prompt, max_tokens=8, scope="off")
+            began, num_tries, answer = time.perf_counter(), 0, None
+            while answer is None:
+                num_tries += 1
+                answer = self._server.complete_within(prompt, HANG_UP_S, max_tokens=8, scope="auto:30")
+            seconds = time.perf_counter() - began - (answer.total_s - answer.ttft_s)
+        return {
+            "cold_s": cold.ttft_s,
+            "tries": num_tries,
+            "seconds": seconds,
+            "ratio": seconds / cold.ttft_s,
+            "texts_equal": answer.text == cold.text,
+        }
+
+    def _fresh(self, num_tokens: int) -> list[int]:
+        self._num_prompts += 1
+        return self._prompts.prompt(num_tokens, self._num_prompts)
+
+
+def _timed(work: Callable[[], list[Answer]]) -> tuple[list[Answer], float]:
+    began = time.perf_counter()
+    return work(), time.perf_counter() - began
+
+
+def measure(workspace: Path, model: str, folder: Path, rounds: int, console: Console) -> dict[str, Any]:
+    """Returns the report as JSON values. The server's log is `server.log` in `workspace`. Raises `LiveServerError`."""
+    prompts = Prompts(AutoTokenizer.from_pretrained(folder))
+    flags = ("--model", str(folder))
+    samples: dict[str, list[dict[str, Any]]] = {"together": [], "overtake": [], "resend": []}
+    log_path = workspace / "server.log"
+    with LiveServer(kv_cache_dir=workspace / "kv", log_path=log_path, flags=flags) as server:
+        with step(console, "server starting") as note:
+            server.start(note)
+        bench = CompanyBench(server, prompts, console)
+        for _ in range(rounds):
+            for context in CONTEXTS:
+                samples["together"] += [bench.together(context, is_cold=is_cold) for is_cold in (False, True)]
+            samples["overtake"].append(bench.overtake())
+            samples["resend"].append(bench.resend())
+    everything = [sample for of_kind in samples.values() for sample in of_kind]
+    return {
+        "benchmark": "company",
+        "model": model,
+        "rounds": rounds,
+        "machine": machine(),
+        "texts_equal": all(sample["texts_equal"] for sample in everything),
+        "samples": samples,
+    }
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    samples = report["samples"]
+    title = f"{report['model']}: {NUM_REQUESTS} requests of {REPLY_TOKENS} tokens, medians of {report['rounds']}"
+    table = new_table(title, left=("context",), right=("one by one, s", "together, s", "ratio"))
+    for context in CONTEXTS:
+        for is_cold in (False, True):
+            chosen = [one for one in samples["together"] if (one["context"], one["cold"]) == (context, is_cold)]
+            figures = [_median(chosen, name) for name in ("alone_s", "together_s", "ratio")]
+            table.add_row(f"{context}, {'cold' if is_cold else 'in memory'}", *(f"{figure:.2f}" for figure in figures))
+    console.print(table)
+    console.print()
+    overtake, resend = samples["overtake"], samples["resend"]
+    say(
+        console,
+        f"{SHORT} tokens in the middle of a prefill of {LONG}: first token after {_median(overtake, 'short_s'):.2f} s "
+        f"(alone {_median(overtake, 'short_alone_s'):.2f} s), {_median(overtake, 'share_of_what_is_left'):.3f} of what "
+        f"is left; the long one is {_median(overtake, 'long_later_s'):.2f} s later, "
+        f"{_median(overtake, 'later_by_own_cost'):.2f} of what the short one costs alone.",
+    )
+    say(
+        console,
+        f"{LONG} tokens sent again every {HANG_UP_S:.0f} s: {_median(resend, 'seconds'):.2f} s in "
+        f"{_median(resend, 'tries'):.0f} tries, {_median(resend, 'ratio'):.2f} of one prefill.",
+    )
+    say(console, f"Texts: {'equal to those alone' if report['texts_equal'] else 'DIFFER from those alone'}.")
+    show_machine(report["machine"], console)
+
+
+def _median(samples: Sequence[dict[str, Any]], name: str) -> float:
+    return float(statistics.median(sample[name] for sample in samples))
+
+
+@click.command()
+@click.option("--model", default=real.DEFAULT, show_default=True, help="A real model's name or a model's folder.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Figures are medians of them.")
+@FOLDER
+@JSON
+def main(model: str, rounds: int, folder: Path | None, as_json: bool) -> None:
+    """Measure several requests at once: throughput, overtaking, and a prompt that is sent again.
+
+    Exits with 1 if a text differs from that of the same request alone.
+    """
+    progress = Console(stderr=True)
+    source = model_folder(model, progress)
+    with measuring(folder, progress) as workspace:
+        report = measure(workspace, model, source, rounds, progress)
+    print_report(report, as_json, show)
+    sys.exit(0 if report["texts_equal"] else 1)
