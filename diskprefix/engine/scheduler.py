@@ -3,8 +3,8 @@
 A step has a row for each sequence that decodes, and the rest of its rows are for prompts. Prompts share the engine by
 turns of their tenants: the tenant that had the fewest rows comes first. Among the prompts of a tenant the one with the
 fewest tokens left comes first, so that a short request overtakes a long one. What waits gets nearer to the front with
-each row that overtakes it: after four times its own length nothing new passes it any more. A step in which a prompt ends is
-filled with prompts that end too, but not with a part of one: that would only delay the first token.
+each row that overtakes it: after four times its own length nothing new passes it any more. A step in which a prompt
+ends is filled with prompts that end too, but not with a part of one: that would only delay the first token.
 
 Sequences that do not pack take turns: the one that computed longest ago, where all prompts together are one.
 """

@@ -75,8 +75,8 @@ def test_the_turns_of_a_conversation_are_restored_and_say_the_same(long_model: P
     assert report["texts_equal"]
     first, second, third = report["turns"]
     assert first["restored"] == 0
-    assert second["restored"] == first["prompt_tokens"]
-    assert third["restored"] == second["prompt_tokens"]
+    assert second["restored"] >= first["prompt_tokens"], "the reply is in memory too"
+    assert third["restored"] >= second["prompt_tokens"]
     assert third["computed"] < second["computed"] < first["computed"] == first["prompt_tokens"]
     assert all(turn["ratios"].keys() == {"prefill", "ttft"} for turn in report["turns"])
 
