@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from diskprefix.kv.step import TILE, Run, Step
 from diskprefix.model.rows import in_whole_vectors, is_ours, linear, times
 
-NAME = "diskprefix_1"
+NAME = "diskprefix_2"
 """The number changes with the bits of the result."""
 
 _BLOCK = 32

@@ -19,9 +19,10 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.memo import Memo
 from diskprefix.model import attention
 from diskprefix.model.attention import NotInvariant
+from diskprefix.model.calls import MOST_ROWS
 from diskprefix.model.invariant import install, uninstall
 from diskprefix.model.rehearsal import made_up_tokens
-from diskprefix.model.rows import MOST_ROWS, are_whole, is_ours
+from diskprefix.model.rows import are_whole, is_ours
 from diskprefix.printable import first_line
 from diskprefix.version import __version__
 

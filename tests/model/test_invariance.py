@@ -17,6 +17,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.step import TILE
 from diskprefix.model import attention, invariance, invariant, rows, runner
+from diskprefix.model.calls import Call
 from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.model.invariance import make_exact
 from diskprefix.model.rehearsal import made_up_tokens, rehearse
@@ -227,7 +228,7 @@ def test_several_sequences_in_one_forward_have_the_bits_of_each_alone(arena: tup
 
 def unsafe_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are computed with as many rows as there are."""
-    monkeypatch.setattr(rows, "_pieces", lambda count, *_: (count,) if count else ())
+    monkeypatch.setattr(rows, "_calls", lambda count, *_: (Call(count),) if count else ())
 
 
 def tiles_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

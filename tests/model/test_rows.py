@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from diskprefix.model import rows
-from diskprefix.model.rows import MOST_ROWS, Form, in_whole_vectors, linear, times
+from diskprefix.model import calls, rows
+from diskprefix.model.calls import MOST_ROWS
+from diskprefix.model.rows import in_whole_vectors, linear, times
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = ((64, 96), (96, 64), (576, 192), (192, 576), (63, 10))
@@ -19,10 +20,10 @@ SIZES = ((64, 96), (96, 64), (576, 192), (192, 576), (63, 10))
 @pytest.fixture(autouse=True)
 def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for remembered in (rows.safe_counts, rows.pieces_of, rows._pieces):
+    for remembered in (calls.safe_calls, rows._calls):
         remembered.cache_clear()
     yield
-    for remembered in (rows.safe_counts, rows.pieces_of, rows._pieces):
+    for remembered in (calls.safe_calls, rows._calls):
         remembered.cache_clear()
 
 
@@ -62,33 +63,6 @@ def test_rows_as_they_are_depend_on_their_company() -> None:
     whole = functional.linear(x, weight)
     alone = torch.cat([functional.linear(row, weight) for row in x.split(1)])  # type: ignore[no-untyped-call]
     assert not torch.equal(alone, whole)
-
-
-def test_pieces_add_up_and_have_safe_counts_only() -> None:
-    form = Form(192, 64, torch.float32, threads=torch.get_num_threads())
-    safe = rows.safe_counts(form)
-    for count in (0, 1, 5, 31, 200, 256, 257, 700):
-        pieces = rows.pieces_of(form, count)
-        assert set(pieces) <= set(safe)
-        assert sum(pieces) >= count
-        assert sum(pieces[:-1]) < count or not pieces
-
-
-def test_the_counts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    form = Form(64, 32, torch.float32, threads=torch.get_num_threads())
-    first = rows.safe_counts(form)
-    rows.safe_counts.cache_clear()
-    monkeypatch.setattr(rows, "_classes", lambda _: pytest.fail("measured once more"))
-    assert rows.safe_counts(form) == first
-
-
-@pytest.mark.parametrize("damaged", [[0], ["a"], [[8]], [7], {"8": 8}, "8", None, []])
-def test_remembered_counts_that_cannot_be_are_measured_again(damaged: object) -> None:
-    form = Form(64, 32, torch.float32, threads=torch.get_num_threads())
-    first = rows.safe_counts(form)
-    rows._measured.put(f"{form} {rows._kernels()}", damaged)
-    rows.safe_counts.cache_clear()
-    assert rows.safe_counts(form) == first
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
