@@ -49,7 +49,7 @@ class Call(NamedTuple):
     def compute(
         self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, is_plain: bool
     ) -> torch.Tensor:
-        """Returns [num_rows, outer] for [num_rows, inner]. With `matrix_first` its columns lie side by side in memory."""
+        """Returns [num_rows, outer] for [num_rows, inner]. With `matrix_first` it is turned in memory."""
         if self.matrix_first:
             left, right = matrix.t() if is_plain else matrix, rows.t()
             return (torch.mm(left, right) if bias is None else torch.addmm(bias.unsqueeze(1), left, right)).t()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -75,7 +75,7 @@ def as_it_was(model: PreTrainedModel) -> Iterator[None]:
 def _forward_of(module: torch.nn.Module) -> Callable[..., Any] | None:
     """Returns what replaces a module's forward, None if that need not change."""
     if type(module) is torch.nn.Linear:
-        return partial(_linear, module)
+        return partial(_linear, module._parameters)
     if type(module) in _NUMBER_BY_NUMBER:
         return partial(in_whole_vectors, partial(type(module).forward, module))
     if _has_matrices(module) or any(map(_has_matrices, module.children())):
@@ -91,8 +91,9 @@ def _has_matrices(module: torch.nn.Module) -> bool:
     return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
 
 
-def _linear(module: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-    return linear(rows, module.weight, module.bias)
+def _linear(parameters: Mapping[str, Any], rows: torch.Tensor) -> torch.Tensor:
+    # Not by the module's attributes, which a module finds slowly.
+    return linear(rows, parameters["weight"], parameters["bias"])
 
 
 def _with_rows(forward: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -61,30 +61,33 @@ def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
         # The calls were measured for matrices that lie row after row.
         is_plain, matrix = (not is_plain, matrix.t()) if matrix.t().is_contiguous() else (is_plain, matrix.contiguous())
     inner, outer = matrix.shape if is_plain else matrix.shape[::-1]
+    *shape, _ = rows.shape
     flat = rows.reshape(-1, inner)
+    num_rows = flat.shape[0]
     token = is_ours.set(True)
     try:
-        calls = _calls(len(flat), inner, outer, matrix.dtype, bias is not None, is_plain, torch.get_num_threads())
+        calls = _calls(num_rows, inner, outer, matrix.dtype, bias is not None, is_plain, torch.get_num_threads())
         if len(calls) == 1:
-            out = _called(calls[0], flat, matrix, bias, is_plain).contiguous()
-        else:
-            out, start = flat.new_empty(len(flat), outer), 0
-            for call in calls:
-                piece = flat[start : start + call.num_rows]
-                out[start : start + call.num_rows] = _called(call, piece, matrix, bias, is_plain)
-                start += call.num_rows
+            return _called(calls[0], flat, num_rows, matrix, bias, is_plain).contiguous().view(*shape, outer)
+        out, start = flat.new_empty(num_rows, outer), 0
+        for call in calls:
+            end = min(start + call.num_rows, num_rows)
+            out[start:end] = _called(call, flat[start:end], end - start, matrix, bias, is_plain)
+            start = end
+        return out.view(*shape, outer)
     finally:
         is_ours.reset(token)
-    return out.view(*rows.shape[:-1], outer)
 
 
 def _called(
-    call: Call, piece: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, is_plain: bool
+    call: Call, rows: torch.Tensor, num_rows: int, matrix: torch.Tensor, bias: torch.Tensor | None, is_plain: bool
 ) -> torch.Tensor:
-    """Returns what a call gives for a piece of at most its number of rows."""
-    if len(piece) == call.num_rows:
-        return call.compute(piece, matrix, bias, is_plain)
-    return call.compute(_filled(piece, call.num_rows), matrix, bias, is_plain)[: len(piece)]
+    """Returns what a call gives for at most its number of rows."""
+    if num_rows == call.num_rows:
+        return call.compute(rows, matrix, bias, is_plain)
+    filled, head = _filling.take(call.num_rows, num_rows, rows.shape[1], rows.dtype)
+    head.copy_(rows)
+    return call.compute(filled, matrix, bias, is_plain)[:num_rows]
 
 
 @lru_cache(maxsize=8192)
@@ -100,19 +103,22 @@ class _Filling(threading.local):
     depends on no other."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._kept: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._heads: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+
+    def take(self, count: int, num_rows: int, inner: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns [count, inner] that is good until the next call, and its first `num_rows` rows."""
+        name = (count, inner, dtype)
+        if name not in self._kept:
+            # Not in inference mode, as it is written to outside that too.
+            with torch.inference_mode(False):
+                self._kept[name] = torch.zeros(count, inner, dtype=dtype)
+        filled = self._kept[name]
+        head = self._heads.get((num_rows, *name))
+        if head is None:
+            with torch.inference_mode(False):
+                head = self._heads[num_rows, *name] = filled[:num_rows]
+        return filled, head
 
 
 _filling = _Filling()
-
-
-def _filled(piece: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns [count, inner] that begins with the rows of `piece`; it is good until the next call."""
-    name = (count, piece.shape[1], piece.dtype)
-    if name not in _filling.kept:
-        # Not in inference mode, as it is written to outside that too.
-        with torch.inference_mode(False):
-            _filling.kept[name] = torch.zeros(count, piece.shape[1], dtype=piece.dtype)
-    filled = _filling.kept[name]
-    filled[: len(piece)] = piece
-    return filled
