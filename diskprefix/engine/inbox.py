@@ -51,16 +51,22 @@ class Inbox:
     """Owns the engine thread, which runs `serve`. `emit` of a request is called from that thread.
 
     `serve` takes requests with `begin`, hands them back with `end`, and returns when `wait` returns False. If it raises
-    `DeviceLost`, all requests fail, and the thread calls `on_fatal` with the error and ends.
+    `DeviceLost`, all requests fail, and the thread calls `on_fatal` with the error and ends. `max_queue` requests may
+    wait beside `max_running` that run.
     """
 
     def __init__(
-        self, serve: Serve, max_queue: int, on_fatal: Callable[[DeviceLost], None] = lambda _error: None
+        self,
+        serve: Serve,
+        max_queue: int,
+        on_fatal: Callable[[DeviceLost], None] = lambda _error: None,
+        max_running: int = 1,
     ) -> None:
         self._serve = serve
         self._on_fatal = on_fatal
         self._lost: DeviceLost | None = None
         self._max_queue = max_queue
+        self._max_running = max_running
         self._waiting: list[Ticket] = []
         self._running: dict[Ticket, float] = {}
         """When each of them began, on the clock of `time.perf_counter`."""
@@ -98,7 +104,7 @@ class Inbox:
         keys are not told apart: each of them is `SHARED`.
         """
         with self._changed:
-            free = 0 if self._running else 1
+            free = max(0, self._max_running - len(self._running))
             ahead = [*(ticket.request.cache.tenant for ticket in self._still_waiting()), *arriving]
             self._check_room(len(ahead), self._max_queue + free)
             num_own = sum(tenant.ids[:1] == caller.ids for tenant in ahead)

@@ -159,7 +159,10 @@ class Daemon:
         )
         renderer.warm_up()
         inbox = Inbox(
-            engine.serve, self.settings.max_queue, on_fatal=lambda error: _call_soon(loop, self._failed, error)
+            engine.serve,
+            self.settings.max_queue,
+            on_fatal=lambda error: _call_soon(loop, self._failed, error),
+            max_running=engine.max_sequences,
         )
         inbox.start()
         seconds = engine.startup_timings | {"imports": imports_s + engine.startup_timings.get("imports", 0.0)}

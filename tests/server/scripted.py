@@ -119,6 +119,7 @@ class ScriptedEngine:
         self.tokenizer: Any = None
         self.media: Any = None
         self.max_positions = POSITIONS
+        self.max_sequences = 1
         self.model_name = "scripted"
         self.identity = {"root": "0123456789abcdef0123456789abcdef"}
         self.startup_timings = {"weights": 0.5}
