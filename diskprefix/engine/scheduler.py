@@ -45,33 +45,30 @@ class Scheduler(Generic[S]):
         self._max_rows = max_rows
         self.sequences: list[S] = []
         self._rows_of: dict[Hashable, int] = {}
-        """The prompt rows that each tenant had, for those who have prompts here."""
+        """The prompt rows that each tenant had, for those who have prompts here or had more rows than these."""
         self._num_steps = 0
-        self._last_prefill = 0
+        self._last_packed = 0
+        """The last step of sequences that pack."""
+        self._last_prompt = 0
+        """The last step of a prompt that does not pack."""
 
     def add(self, sequence: S) -> None:
         """Has the sequence computed from the next step on, if it is not yet."""
         assert sequence.num_left > 0, "there must be something to compute"
-        if sequence in self.sequences:
-            return
-        if sequence.tenant not in self._rows_of:
-            # Nobody saves up turns while there is nothing to do.
-            self._rows_of[sequence.tenant] = min(self._rows_of.values(), default=0)
-        self.sequences.append(sequence)
+        if sequence not in self.sequences:
+            self.sequences.append(sequence)
 
     def remove(self, sequence: S) -> None:
         """Forgets the sequence, if it is known."""
-        if sequence not in self.sequences:
-            return
-        self.sequences.remove(sequence)
-        if all(other.tenant != sequence.tenant for other in self.sequences):
-            del self._rows_of[sequence.tenant]
+        if sequence in self.sequences:
+            self.sequences.remove(sequence)
 
     def schedule(self) -> list[Chunk[S]]:
         """Returns what the next step computes, [] if there is nothing. No sequence is named twice."""
+        self._count_turns()
         alone = self._next_alone()
         packed = [sequence for sequence in self.sequences if sequence.packs]
-        if alone is not None and (not packed or alone.last_step <= self._last_packed):
+        if alone is not None and (not packed or self._last_turn(alone) <= self._last_packed):
             return [Chunk(alone, alone.num_computed, alone.next_end(self._max_rows))]
         return self._packed(packed)
 
@@ -85,33 +82,45 @@ class Scheduler(Generic[S]):
             if id(sequence) not in taking_part and not sequence.is_decoding:
                 sequence.overtaken += num_rows
         for chunk in prefilled:
-            if chunk.sequence.tenant in self._rows_of:
-                self._rows_of[chunk.sequence.tenant] += chunk.num_rows
+            self._rows_of[chunk.sequence.tenant] += chunk.num_rows
+            if not chunk.sequence.packs:
+                self._last_prompt = self._num_steps
         for chunk in step:
+            if chunk.sequence.packs:
+                self._last_packed = self._num_steps
             chunk.sequence.last_step = self._num_steps
             chunk.sequence.num_computed = chunk.end
 
-    @property
-    def _last_packed(self) -> int:
-        return max((sequence.last_step for sequence in self.sequences if sequence.packs), default=0)
+    def _count_turns(self) -> None:
+        """Begins to count for tenants who come with a prompt: nobody saves up turns while there is nothing to do, and
+        nobody gets the first turn again by leaving for a moment."""
+        tenants = {sequence.tenant for sequence in self.sequences if not sequence.is_decoding}
+        counted = [rows for tenant, rows in self._rows_of.items() if tenant in tenants] or self._rows_of.values()
+        least = min(counted, default=0)
+        kept = {tenant: rows for tenant, rows in self._rows_of.items() if tenant in tenants or rows > least}
+        self._rows_of = dict.fromkeys(tenants, least) | kept if tenants else {}
 
     def _next_alone(self) -> S | None:
         """Of the sequences that do not pack, the one whose turn it is."""
         alone = [sequence for sequence in self.sequences if not sequence.packs]
         turns = [sequence for sequence in alone if sequence.is_decoding]
-        prompts = [sequence for sequence in alone if not sequence.is_decoding]
-        if prompts:
+        if prompts := [sequence for sequence in alone if not sequence.is_decoding]:
             turns.append(next(self._by_turns(prompts)))
-        last_prefill = max((sequence.last_step for sequence in prompts), default=0)
-        return min(turns, key=lambda s: s.last_step if s.is_decoding else last_prefill, default=None)
+        return min(turns, key=self._last_turn, default=None)
+
+    def _last_turn(self, alone: S) -> int:
+        """The last step of a sequence that does not pack; of a prompt, that of any."""
+        return alone.last_step if alone.is_decoding else self._last_prompt
 
     def _packed(self, sequences: list[S]) -> list[Chunk[S]]:
         decoding = [sequence for sequence in sequences if sequence.is_decoding]
-        # More than fit take turns, too.
-        decoding = sorted(decoding, key=lambda s: (s.last_step, s.arrived))[: self._max_rows]
+        prompts = [sequence for sequence in sequences if not sequence.is_decoding]
+        # More than fit take turns, too, and leave some rows to prompts.
+        most = self._max_rows - self._max_rows // 4 if prompts else self._max_rows
+        decoding = sorted(decoding, key=lambda s: (s.last_step, s.arrived))[:most]
         step = [Chunk(sequence, sequence.num_computed, sequence.num_known) for sequence in decoding]
         room, has_end = self._max_rows - len(step), False
-        for sequence in self._by_turns([sequence for sequence in sequences if not sequence.is_decoding]):
+        for sequence in self._by_turns(prompts):
             if room <= 0:
                 break
             chunk = Chunk(sequence, sequence.num_computed, sequence.next_end(room))
