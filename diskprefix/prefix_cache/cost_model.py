@@ -91,7 +91,8 @@ class Line:
 
 
 class CostModel:
-    """Decides by measured times whether to save and to restore. For the engine thread; `as_dict` for any.
+    """Decides by measured times whether to save and to restore. For the engine thread; `as_dict` for any, and `allows`
+    and `pays` for the one thread that asks about restores.
 
     `mode` is `--kv-cache-gate`: `off` measures too, but allows everything. `loaded_bytes` answers how many bytes
     restoring a number of tokens loads: no fewer for more tokens, and for each further one no more than for the one
@@ -120,6 +121,11 @@ class CostModel:
     def is_known(self) -> bool:
         """Whether enough was measured to decide."""
         return self._prefill is not None and self._restore is not None
+
+    @property
+    def prefill_s_per_token(self) -> float | None:
+        """Seconds that computing a token takes; None while too little was measured."""
+        return self._prefill.s_per_unit if self._prefill is not None else None
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """`num_tokens` were computed in one go. To be told of every prefill that came to its end."""

@@ -86,8 +86,8 @@ class Planner:
             block, is_stored = self._block(index, block)
             if not is_stored:
                 missing.append(block)
-            if block.end in states_at:
-                missing.append(self.nodes.checkpoint(block))
+            if block.end in states_at and (checkpoint := self.nodes.checkpoint(block)).name not in self.submitted:
+                missing.append(checkpoint)
         return tuple(missing), block
 
     def saved_tokens(self, nodes: Sequence[Node]) -> Iterator[int]:

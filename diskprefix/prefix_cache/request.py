@@ -1,16 +1,17 @@
-"""One request's way through the cache: selected, restored, captured, published."""
+"""One request's way through the cache: fetched, selected, published as it is computed."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport, MissReason, Saved
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
@@ -18,38 +19,63 @@ from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.policy.admission import Sighting
 from diskprefix.policy.scope import DEFAULT_WINDOW
 from diskprefix.policy.select import Selection, select
-from diskprefix.prefix_cache.planning import Plan, marked_nodes, ttl_at
-from diskprefix.prefix_cache.publish import Publisher
+from diskprefix.prefix_cache.namespaces import TenantNamespace
+from diskprefix.prefix_cache.nodes import Node
+from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes
+from diskprefix.prefix_cache.publish import Ending, Publisher, Wanted
+from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restoration, Restored
+from diskprefix.prefix_cache.states import HeldStates
+from diskprefix.prompt import Prompt
+from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
 
 
-class CachedRequest(Publisher):
-    """One request's way through the cache. Call `close` when the request ends, however it ends."""
+_LEAVE_S = 600.0
+"""What a request leaves that was cancelled is kept for so long at least."""
+
+
+@dataclass(kw_only=True, eq=False)
+class CachedRequest:
+    """One request's way through the cache. Call `close` when the request ends, however it ends.
+
+    `goes_on`: the prompt ends at a grid point and is only a beginning.
+    """
+
+    cache: CacheResources
+    namespace: TenantNamespace
+    prompt: Prompt
+    options: CacheOptions
+    goes_on: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self._publisher = Publisher(
+            cache=self.cache, namespace=self.namespace, prompt=self.prompt, options=self.options
+        )
+        num_tokens = len(self.prompt.token_ids)
+        nodes = self._publisher.nodes_of(self.prompt.token_ids)
+        self.planner = Planner(nodes, Progress(), self.cache.layout.state_kind, num_tokens)
         self._bypass: Literal["media", "unsupported", "off"] | None = None
         if self.prompt.media:
             self._bypass = "media"
         elif self.cache.layout.unsupported or self.options.scope.kind == "off":
             self._bypass = "unsupported" if self.cache.layout.unsupported else "off"
-        self.selection = Selection(
-            scope=self.options.scope, prompt_tokens=len(self.prompt.token_ids), reason=self._bypass or "off"
-        )
+        self.selection = Selection(scope=self.options.scope, prompt_tokens=num_tokens, reason=self._bypass or "off")
         """What is kept; known once `choose` was called."""
         self.is_published = False
         """Whether the prompt was computed to its end and could be kept, were there a scope and a store for it."""
         self.restored = Restored()
         """What `fetch` found, and how long it took."""
-        self._states: dict[int, memoryview] = {}
-        """Copies of the states by the position that they were taken at, for checkpoints."""
+        self._states = HeldStates(self.cache.writer, self.cache.layout, leaving=self._publisher.batch_bytes)
+        self._num_blocks = 0
+        """Blocks of the prompt that need not be looked at again: they are stored or with the publisher."""
         self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
-        self._pins = ExitStack()
-        """What is to be unpinned."""
+        self._chosen_at = 0.0
+        self._token_s: float | None = None
+        """How long computing a token took, in seconds, once that is known."""
 
     def restore(self, arena: KVArena) -> Restored:
         """`fetch`, then `choose`."""
@@ -85,8 +111,9 @@ class CachedRequest(Publisher):
     def choose(self) -> None:
         """Select what to save, and count what `fetch` found. For the engine thread."""
         restored = self.restored
+        self._chosen_at = time.perf_counter()
         if restored.tip is not None:
-            ttl_s = ttl_at(restored.stored_tokens, self.prompt.marks, self.options.ttl_s)
+            ttl_s = self._publisher.ttl_at(restored.stored_tokens)
             self.cache.writer.touch(restored.tip, time.time(), ttl_s)
         if restored.source == "disk":
             self.cache.cost_model.note_restore(restored.num_bytes, restored.restore_ms / 1e3)
@@ -98,25 +125,23 @@ class CachedRequest(Publisher):
         elif self._miss_reason is None:
             self._miss_reason = self._explain_miss()
 
-    def leave(self, arena: KVArena) -> None:
-        pass
-
     def after_step(self, arena: KVArena) -> None:
-        """Take a checkpoint if one is wanted where the prefill has come to: its next step overwrites the states."""
-        if self._bypass is not None or arena.num_tokens not in self.selection.checkpoints:
+        """Have the blocks that the prefill has completed and that are wanted captured and written. Take a checkpoint if
+        one is wanted here: the next step overwrites the states."""
+        if self._bypass is not None or self._is_given_up():
             return
-        # One more copy of the states must fit what may wait to be written.
-        num_bytes = (len(self._states) + 1) * self.cache.layout.state_bytes
-        if self.cache.store.problem is None and num_bytes <= self.cache.writer.room_bytes:
-            with self._guarded("no checkpoint is taken"):
-                self._states[arena.num_tokens] = arena.read_states()
+        with self._guarded("not all of the prompt is saved"):
+            if arena.num_tokens in self.selection.checkpoints:
+                self._states.take(arena)
+            num_tokens = min(arena.num_tokens, self.selection.aligned)
+            self._publish_blocks(arena, num_tokens // self.planner.nodes.block_size)
 
     def publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> None:
-        """Have captured and written what the policy wants, with the entry and the history; waits for no disk.
+        """Have captured and written what is left of what the policy wants, with the entry and the history.
 
         `logits` are the next-token logits at the prompt's end, shape [vocab], as the model gave them (None if it goes
-        on, and was restored); nothing is saved where they are not finite. `prefill_s` is how long computing what was
-        not restored took, in seconds. Until the next `begin` the arena may grow but must not be changed before the
+        on, and was restored); where they are not finite, nothing more is saved. `prefill_s` is how long computing what
+        was not restored took, in seconds. Until `KVArena.settle`, the arena may grow but must not be changed before the
         prompt's end.
         """
         self.is_published = not self.prompt.media
@@ -125,41 +150,24 @@ class CachedRequest(Publisher):
         assert arena.num_tokens == len(self.prompt.token_ids), "state length must equal key length"
         self._saved = "dropped"
         if self.cache.store.problem is not None:
-            self.cache.count("refused")
+            # Which is logged once, not for every prompt.
+            self._publisher.give_up(None)
             return
         if logits is not None and not logits.max().isfinite():
-            self.cache.count("refused")
-            log.warning("[disk-cache] the prompt is not saved: its next-token logits are not finite")
+            self._publisher.give_up("its next-token logits are not finite")
             return
         with self._guarded("the prompt is not saved"):
             self._saved = self._publish(arena, logits, prefill_s)
 
-    def _publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> Saved:
-        computed = len(self.prompt.token_ids) - self.restored.num_tokens
-        self.token_s = prefill_s / computed if computed else 0.0
-        if computed:
-            self.cache.cost_model.note_prefill(computed, prefill_s)
-        wanted = self.planner.plan(self.selection, self._states)
-        plan = self.fit(wanted)
-        prompt = self._remembered()
-        if plan.tip is not None or prompt is not None or plan.nodes:
-            self.submit(arena, logits, plan, self._states, self._pins, prompt=prompt)
-        if self.options.save:
-            for name, ttl_s in marked_nodes(self.planner.nodes, self.prompt.marks, self.options.ttl_s):
-                self.cache.writer.touch(name, time.time(), ttl_s, hits=0)
-        if plan.nodes:
-            return "queued"
-        return "dropped" if wanted.nodes else "stored" if wanted.tip is not None else "none"
-
     def after_decode(self, arena: KVArena) -> None:
         """Remember the states if the reply has just completed a block, in case that its blocks are kept."""
         at_end_of_block = arena.num_tokens % self.planner.nodes.block_size == 0
-        if not self._keeps_reply or not at_end_of_block or self.cache.layout.is_sliceable:
+        if not self._keeps_reply or not at_end_of_block or self.cache.layout.is_sliceable or self._is_given_up():
             return
         with self._guarded("no checkpoint of the reply is taken"):
-            end = len(self.prompt.token_ids)
-            of_prompt = {position: states for position, states in self._states.items() if position <= end}
-            self._states = of_prompt | {arena.num_tokens: arena.read_states()}
+            # Only those at the end of the last block that is complete are needed.
+            self._states.release()
+            self._states.take(arena)
 
     def publish_reply(self, arena: KVArena, token_ids: TokenIds) -> None:
         """Have captured and written the blocks that decoding completed, if the request reuses replies.
@@ -168,24 +176,50 @@ class CachedRequest(Publisher):
         token by token, they are not what a prefill computes bit for bit. What they continue is stored with them, also
         where the scope keeps less of the prompt.
         """
-        if not self._keeps_reply or self.cache.store.problem is not None:
+        if not self._keeps_reply or self._is_given_up():
             return
         assert arena.num_tokens == len(token_ids), "state length must equal key length"
-        nodes = self.nodes_of(token_ids)
+        nodes = self._publisher.nodes_of(token_ids)
         is_too_short = nodes.num_blocks * nodes.block_size < self.cache.settings.kv_cache_min_tokens
         if is_too_short or nodes.num_blocks == self.planner.nodes.num_blocks:
             return
         self.planner.nodes = nodes
         with self._guarded("the reply is not saved"):
-            missing, _ = self.planner.missing(nodes.num_blocks, self._states)
-            plan = self.fit(Plan(missing, missing[-1].name, missing[-1].end))
-            if plan.nodes:
-                self.submit(arena, None, plan, self._states, self._pins)
+            missing, _ = self.planner.missing(nodes.num_blocks, self._states.positions)
+            if missing:
+                self._submit(arena, self._wanted(arena, missing), Ending(missing[-1].name, missing[-1].end))
+                self._saved = "queued"
+
+    def leave(self, arena: KVArena) -> None:
+        """Have what the prefill computed so far captured and written, because the request is cancelled: the same prompt
+        goes on from there when it comes again.
+
+        What the policy would not keep is kept for ten minutes at least. With the scope `off`, and by a request that
+        only restores, nothing is left.
+        """
+        nodes, layout = self.planner.nodes, self.cache.layout
+        if self._bypass is not None or not self.options.save or layout.is_one_pass or self._is_given_up():
+            return
+        if not self.cache.cost_model.allows(arena.num_tokens, use="save"):
+            return
+        with self._guarded("what was computed is not kept"):
+            is_at_end_of_block = arena.num_tokens % nodes.block_size == 0
+            if layout.states and is_at_end_of_block and arena.num_tokens > self.restored.num_tokens:
+                self._states.take(arena)
+            self._publish_blocks(arena, arena.num_tokens // nodes.block_size, least_s=_LEAVE_S)
+            if self._publisher.has_published:
                 self._saved = "queued"
 
     def close(self) -> CacheReport:
         """Release what the request held, count it, and say what happened."""
-        self._pins.close()
+        self._states.release()
+        self._publisher.close()
+        if self._states.had_no_room and not self._publisher.chain.is_broken():
+            self.cache.count("refused")
+            log.warning(
+                "[disk-cache] not all of a prompt is saved: the write buffer had no room for its states; "
+                "raise --kv-cache-write-buffer"
+            )
         restored = self.restored
         if restored.num_tokens:
             self.cache.counters["hits"] += 1
@@ -202,7 +236,7 @@ class CachedRequest(Publisher):
             refused=restored.refused,
             exact=restored.exact,
             restore_ms=restored.restore_ms,
-            saved=self._saved,
+            saved="dropped" if self._is_lost() else self._saved,
         )
         log.debug("%s", report.log_line())
         return report
@@ -260,12 +294,86 @@ class CachedRequest(Publisher):
             cache.store,
             cache.writer,
             cache.readers,
-            self._pins,
+            self._publisher.pins,
             allows=cache.cost_model.allows,
             pays=cache.cost_model.pays,
             reuse_generated=self.options.reuse_generated,
             needs_logits=not self.goes_on,
         )
+
+    def _publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> Saved:
+        computed = len(self.prompt.token_ids) - self.restored.num_tokens
+        if computed:
+            self._token_s = prefill_s / computed
+            self.cache.cost_model.note_prefill(computed, prefill_s)
+        plan = Plan() if self._is_given_up() else self.planner.plan(self.selection, self._states.positions)
+        parts: tuple[memoryview, ...] | None = ()
+        if plan.nodes and plan.nodes[-1].kind == Kind.TAIL:
+            assert logits is not None, "a prompt that goes on has no tail"
+            parts = self._states.tail(arena, logits)
+        if parts is None:
+            plan = Plan(plan.nodes[:-1])
+        wanted = self._wanted(arena, plan.nodes, parts or ())
+        prompt = self._remembered()
+        if plan.tip is not None or prompt is not None or wanted:
+            self._submit(arena, wanted, Ending(plan.tip, plan.num_tokens, prompt))
+        if self.options.save:
+            for name, ttl_s in marked_nodes(self.planner.nodes, self.prompt.marks, self.options.ttl_s):
+                self.cache.writer.touch(name, time.time(), ttl_s, hits=0)
+        if self._publisher.has_published:
+            return "queued"
+        return "none" if plan.tip is None else "stored"
+
+    def _publish_blocks(self, arena: KVArena, num_blocks: int, least_s: float = 0.0) -> None:
+        """The first `num_blocks` blocks of the prompt, with the checkpoints that were taken, as far as they are not
+        published yet."""
+        if num_blocks > self._num_blocks or self._states.num_held:
+            self._num_blocks = num_blocks
+            missing, _ = self.planner.missing(num_blocks, self._states.positions)
+            if missing:
+                self._submit(arena, self._wanted(arena, missing, least_s=least_s))
+
+    def _submit(self, arena: KVArena, wanted: list[Wanted], ending: Ending | None = None) -> None:
+        self.planner.submitted.update(want.node.name for want in wanted)
+        self._publisher.publish(arena, self.planner.nodes, wanted, ending)
+
+    def _wanted(
+        self, arena: KVArena, nodes: Sequence[Node], tail: tuple[memoryview, ...] = (), *, least_s: float = 0.0
+    ) -> list[Wanted]:
+        """`nodes` with what they cost. `tail` are the copied parts of a tail. What the policy would not keep is kept
+        for `least_s` seconds at least."""
+        token_s = self._seconds_per_token(arena)
+        wanted: list[Wanted] = []
+        for node, saved_tokens in zip(nodes, self.planner.saved_tokens(nodes), strict=True):
+            parts: tuple[memoryview, ...] = ()
+            if node.kind == Kind.CHECKPOINT:
+                parts = (self._states.pop(node.position),)
+            elif node.kind == Kind.TAIL:
+                parts = tail
+            wanted.append(Wanted(node, parts, token_s * saved_tokens, self._ttl_s(node, least_s)))
+        return wanted
+
+    def _ttl_s(self, node: Node, least_s: float) -> float | None:
+        ttl_s = self._publisher.ttl_at(node.end)
+        kept = self.selection.checkpoints if node.kind == Kind.CHECKPOINT else range(self.selection.aligned + 1)
+        return ttl_s if not least_s or node.end in kept else max(ttl_s or 0.0, least_s)
+
+    def _seconds_per_token(self, arena: KVArena) -> float:
+        """How long computing a token of the prompt takes: as measured, or while that is not over, as of the prompts
+        before, or as of its own beginning."""
+        if self._token_s is not None:
+            return self._token_s
+        if (usual := self.cache.cost_model.prefill_s_per_token) is not None:
+            return usual
+        computed = arena.num_tokens - self.restored.num_tokens
+        return (time.perf_counter() - self._chosen_at) / computed if computed else 0.0
+
+    def _is_lost(self) -> bool:
+        """Whether a part of what was to be saved is not."""
+        return self._states.had_no_room or self._publisher.chain.is_broken()
+
+    def _is_given_up(self) -> bool:
+        return self.cache.store.problem is not None or self._publisher.chain.is_broken()
 
     def _explain_miss(self) -> MissReason:
         """`diverged` only if the prompt leaves everything seen within its first block: from there on a block could

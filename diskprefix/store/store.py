@@ -8,10 +8,11 @@ let the file outgrow it.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailable
@@ -29,9 +30,29 @@ from diskprefix.tokens import TokenIds
 log = logging.getLogger("diskprefix")
 
 
+class Chain:
+    """The publications of one request, each of which continues the one before. Once one of them is lost, what comes
+    after it must not be written. For any thread."""
+
+    def __init__(self) -> None:
+        self.has_nodes = False
+        """Whether nodes of it were written."""
+        self._is_broken = False
+        self._lock = threading.Lock()
+
+    def is_broken(self) -> bool:
+        return self._is_broken
+
+    def break_off(self) -> bool:
+        """Note that a publication is lost. Returns whether it is the first one."""
+        with self._lock:
+            was_broken, self._is_broken = self._is_broken, True
+            return not was_broken
+
+
 @dataclass(frozen=True, eq=False)
 class Publication:
-    """What one request adds to a store: new nodes (parents first), its entry, and its prompt for the history.
+    """What is added to a store in one transaction: new nodes (parents first), an entry, a prompt for the history.
 
     `store_id` names the store whose secret named the nodes. `tip` is the last node of the request's path, whether it is
     new or already stored. `ttl_s` is how long the path is to be kept after its last use, in seconds; with None, the
@@ -48,6 +69,7 @@ class Publication:
     history_limit: int = 0
     prompt_group: bytes = b""
     ttl_s: float | None = None
+    chain: Chain = field(default_factory=Chain)
 
     @property
     def base(self) -> bytes | None:

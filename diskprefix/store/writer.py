@@ -1,7 +1,7 @@
-"""The background writer: a thread that writes publications to the store, in order, after the request has ended.
+"""The background writer: a thread that writes publications to the store, in order.
 
-The buffer is bounded in bytes. When it is full, a publication is refused, and no request waits. A failure of the store
-is logged once and counted, and the daemon goes on serving.
+The buffer is bounded in bytes: who has something to be written reserves room for it first, and no request waits for
+that. A failure of the store is logged once and counted, and the daemon goes on serving.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
@@ -71,23 +72,22 @@ class Writer:
         self.written_bytes = 0
         self.written_tokens = 0
         self.error: str | None = None
-        """The store's last failure; None after the next publication that succeeds."""
+        """The store's last failure; None once a prompt is saved again."""
         self._look()
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
 
-    def reserve(self, size: int) -> bool:
-        """Reserve `size` bytes of the buffer. Returns whether there was room for them."""
+    def reserve(self, size: int, *, leaving: int = 0) -> bool:
+        """Reserve `size` bytes of the buffer. Returns whether there was room for them and `leaving` bytes more."""
         with self._changed:
-            has_room = size <= self.room_bytes
+            has_room = size + leaving <= self.room_bytes
             self.pending_bytes += size if has_room else 0
             return has_room
 
     def release(self, size: int) -> None:
-        """Give back the bytes reserved for a publication that could not be captured. It counts as dropped."""
+        """Give back reserved bytes that are not needed."""
         with self._changed:
             self.pending_bytes -= size
-            self.dropped += 1
             self._changed.notify_all()
         self.on_room()
 
@@ -137,10 +137,10 @@ class Writer:
         if not self.is_alive:
             return True
         with self._changed:
-            lost = max(0, len(self._queue) - 1)
-            self.dropped += lost
+            lost = 0
             while len(self._queue) > 1:
-                self._queue.pop()
+                lost += self._queue.pop().chain.break_off()
+            self.dropped += lost
         # The transaction that is being written may finish, or LMDB would roll it back.
         self._thread.join(max(timeout_s, _LAST_WRITE_S))
         lost += self.is_alive
@@ -183,22 +183,29 @@ class Writer:
             self._report(error)
         except Exception as error:
             log.exception("[disk-cache] the writer failed")
-            self.dropped += 1
             self.error = f"internal error: {error!r}"
 
     def _write(self, publication: Publication) -> None:
         started = time.perf_counter()
         self._roots = {publication.root: publication.root_record}
+        if publication.chain.is_broken():
+            # What it continues is lost. That the prompt was seen counts all the same.
+            publication = replace(publication, nodes=(), tip=None, entry=None)
+            if publication.prompt is None:
+                return
         try:
             self.evicted += self._store.publish(publication)
         except (StoreFull, PrefixGone) as error:
-            self.dropped += 1
+            self._lose(publication)
             log.warning("[disk-cache] not saved: %s", error)
             return
-        except CacheError:
-            self.dropped += 1
+        except BaseException:
+            self._lose(publication)
             raise
-        self._recover()
+        publication.chain.has_nodes |= bool(publication.nodes)
+        if publication.tip is not None and publication.chain.has_nodes:
+            # A whole prompt was saved. Of a full disk, a small publication alone would say nothing.
+            self._recover()
         self.written_bytes += publication.payload_bytes
         self.written_tokens += sum(len(node.token_ids) for node in publication.nodes)
         log.debug(
@@ -208,12 +215,18 @@ class Writer:
             (time.perf_counter() - started) * 1e3,
         )
 
+    def _lose(self, publication: Publication) -> None:
+        """The publications of a chain count as one that is dropped."""
+        self.dropped += publication.chain.break_off()
+
     def _quarantine(self, name: bytes, parent: bytes) -> None:
         self.quarantined += self._store.quarantine(name, parent)
 
     def _write_touches(self) -> None:
         with self._changed:
             touches, self._touches = self._touches, {}
+            # Nodes that are not in the store yet are used once they are.
+            self._touches |= {name: touches.pop(name) for name in touches.keys() & self.pending.keys()}
         if touches:
             self._store.touch(touches)
 

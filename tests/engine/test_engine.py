@@ -223,7 +223,7 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     load(folder, tmp_path / "kv").close()
 
 
-def test_cancelling_stops_within_a_step(engine: Engine) -> None:
+def test_cancelling_stops_within_a_step_and_leaves_what_was_computed(engine: Engine) -> None:
     engine.max_rows = BLOCK
     with pytest.raises(Cancelled):
         run(engine, prompt(100), steps=2)
@@ -232,16 +232,22 @@ def test_cancelling_stops_within_a_step(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_a_request_whose_logits_are_not_finite_fails_alone_and_is_not_saved(
-    engine: Engine, temperature: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["logits", "state"])
+def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_state(
+    engine: Engine, temperature: float, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where the logits alone are not finite, the blocks before them are what they should be."""
+    cold = tokens_of(run(engine, prompt(100), temperature=temperature, seed=1, scope="off"))
     with monkeypatch.context() as patch:
-        patch.setattr(engine.model.lm_head, "forward", lambda hidden: hidden.new_full((1, 1, 300), float("nan")))
+        module = engine.model.lm_head if where == "logits" else engine.model.model.layers[0].self_attn.v_proj
+        forward = module.forward
+        patch.setattr(module, "forward", lambda hidden: forward(hidden) * float("nan"))
         with pytest.raises(NonFiniteLogits):
             run(engine, prompt(100), temperature=temperature)
+    engine.cache.settle()
     assert engine.cache.writer.flush(30)
-    assert engine.cache.stats()["blocks"] == 0
-    assert tokens_of(run(engine, prompt(100)))
+    assert (engine.cache.stats()["blocks"] > 0, engine.cache.stats()["entries"]) == (where == "logits", 0)
+    assert tokens_of(run(engine, prompt(100), temperature=temperature, seed=1)) == cold
 
 
 def test_a_reply_that_outgrows_the_memory_at_hand_is_not_changed(tmp_path: Path) -> None:

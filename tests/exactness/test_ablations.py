@@ -4,6 +4,7 @@ nothing would notice."""
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from diskprefix.kv.arena import KVArena
+from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layers import SlidingWindowLayer
 from diskprefix.kv.layout import Group
 from diskprefix.model.rehearsal import rehearse
@@ -57,6 +59,20 @@ def same(a: Answer, b: Answer) -> bool:
     return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
 
 
+def capture_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the disk is slow: nothing is captured before the prompt's end."""
+    has_ended = threading.Event()
+    publish, find = CachedRequest.publish, Capturer._next
+
+    def ending(self: CachedRequest, *args: Any) -> None:
+        publish(self, *args)
+        has_ended.set()
+        self.cache.capturer.wake()
+
+    monkeypatch.setattr(CachedRequest, "publish", ending)
+    monkeypatch.setattr(Capturer, "_next", lambda self: find(self) if has_ended.is_set() else None)
+
+
 def test_with_every_protection_it_is_exact(architecture: str, tmp_path: Path) -> None:
     assert is_exact(runner_of(architecture, tmp_path))
 
@@ -77,6 +93,7 @@ def test_without_the_copy_of_states_it_is_not(
         return states.view(-1).view(torch.uint8).numpy().data
 
     runner = runner_of(architecture, tmp_path)
+    capture_late(monkeypatch)
     if not copied:
         monkeypatch.setattr(KVArena, "read_states", shared)
     assert is_exact(runner) == copied
@@ -129,6 +146,7 @@ def test_without_what_slid_out_of_the_window_it_is_not(
             part[:, :, : self._first_visible()] = 0
         return shown
 
+    capture_late(monkeypatch)
     monkeypatch.setattr(SlidingWindowLayer, "update", forgetful)
     assert not is_exact(runner_of(architecture, tmp_path))
 
@@ -184,13 +202,15 @@ def test_without_the_comparison_of_tokens_it_is_not(
 def test_without_a_checkpoint_at_its_place_it_is_not(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A state taken at the wrong grid point, one step later, is another chunk's."""
-    after_step = CachedRequest.after_step
+    """The states of the wrong grid point, one step before, are another chunk's."""
+    runner = runner_of(architecture, tmp_path)
+    read_states, compute = KVArena.read_states, KVArena.forward
+    before: list[memoryview] = []
 
-    def late(self: CachedRequest, arena: KVArena) -> None:
-        after_step(self, arena)
-        if arena.num_tokens - BLOCK in self._states:
-            self._states[arena.num_tokens - BLOCK] = arena.read_states()
+    def forward(self: KVArena, *args: Any) -> torch.Tensor:
+        before[:] = [read_states(self)]
+        return compute(self, *args)
 
-    monkeypatch.setattr(CachedRequest, "after_step", late)
-    assert not is_exact(runner_of(architecture, tmp_path))
+    monkeypatch.setattr(KVArena, "forward", forward)
+    monkeypatch.setattr(KVArena, "read_states", lambda _: before[0])
+    assert not is_exact(runner)

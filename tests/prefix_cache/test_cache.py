@@ -374,21 +374,6 @@ def test_without_room_in_the_write_buffer_nothing_is_saved_and_it_says_so(
     runner.close()
 
 
-def test_of_a_prompt_larger_than_the_write_buffer_the_beginning_is_saved(tmp_path: Path) -> None:
-    model, prompt = tiny_llama(), random_prompt(23, 8 * BLOCK + 3)
-    layout_bytes = Runner(model, tiny_settings(tmp_path / "probe")).layout.bytes_per_token
-    runner = Runner(model, tiny_settings(tmp_path / "kv", kv_cache_write_buffer=5 * BLOCK * layout_bytes + 10))
-    cold = runner.run(prompt, "full", reply=4)
-    assert cold.report.saved == "queued"
-    runner.reopen()
-    warm = runner.run(prompt, "full", reply=4)
-    assert same(cold, warm)
-    assert warm.report.restored == 5 * BLOCK
-    runner.reopen()
-    assert runner.run(prompt, "full").report.restored == len(prompt)
-    runner.close()
-
-
 def test_a_capture_that_fails_costs_the_saving_alone(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -529,12 +514,18 @@ def test_checkpoints_take_no_more_memory_than_may_wait_to_be_written(tmp_path: P
 
         def watched(self: CachedRequest, arena: KVArena) -> None:
             after_step(self, arena)
-            held.append(len(self._states))
+            held.append(runner.cache.writer.pending_bytes)
 
         patch.setattr(CachedRequest, "after_step", watched)
+        disk = threading.Event()
+        publish = runner.cache.store.publish
+        patch.setattr(runner.cache.store, "publish", lambda pub: publish(pub) if disk.wait(30) else 0)
         answer = runner.run(random_prompt(1, 20 * BLOCK), "full")
+        disk.set()
+        runner.flush()
     assert len(answer.report.selection.checkpoints) == 20
-    assert max(held) == 3
+    assert max(held) <= settings.kv_cache_write_buffer
+    assert (answer.report.saved, runner.cache.stats()["dropped"]) == ("dropped", 1)
     runner.close()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from diskprefix.errors import StoreUnavailable
+from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.store import writer as writer_module
-from diskprefix.store.store import Publication, Store
+from diskprefix.store.store import Chain, Publication, Store
 from diskprefix.store.writer import Writer
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
 
@@ -73,12 +73,92 @@ def test_the_buffer_has_room_again_once_a_publication_is_written(store: Store, m
     assert writer.room_bytes == 0
 
 
-def test_a_reservation_that_comes_to_nothing_is_given_back_and_counted(store: Store) -> None:
+def test_a_reservation_needs_room_and_a_release_makes_some(store: Store) -> None:
     writer = Writer(store, buffer_bytes=100)
-    writer.reserve(60)
+    calls: list[int] = []
+    writer.on_room = lambda: calls.append(writer.room_bytes)
+    assert writer.reserve(60)
+    assert not writer.reserve(41)
+    assert not writer.reserve(30, leaving=11)
+    assert writer.reserve(30, leaving=10)
     writer.release(60)
-    assert (writer.room_bytes, writer.dropped) == (100, 1)
+    assert (writer.room_bytes, calls) == (70, [70])
+    writer.release(30)
     assert writer.close(30)
+    assert not writer.reserve(1)
+
+
+def chained(store: Store, num_blocks: int) -> list[Publication]:
+    """A prompt in one publication for each block; the last one brings the entry."""
+    whole = publication(store, prompt(1, num_blocks * BLOCK))
+    chain = Chain()
+    beginning = [
+        replace(whole, nodes=(node,), tip=None, entry=None, prompt=None, chain=chain) for node in whole.nodes[:-1]
+    ]
+    return [*beginning, replace(whole, nodes=whole.nodes[-1:], chain=chain)]
+
+
+def test_once_a_publication_is_lost_what_continues_it_is_not_written_and_all_count_as_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pubs = chained(store, 4)
+    publish = store.publish
+    written: list[Publication] = []
+
+    def fail_for_the_second(pub: Publication) -> int:
+        if pub is pubs[1]:
+            raise StoreFull("no room")
+        written.append(pub)
+        return publish(pub)
+
+    monkeypatch.setattr(store, "publish", fail_for_the_second)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    for pub in pubs:
+        submit(writer, pub)
+    assert writer.close(30)
+    assert (writer.dropped, writer.pending_bytes) == (1, 0)
+    assert len([record for record in caplog.records if "not saved" in record.message]) == 1
+    # Of the last one, that the prompt was seen is left.
+    assert [len(pub.nodes) for pub in written] == [1, 0]
+    with store.snapshot() as snapshot:
+        assert [snapshot.usage(pub.nodes[0].name) is not None for pub in pubs] == [True, *[False] * (len(pubs) - 1)]
+        assert snapshot.counts()["entries"] == 0
+        assert snapshot.counts()["prompts"] == 1
+
+
+def test_saving_has_recovered_when_a_whole_prompt_is_saved(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small publication may find room on a full disk, again and again."""
+    gate = Gate(store, monkeypatch)
+    gate.failure = StoreUnavailable("no space left")
+    gate.open.set()
+    writer = Writer(store, buffer_bytes=1 << 30)
+    submit(writer, publication(store, prompt(2, BLOCK)))
+    assert writer.flush(30)
+    gate.failure = None
+    *beginning, last = chained(store, 3)
+    for pub in beginning:
+        submit(writer, pub)
+    submit(writer, replace(last, nodes=(), tip=None, entry=None, chain=Chain()))
+    assert writer.flush(30)
+    assert writer.error is not None
+    submit(writer, last)
+    assert writer.flush(30)
+    assert not writer.error
+    assert writer.close(30)
+
+
+def test_a_use_of_what_waits_to_be_written_counts_once_it_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    pubs = chained(store, 2)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    gate = Gate(store, monkeypatch)
+    for pub in pubs:
+        submit(writer, pub)
+    writer.touch(pubs[1].nodes[0].name, 2000.0)
+    gate.open.set()
+    assert writer.close(30)
+    with store.snapshot() as snapshot:
+        usages = [snapshot.usage(pub.nodes[0].name) for pub in pubs]
+    assert [usage.hits for usage in usages if usage is not None] == [1, 1, 0], "the node and what it continues"
 
 
 def test_a_failing_store_is_reported_once_and_so_is_its_recovery(
