@@ -182,6 +182,34 @@ class Runner:
             cached.publish_reply(self.arena, np.concatenate([token_ids, as_token_ids(greedy[:-1])]))
         return Answer(logits.cpu().clone(), greedy, cached.close(), num_forwards, cached.is_published)
 
+    def cancelled(self, prompt: Prompt, options: CacheOptions, steps: int) -> CacheReport:
+        """A request whose client goes away after so many steps of the prefill."""
+
+        class Gone(Exception):
+            pass
+
+        def after_step(arena: KVArena) -> None:
+            nonlocal steps
+            cached.after_step(arena)
+            steps -= 1
+            if steps <= 0:
+                raise Gone
+
+        with torch.inference_mode():
+            self.cache.load(options.tenant).result()
+            cached = self.cache.begin(prompt, options)
+            self.arena.settle(drop=True)
+            self.arena.truncate(0)
+            self.arena.reserve(len(prompt.token_ids))
+            start, block_size = cached.restore(self.arena).num_tokens, self.settings.block_size
+            try:
+                prefill(
+                    self.model, self.arena, prompt.token_ids, start=start, block_size=block_size, after_step=after_step
+                )
+            except Gone:
+                cached.leave(self.arena)
+        return cached.close()
+
     def _decode(self, cached: CachedRequest, logits: torch.Tensor, count: int) -> list[int]:
         tokens = [int(logits.argmax())] if count else []
         while len(tokens) < count:

@@ -83,11 +83,11 @@ class Publisher:
     def give_up(self, why: str | None) -> None:
         """Have nothing more written, count that and log why (None: nothing). The second time it does nothing. For any
         thread."""
-        if not self.chain.break_off():
-            return
-        self.cache.count("refused")
-        if why is not None:
-            log.warning("[disk-cache] a prompt is not saved, or not all of it: %s", why)
+        self._count(why, is_first=self.chain.break_off())
+
+    def note_loss(self, why: str) -> None:
+        """The same of something that nothing continues: the rest is written."""
+        self._count(why, is_first=self.chain.note_loss())
 
     def publish(
         self, arena: KVArena, nodes: PromptNodes, wanted: Sequence[Wanted], ending: Ending | None = None
@@ -115,6 +115,12 @@ class Publisher:
         """What a batch may wait for room for: one block at least."""
         block_bytes = self.cache.payload_layout.payload_bytes(self.cache.settings.block_size, Kind.BLOCK)
         return max(block_bytes, min(_BATCH_BYTES, self.cache.settings.kv_cache_write_buffer // 4))
+
+    def _count(self, why: str | None, *, is_first: bool) -> None:
+        if is_first:
+            self.cache.count("refused")
+        if is_first and why is not None:
+            log.warning("[disk-cache] a prompt is not saved, or not all of it: %s", why)
 
     def _check(self, arena: KVArena, node: Node) -> None:
         if node.num_tokens and node.position < arena.complete_from:

@@ -131,8 +131,9 @@ class CachedRequest:
         if self._bypass is not None or self._is_given_up():
             return
         with self._guarded("not all of the prompt is saved"):
+            self._states.reserve(self._last_states_bytes(arena.num_tokens))
             if arena.num_tokens in self.selection.checkpoints:
-                self._states.take(arena)
+                self._take_states(arena)
             num_tokens = min(arena.num_tokens, self.selection.aligned)
             self._publish_blocks(arena, num_tokens // self.planner.nodes.block_size)
 
@@ -154,7 +155,7 @@ class CachedRequest:
             self._publisher.give_up(None)
             return
         if logits is not None and not logits.max().isfinite():
-            self._publisher.give_up("its next-token logits are not finite")
+            self._publisher.note_loss("its next-token logits are not finite")
             return
         with self._guarded("the prompt is not saved"):
             self._saved = self._publish(arena, logits, prefill_s)
@@ -167,7 +168,7 @@ class CachedRequest:
         with self._guarded("no checkpoint of the reply is taken"):
             # Only those at the end of the last block that is complete are needed.
             self._states.release()
-            self._states.take(arena)
+            self._take_states(arena)
 
     def publish_reply(self, arena: KVArena, token_ids: TokenIds) -> None:
         """Have captured and written the blocks that decoding completed, if the request reuses replies.
@@ -205,21 +206,15 @@ class CachedRequest:
         with self._guarded("what was computed is not kept"):
             is_at_end_of_block = arena.num_tokens % nodes.block_size == 0
             if layout.states and is_at_end_of_block and arena.num_tokens > self.restored.num_tokens:
-                self._states.take(arena)
+                self._take_states(arena)
             self._publish_blocks(arena, arena.num_tokens // nodes.block_size, least_s=_LEAVE_S)
             if self._publisher.has_published:
                 self._saved = "queued"
 
     def close(self) -> CacheReport:
         """Release what the request held, count it, and say what happened."""
-        self._states.release()
+        self._states.close()
         self._publisher.close()
-        if self._states.had_no_room and not self._publisher.chain.is_broken():
-            self.cache.count("refused")
-            log.warning(
-                "[disk-cache] not all of a prompt is saved: the write buffer had no room for its states; "
-                "raise --kv-cache-write-buffer"
-            )
         restored = self.restored
         if restored.num_tokens:
             self.cache.counters["hits"] += 1
@@ -236,7 +231,7 @@ class CachedRequest:
             refused=restored.refused,
             exact=restored.exact,
             restore_ms=restored.restore_ms,
-            saved="dropped" if self._is_lost() else self._saved,
+            saved=self._saved if self._publisher.chain.is_whole else "dropped",
         )
         log.debug("%s", report.log_line())
         return report
@@ -312,6 +307,7 @@ class CachedRequest:
             assert logits is not None, "a prompt that goes on has no tail"
             parts = self._states.tail(arena, logits)
         if parts is None:
+            self._publisher.note_loss("the write buffer had no room for its end; raise --kv-cache-write-buffer")
             plan = Plan(plan.nodes[:-1])
         wanted = self._wanted(arena, plan.nodes, parts or ())
         prompt = self._remembered()
@@ -368,9 +364,17 @@ class CachedRequest:
         computed = arena.num_tokens - self.restored.num_tokens
         return (time.perf_counter() - self._chosen_at) / computed if computed else 0.0
 
-    def _is_lost(self) -> bool:
-        """Whether a part of what was to be saved is not."""
-        return self._states.had_no_room or self._publisher.chain.is_broken()
+    def _take_states(self, arena: KVArena) -> None:
+        if not self._states.take(arena, is_last=arena.num_tokens == self.selection.aligned):
+            self._publisher.note_loss("the write buffer had no room for a checkpoint; raise --kv-cache-write-buffer")
+
+    def _last_states_bytes(self, num_tokens: int) -> int:
+        """The room that the last copies need that are to be made of what is wanted, once `num_tokens` are computed. A
+        prompt is of no use without them where states cannot be cut."""
+        layout, selection = self.cache.layout, self.selection
+        is_last_ahead = bool(selection.checkpoints) and selection.checkpoints[-1] >= num_tokens
+        checkpoint = layout.state_bytes if is_last_ahead else 0
+        return checkpoint + (layout.state_bytes + layout.logits_bytes if selection.keep_tail else 0)
 
     def _is_given_up(self) -> bool:
         return self.cache.store.problem is not None or self._publisher.chain.is_broken()

@@ -38,16 +38,28 @@ class Chain:
         self.has_nodes = False
         """Whether nodes of it were written."""
         self._is_broken = False
+        self._is_whole = True
         self._lock = threading.Lock()
 
     def is_broken(self) -> bool:
         return self._is_broken
 
     def break_off(self) -> bool:
-        """Note that a publication is lost. Returns whether it is the first one."""
+        """Note that a publication is lost. Returns what `note_loss` does."""
+        self._is_broken = True
+        return self.note_loss()
+
+    def note_loss(self) -> bool:
+        """Note that something is lost that nothing continues. Returns whether it is the first loss: a prompt counts as
+        dropped once."""
         with self._lock:
-            was_broken, self._is_broken = self._is_broken, True
-            return not was_broken
+            was_whole, self._is_whole = self._is_whole, False
+            return was_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was lost."""
+        return self._is_whole
 
 
 @dataclass(frozen=True, eq=False)

@@ -124,9 +124,9 @@ class Writer:
         return 0 if self._closing else max(0, self._buffer_bytes - self.pending_bytes)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything reserved and queued is written. Returns False if the time runs out first."""
+        """Wait until everything that was submitted is written. Returns False if the time runs out first."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self.pending_bytes, timeout_s)
+            return self._changed.wait_for(lambda: not self._queue, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, then stop. Returns False if the time ran out and publications were lost."""

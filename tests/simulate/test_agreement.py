@@ -351,7 +351,7 @@ def test_under_a_small_budget_both_stay_within_it_and_restore_about_the_same(
     num_prompt_tokens = sum(len(request.prompt.token_ids) for request in requests)
     now = [1e9]
     for module in (request_module, publish_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now[0]))
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now[0], perf_counter=lambda: 0.0))
     daemon = Daemon(tmp_path, "sliceable", tiny_llama(torch.float32), block_size=64, kv_cache_budget=BUDGET_BYTES)
     store = daemon.runner.cache.store
     monkeypatch.setattr(store, "clock", lambda: now[0])
