@@ -187,6 +187,8 @@ class Publisher:
 
     def _publication(self, captured: tuple[NewNode, ...], ending: Ending | None) -> Publication:
         tip, num_tokens, prompt = ending or Ending(None, 0)
+        if self.chain.is_broken():
+            tip = None
         entry = EntryRecord(
             root=self.namespace.root,
             num_tokens=num_tokens,

@@ -31,21 +31,31 @@ log = logging.getLogger("diskprefix")
 
 
 class Chain:
-    """The publications of one request, each of which continues the one before. Once one of them is lost, what comes
-    after it must not be written. For any thread."""
+    """The publications of one request, each of which continues the one before. For any thread.
+
+    Once one of them could not be written (`is_lost`), those that come after it must not be either. Once something
+    could not be submitted (`is_broken`), nothing more is; what was submitted before is written.
+    """
 
     def __init__(self) -> None:
+        self.is_lost = False
         self.has_nodes = False
         """Whether nodes of it were written."""
+        self.is_whole = True
+        """Whether nothing at all was lost."""
         self._is_broken = False
-        self._is_whole = True
         self._lock = threading.Lock()
 
     def is_broken(self) -> bool:
-        return self._is_broken
+        return self._is_broken or self.is_lost
+
+    def lose(self) -> bool:
+        """Note that a publication could not be written. Returns what `note_loss` does."""
+        self.is_lost = True
+        return self.note_loss()
 
     def break_off(self) -> bool:
-        """Note that a publication is lost. Returns what `note_loss` does."""
+        """Note that nothing more is to be submitted. Returns what `note_loss` does."""
         self._is_broken = True
         return self.note_loss()
 
@@ -53,13 +63,8 @@ class Chain:
         """Note that something is lost that nothing continues. Returns whether it is the first loss: a prompt counts as
         dropped once."""
         with self._lock:
-            was_whole, self._is_whole = self._is_whole, False
+            was_whole, self.is_whole = self.is_whole, False
             return was_whole
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing was lost."""
-        return self._is_whole
 
 
 @dataclass(frozen=True, eq=False)

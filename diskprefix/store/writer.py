@@ -139,7 +139,7 @@ class Writer:
         with self._changed:
             lost = 0
             while len(self._queue) > 1:
-                lost += self._queue.pop().chain.break_off()
+                lost += self._queue.pop().chain.lose()
             self.dropped += lost
         # The transaction that is being written may finish, or LMDB would roll it back.
         self._thread.join(max(timeout_s, _LAST_WRITE_S))
@@ -188,7 +188,7 @@ class Writer:
     def _write(self, publication: Publication) -> None:
         started = time.perf_counter()
         self._roots = {publication.root: publication.root_record}
-        if publication.chain.is_broken():
+        if publication.chain.is_lost:
             # What it continues is lost. That the prompt was seen counts all the same.
             publication = replace(publication, nodes=(), tip=None, entry=None)
             if publication.prompt is None:
@@ -217,7 +217,7 @@ class Writer:
 
     def _lose(self, publication: Publication) -> None:
         """The publications of a chain count as one that is dropped."""
-        self.dropped += publication.chain.break_off()
+        self.dropped += publication.chain.lose()
 
     def _quarantine(self, name: bytes, parent: bytes) -> None:
         self.quarantined += self._store.quarantine(name, parent)
