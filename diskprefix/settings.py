@@ -234,8 +234,8 @@ class Settings:
     )
     kv_cache_write_buffer: int = _tuning(
         1024**3,
-        "The amount of state that may wait in memory for the disk. When it is full, prompts are answered but not "
-        "saved.",
+        "The amount of state that may wait in memory for the disk, at least one block. A longer prompt is saved in "
+        "parts, as the disk takes them.",
         kind="size",
         bounds=(0, MAX_BUDGET),
     )

@@ -8,14 +8,14 @@ import io
 import json
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 
 from diskprefix.cli import cli
-from diskprefix.store.changes import Use
+from diskprefix.store.changes import Use, batches
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.store import Publication, Store
 from tests.faults.crash import ledger, prompts
@@ -26,6 +26,7 @@ CLOCK_STEP_S = 11.0
 TTL_S = 20 * CLOCK_STEP_S
 AHEAD = 40
 """The number of publications that are prepared at a time, so that a kill is likely to come while they are saved."""
+NODES_IN_A_PART = 2
 _PR_SET_PDEATHSIG = 1
 
 
@@ -53,6 +54,20 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def publish_in_parts(store: Store, publication: Publication) -> int:
+    """Publishes a prompt as a daemon does, which writes its blocks while it computes it: the entry comes with the last
+    part. Returns the number of evicted nodes."""
+    evicted = 0
+    *earlier, last = batches(publication.nodes, NODES_IN_A_PART)
+    for nodes in earlier:
+        evicted += store.publish(replace(publication, nodes=tuple(nodes), tip=None, entry=None, prompt=None))
+        store.evictor.pin(nodes[-1].name)
+    evicted += store.publish(replace(publication, nodes=tuple(last)))
+    for nodes in earlier:
+        store.evictor.unpin(nodes[-1].name)
+    return evicted
 
 
 class Loop:
@@ -86,7 +101,7 @@ class Loop:
         number = int(publication.entry.preview)
         self.clock.now += CLOCK_STEP_S
         self.ledger.begin("publish", number)
-        evicted = store.publish(publication)
+        evicted = publish_in_parts(store, publication)
         self._saved.add(number)
         self._end(store, "publish", number, look=evicted > 0)
         return number
