@@ -231,6 +231,20 @@ def test_cancelling_stops_within_a_step_and_leaves_what_was_computed(engine: Eng
     assert (again.usage.cached_tokens, again.cache.source) == (2 * BLOCK, "memory")
 
 
+@pytest.mark.parametrize("scope", ["full", "auto:30", "off"])
+def test_what_a_cancelled_request_computed_is_there_after_a_restart(scope: str, folder: Path, tmp_path: Path) -> None:
+    engine = load(folder, tmp_path / "kv")
+    engine.max_rows = BLOCK
+    with pytest.raises(Cancelled):
+        run(engine, prompt(100), scope=scope, steps=2)
+    engine.close()
+    engine = load(folder, tmp_path / "kv")
+    again = done(run(engine, prompt(100)))
+    expected = (0, "none") if scope == "off" else (2 * BLOCK, "disk")
+    assert (again.usage.cached_tokens, again.cache.source) == expected
+    engine.close()
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("where", ["logits", "state"])
 def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_state(

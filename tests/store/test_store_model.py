@@ -103,8 +103,9 @@ def payload(root: bytes, prefix: bytes, num_bytes: int) -> bytes:
     return np.random.default_rng([*root, *prefix]).integers(0, 64, num_bytes, dtype=np.uint8).tobytes()
 
 
-def publication_of(store: Store, prompt: Prompt, first: int = 0) -> Publication:
-    """What a request publishes that found the first `first` nodes of its prompt in the store."""
+def publication_of(store: Store, prompt: Prompt, first: int = 0, end: int | None = None) -> Publication:
+    """What a request publishes that found the first `first` nodes of its prompt in the store. With `end`, no more than
+    the nodes before it: while the prompt is computed, or because the request was cancelled."""
     token_ids = prompt.token_ids
     layout = LAYOUTS[prompt.root]
     points = {BLOCK * point for point in prompt.points} if has_states(prompt.root) else set()
@@ -127,8 +128,10 @@ def publication_of(store: Store, prompt: Prompt, first: int = 0) -> Publication:
     root_record = msgspec.structs.replace(whole.root_record, tenant=str(SHARED.with_salt(SALTS[prompt.root])))
     return replace(
         whole,
-        nodes=tuple(nodes[first:]),
-        tip=nodes[-1].name,
+        nodes=tuple(nodes[first:end]),
+        tip=nodes[-1].name if end is None else None,
+        entry=whole.entry if end is None else None,
+        prompt=whole.prompt if end is None else None,
         root_record=root_record,
         history_limit=HISTORY_LIMIT,
         prompt_group=prompt.group,
@@ -206,11 +209,12 @@ class Model:
         return {name for name, node in self.nodes.items() if abs(now - node.created_at) < JUST_WRITTEN_S}
 
     def publish(self, publication: Publication, now: float) -> None:
-        assert publication.tip is not None
-        assert publication.entry is not None
-        assert publication.prompt is not None
         for new in publication.nodes:
             self.nodes.setdefault(new.name, ModelNode(new, publication.root, now, now)).asked_s.add(new.ttl_s)
+        if publication.tip is None:
+            return
+        assert publication.entry is not None
+        assert publication.prompt is not None
         self.touch(publication.tip, now, 0, publication.ttl_s)
         self.entries.setdefault(publication.tip, publication.entry.num_tokens)
         history = self.history[publication.root]
@@ -246,13 +250,13 @@ class Written(NamedTuple):
     scattered: bool
 
 
-def write(store: Store, prompt: Prompt, first: int, codec: Codec) -> Written:
+def write(store: Store, prompt: Prompt, first: int, codec: Codec, end: int | None = None) -> Written:
     store.codec = codec
     # What a publication does when LMDB is full begins with this.
     real = Environment.wait_for_readers
     with mock.patch.object(Environment, "wait_for_readers", autospec=True, side_effect=real) as waited:
         try:
-            evicted = store.publish(publication_of(store, prompt, first))
+            evicted = store.publish(publication_of(store, prompt, first, end))
         except StoreFull:
             return Written(fitted=False, evicted=0, scattered=waited.called)
     return Written(fitted=True, evicted=evicted, scattered=waited.called)
@@ -354,10 +358,19 @@ class StoreMachine(RuleBasedStateMachine):
         prompt = last._replace(blocks=(*last.blocks, *more)[:5], num_rest=1)
         self.publish(process, prompt, Codec.PLANES, matched=True)
 
-    def publish(self, process: str, prompt: Prompt, codec: Codec, matched: bool) -> None:
+    @rule(process=processes, prompt=prompts, end=st.integers(1, 5), matched=st.booleans(), after_s=delays_s)
+    def save_a_beginning(self, process: str, prompt: Prompt, end: int, matched: bool, after_s: float) -> None:
+        """The first of several publications, or what a cancelled request leaves: no entry, and no place in the
+        history."""
+        self.clock.now += after_s
+        first = self.model.stored_prefix(publication_of(self.store, prompt, 0, end).nodes) if matched else 0
+        if publication_of(self.store, prompt, first, end).nodes:
+            self.publish(process, prompt, Codec.RAW, matched, end)
+
+    def publish(self, process: str, prompt: Prompt, codec: Codec, matched: bool, end: int | None = None) -> None:
         self.prompts.append(prompt)
-        whole = publication_of(self.store, prompt)
-        new = publication_of(self.store, prompt, self.model.stored_prefix(whole.nodes) if matched else 0)
+        whole = publication_of(self.store, prompt, 0, end)
+        new = publication_of(self.store, prompt, self.model.stored_prefix(whole.nodes) if matched else 0, end)
         sizes, used = self.sizes(), self.store.counts()["used_bytes"]
         need = sum(node.most_bytes for node in new.nodes)
         continued = {node.parent for node in whole.nodes} | {node.name for node in (*new.nodes, whole.nodes[-1])}
@@ -365,7 +378,7 @@ class StoreMachine(RuleBasedStateMachine):
         protected = self.model.with_ancestors(protected)
         free = self.model.nodes.keys() - protected
         excess = used + need - self.usable(process)
-        written = self.do(process, write, prompt, len(whole.nodes) - len(new.nodes), codec)
+        written = self.do(process, write, prompt, len(whole.nodes) - len(new.nodes), codec, end)
         gone = self.model.nodes.keys() - self.stored()
         assert gone <= free
         if not written.scattered:
