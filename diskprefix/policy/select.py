@@ -67,15 +67,15 @@ _SEEN_ENOUGH = 8
 class Selection:
     """What to keep of one prompt. All positions and lengths are in tokens.
 
-    `selected` is the policy's boundary; `aligned` the grid point at or below it, up to which whole blocks are kept.
-    `keep_tail`: `selected` is the whole prompt, so its partial block and next-token logits are kept too and an exact
-    repeat runs no forward; `aligned` may then be 0. `checkpoints` are the grid points, ascending, at which state that
-    cannot be cut is kept; `votes` the votes of the window for each, where it was asked. `common` is the longest
-    prefix shared with one of the `recent` prompts looked at, `seen` the longest whose blocks were seen before. `window`
-    (the most prompts that would have been looked at) and `safe` (the last safe boundary in what was seen) are 0 unless
-    the scope is auto; `price` (of a checkpoint, in tokens) unless it places checkpoints. `lost` is what this prompt
-    lacks of the one that it shares most with, at that one's end, in tokens; `continues`, `trials` and `again` are
-    those of the `Sighting`.
+    `selected` is the policy's boundary; `aligned` is up to where state is kept for it: the same position where prompts
+    restore to the token, elsewhere the grid point at or below it. `keep_tail`: `selected` is the whole prompt, so its
+    last tokens and its next-token logits are kept too and an exact repeat runs no forward; `aligned` may then be 0.
+    `checkpoints` are the grid points, ascending, at which state that cannot be cut is kept; `votes` the votes of the
+    window for each, where it was asked. `common` is the longest prefix shared with one of the `recent` prompts looked
+    at, `seen` the longest whose blocks were seen before. `window` (the most prompts that would have been looked at) and
+    `safe` (the last safe boundary in what was seen) are 0 unless the scope is auto; `price` (of a checkpoint, in
+    tokens) unless it places checkpoints. `lost` is what this prompt lacks of the one that it shares most with, at that
+    one's end, in tokens; `continues`, `trials` and `again` are those of the `Sighting`.
     """
 
     scope: Scope
@@ -179,7 +179,8 @@ def select(
 
     price = 0
     # Nothing would be kept for a mark with fewer than `least` tokens before it.
-    marks = tuple(mark for mark in prompt.marks if floor_to_grid(mark.position, block_size) >= least)
+    grid = 1 if state == "token" else block_size
+    marks = tuple(mark for mark in prompt.marks if floor_to_grid(mark.position, grid) >= least)
     prompt = replace(prompt, marks=marks)
     if auto and not prompt.marks:
         if state == "checkpoints":
@@ -191,7 +192,7 @@ def select(
         choice = _as_told(scope, prompt)
 
     selected, reason = choice.selected, choice.reason
-    aligned = floor_to_grid(selected, block_size)
+    aligned = floor_to_grid(selected, grid)
     keep_tail = 0 < selected == num_tokens and choice.is_whole
     if selected and (selected if keep_tail else aligned) < least:
         aligned, keep_tail, reason = 0, False, "below_min_tokens"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diskprefix.policy.select import StateKind
-from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prefix_cache.nodes import Node, PromptNodes, Rest
 from diskprefix.store.schema import Kind
 
 LEAST_TOKENS = 16
@@ -19,19 +19,21 @@ class Matcher:
     """Finds what is stored of one prompt: its first blocks, its tail, and the checkpoint after a number of tokens.
 
     `is_stored` is asked about nodes. `most_similar` is asked for the node that continues a node or root (its name) and
-    has most of the prompt's tokens between two positions. It returns the node and where these tokens end, None if no
-    node has the first of them. `reuse_generated`: what a reply's decoding left behind will do too. Without
-    `needs_logits`, the prompt may be restored to its end without them.
+    has most of the prompt's tokens between two positions. It returns None if no node has the first of them.
+    `reuse_generated`: what a reply's decoding left behind will do too. Without `needs_logits`, the prompt may be
+    restored to its end without them.
     """
 
     nodes: PromptNodes
     is_stored: Callable[[Node], bool]
-    most_similar: Callable[[bytes, int, int], tuple[Node, int] | None]
+    most_similar: Callable[[bytes, int, int], Rest | None]
     state: StateKind
     reuse_generated: bool = False
     needs_logits: bool = True
     blocks: list[Node] = field(default_factory=list)
     tail: Node | None = None
+    rest: Rest | None = None
+    """Where prompts restore to the token, the node behind `blocks` that has most of the prompt's tokens."""
     checkpoints: dict[int, Node | None] = field(default_factory=dict)
 
     @property
@@ -46,11 +48,13 @@ class Matcher:
             if not self.is_stored(block):
                 block = self.nodes.block(parent, index, generated=True)
                 if generated or not self.reuse_generated or not self.is_stored(block):
-                    return
+                    break
             self.blocks.append(block)
             parent, generated = block.name, block.generated
-        tail = self.nodes.tail(parent, len(self.blocks), generated=generated)
-        self.tail = tail if self.is_stored(tail) else None
+        if len(self.blocks) == self.nodes.num_blocks:
+            tail = self.nodes.tail(parent, len(self.blocks), generated=generated)
+            self.tail = tail if self.is_stored(tail) else None
+        self.rest = self._rest()
 
     def drop(self, node: Node) -> None:
         """Forget a node that is damaged, and what continues it."""
@@ -59,6 +63,7 @@ class Matcher:
             return
         self.tail = None
         self.blocks = [block for block in self.blocks if block.end <= node.position]
+        self.rest = self._rest()
 
     def restorable(self) -> tuple[list[Node], int]:
         """Returns the nodes of the longest prefix that can be restored, and its end.
@@ -84,10 +89,20 @@ class Matcher:
         """Returns the node that continues the first `num_blocks` blocks and has most of the prompt's tokens before
         `end`, and where these end."""
         start = num_blocks * self.nodes.block_size
+        if num_blocks < len(self.blocks):
+            return (self.blocks[num_blocks], end) if start < end else None
+        if self.rest is None or start == end:
+            return None
+        return self.rest.node, min(self.rest.end, end)
+
+    def _rest(self) -> Rest | None:
+        if self.state != "token":
+            return None
+        if self.tail is not None:
+            return Rest(self.tail, self.tail.end)
+        start, end = len(self.blocks) * self.nodes.block_size, len(self.nodes.token_ids)
         if start == end:
             return None
-        if num_blocks < len(self.blocks):
-            return self.blocks[num_blocks], end
         return self.most_similar(self.blocks[-1].name if self.blocks else self.nodes.root, start, end)
 
     def _to_a_checkpoint(self, blocks: list[Node]) -> list[Node]:

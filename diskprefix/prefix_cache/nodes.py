@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from diskprefix.store.pieces import Cut, PayloadLayout
 from diskprefix.store.schema import Kind, node_name
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, floor_to_grid
 
 _ID_BYTES = 4
 
@@ -25,6 +25,13 @@ class Node(NamedTuple):
     @property
     def end(self) -> int:
         return self.position + self.num_tokens
+
+
+class Rest(NamedTuple):
+    """A node that has a part of the prompt, and where the tokens end that they have in common."""
+
+    node: Node
+    end: int
 
 
 class PromptNodes:
@@ -46,6 +53,10 @@ class PromptNodes:
     def block(self, parent: bytes, index: int, *, generated: bool = False) -> Node:
         """The full block number `index`, which continues `parent`."""
         return self._node(parent, index * self.block_size, (index + 1) * self.block_size, Kind.BLOCK, generated)
+
+    def partial_block(self, parent: bytes, end: int) -> Node:
+        """The block that continues `parent` and ends at `end`, before it is full."""
+        return self._node(parent, floor_to_grid(end, self.block_size), end, Kind.BLOCK, generated=False)
 
     @cached_property
     def block_names(self) -> list[bytes]:

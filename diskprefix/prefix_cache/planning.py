@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from diskprefix.policy.select import Selection, StateKind
-from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prefix_cache.nodes import Node, PromptNodes, Rest
 from diskprefix.prompt import Mark
 from diskprefix.store.schema import Kind
 
@@ -16,12 +16,13 @@ _SLICEABLE: tuple[StateKind, ...] = ("token", "sliceable")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is still to be stored, parents first; the node that the entry ends with, None if there is to be none; and
-    the entry's length in tokens."""
+    """What is still to be stored, parents first; the node that holds the boundary, None without one; and the boundary
+    in tokens. `has_entry`: the prompt is to be listed as saved up to there."""
 
     nodes: tuple[Node, ...] = ()
     tip: bytes | None = None
     num_tokens: int = 0
+    has_entry: bool = True
 
     def beginning(self, num_nodes: int, state: StateKind) -> Plan:
         """Its first `num_nodes` nodes, as far as a later request can go on from them."""
@@ -38,11 +39,13 @@ class Plan:
 class Progress:
     """How far a prompt was stored when its request came.
 
-    `blocks` are its full blocks that are stored, from position 0 on. `num_tokens` tokens were restored, `tip` is the
-    last node of those, and `exact` whether they are, bit for bit, what a prefill from position 0 computes.
+    `blocks` are its full blocks that are stored, from position 0 on; for `rest` see `Matcher`. `num_tokens` tokens were
+    restored, `tip` is the last node of those, and `exact` whether they are, bit for bit, what a prefill from position 0
+    computes.
     """
 
     blocks: Sequence[Node] = ()
+    rest: Rest | None = None
     tip: bytes | None = None
     num_tokens: int = 0
     exact: bool = True
@@ -69,13 +72,34 @@ class Planner:
     def plan(self, selection: Selection, states_at: Container[int]) -> Plan:
         """What of the prompt the policy wants and is not stored yet. `states_at`: where states were taken."""
         missing, block = self.missing(selection.aligned // self.nodes.block_size, states_at)
+        parent = block.name if block else self.nodes.root
         if selection.keep_tail:
-            parent = block.name if block else self.nodes.root
-            tail = self.nodes.tail(parent, self.nodes.num_blocks, generated=not self.progress.exact)
-            return Plan(missing if tail.name == self.progress.tip else (*missing, tail), tail.name, tail.end)
-        if block is None:
+            end = self.nodes.tail(parent, self.nodes.num_blocks, generated=not self.progress.exact)
+        elif self.state == "token" and selection.aligned % self.nodes.block_size:
+            end = self.nodes.partial_block(parent, selection.aligned)
+        elif block is not None:
+            return Plan(missing, self._boundary_tip(block, states_at), block.end)
+        else:
             return Plan()
-        return Plan(missing, self._boundary_tip(block, states_at), block.end)
+        holder = self._holder(end)
+        if holder is None:
+            return Plan((*missing, end), end.name, end.end)
+        # Where ends are replaced, this one may be gone by then; its entry is stored with it.
+        return Plan(missing, holder, end.end, has_entry=self.state != "token")
+
+    def _holder(self, end: Node) -> bytes | None:
+        """The stored node that has the tokens of a tail or a partial block, and the logits of a tail unless it has more
+        tokens. None if there is none."""
+        stored, rest = self.progress.blocks, self.progress.rest
+        index = end.position // self.nodes.block_size
+        if end.name == self.progress.tip:
+            return end.name
+        if self.state == "token" and index < len(stored):
+            return stored[index].name
+        if rest is None or index > len(stored) or rest.end < end.end:
+            return None
+        has_more = rest.node.end > end.end or rest.node.kind == Kind.TAIL or rest.node.kind == end.kind
+        return rest.node.name if has_more else None
 
     def missing(self, num_blocks: int, states_at: Container[int]) -> tuple[tuple[Node, ...], Node | None]:
         """Of the first `num_blocks` blocks, those that are still to be stored, each with the checkpoint at its end if

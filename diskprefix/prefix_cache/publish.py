@@ -41,12 +41,13 @@ class Wanted(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What the last batch brings with it: an entry of `num_tokens` tokens that ends with the node `tip` (None: there is
-    none), and the prompt, if that is to be remembered."""
+    """What the last batch brings with it: a boundary after `num_tokens` tokens, which the node `tip` holds (None: there
+    is none), and the prompt, if that is to be remembered. `has_entry`: the prompt is listed as saved up to there."""
 
     tip: bytes | None
     num_tokens: int
     prompt: TokenIds | None = None
+    has_entry: bool = True
 
 
 @dataclass(kw_only=True, eq=False)
@@ -186,7 +187,7 @@ class Publisher:
             self.cache.writer.submit(publication, reserved_bytes=publication.payload_bytes)
 
     def _publication(self, captured: tuple[NewNode, ...], ending: Ending | None) -> Publication:
-        tip, num_tokens, prompt = ending or Ending(None, 0)
+        tip, num_tokens, prompt, has_entry = ending or Ending(None, 0)
         if self.chain.is_broken():
             tip = None
         entry = EntryRecord(
@@ -202,7 +203,7 @@ class Publisher:
             root_record=self.namespace.record,
             nodes=captured,
             tip=tip,
-            entry=None if tip is None else entry,
+            entry=entry if tip is not None and has_entry else None,
             prompt=prompt,
             history_limit=MAX_VALUE,
             prompt_group=self.options.group,
@@ -226,6 +227,7 @@ class Publisher:
             prefill_s=want.prefill_s,
             generated=node.generated,
             ttl_s=want.ttl_s,
+            replaces=self.cache.layout.state_kind == "token" and not node.generated,
         )
 
     def _unpin(self) -> None:

@@ -312,7 +312,7 @@ class CachedRequest:
         wanted = self._wanted(arena, plan.nodes, parts or ())
         prompt = self._remembered()
         if plan.tip is not None or prompt is not None or wanted:
-            self._submit(arena, wanted, Ending(plan.tip, plan.num_tokens, prompt))
+            self._submit(arena, wanted, Ending(plan.tip, plan.num_tokens, prompt, plan.has_entry))
         if self.options.save:
             for name, ttl_s in marked_nodes(self.planner.nodes, self.prompt.marks, self.options.ttl_s):
                 self.cache.writer.touch(name, time.time(), ttl_s, hits=0)

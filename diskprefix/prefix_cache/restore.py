@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.kv.arena import Bytes, KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.prefix_cache.matching import Matcher
-from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prefix_cache.nodes import Node, PromptNodes, Rest
 from diskprefix.prefix_cache.planning import Progress
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Piece, decode_piece, is_in_memory, piece_seed, populate
@@ -136,6 +136,7 @@ class Restoration:
             stored_tokens=end,
             logits=loader.logits if end > have else logits,
             blocks=matcher.blocks,
+            rest=matcher.rest,
             tip=path[-1].name if path else None,
             matched=max(deepest.end if deepest else 0, num_tokens),
             refused=self._why_refused(deepest, num_tokens),
@@ -199,11 +200,11 @@ class Restoration:
 
     def _most_similar(
         self, pending: Mapping[bytes, NewNode], snapshot: Snapshot, parent: bytes, start: int, end: int
-    ) -> tuple[Node, int] | None:
+    ) -> Rest | None:
         """Returns the sound node, stored or queued to be, that continues `parent` and has most of the prompt's tokens
-        from `start` to `end`, and where these end. None if no node has the first one."""
+        from `start` to `end`. None if no node has the first one."""
         token_ids = self.nodes.token_ids[start:end]
-        found: list[tuple[Node, int]] = []
+        found: list[Rest] = []
         for name, queued in pending.items():
             if (match := self._shared_part(name, queued, parent, start, token_ids)) is not None:
                 found.append(match)
@@ -214,7 +215,7 @@ class Restoration:
                 # Those that come after it have no more in common.
                 found.append(match)
                 break
-        return max(found, key=itemgetter(1), default=None)
+        return max(found, key=attrgetter("end", "node.end"), default=None)
 
     def _sound_record(self, snapshot: Snapshot, name: bytes, parent: bytes) -> NodeRecord | None:
         """Returns the record of a node that continues `parent`; None if it is missing or damaged."""
@@ -228,7 +229,7 @@ class Restoration:
 
     def _shared_part(
         self, name: bytes, record: NodeRecord | NewNode, parent: bytes, start: int, token_ids: TokenIds
-    ) -> tuple[Node, int] | None:
+    ) -> Rest | None:
         """Returns the node, and where the tokens end that it shares with `token_ids`, which begin at `start`. None if
         there are none, if it continues something else, or if it was generated and the request did not ask for that."""
         is_elsewhere = (record.parent, record.position) != (parent, start)
@@ -236,7 +237,7 @@ class Restoration:
             return None
         num_common = common_prefix_length(record.token_ids, token_ids)
         node = Node(name, parent, start, len(record.token_ids), record.kind, record.generated)
-        return (node, start + num_common) if num_common else None
+        return Rest(node, start + num_common) if num_common else None
 
     def _quarantine(self, node: Node, error: StoreCorrupt) -> None:
         self._lost.add(node.name)

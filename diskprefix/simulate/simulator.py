@@ -14,7 +14,7 @@ from diskprefix.policy.history import History
 from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
 from diskprefix.policy.select import Selection, select
 from diskprefix.prefix_cache.matching import Matcher
-from diskprefix.prefix_cache.nodes import Node, PromptNodes
+from diskprefix.prefix_cache.nodes import PromptNodes, Rest
 from diskprefix.prefix_cache.planning import Planner, Progress, marked_nodes, ttl_at
 from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.store import NewEntry, Rank, SimulatedStore
@@ -154,18 +154,17 @@ class Simulator:
         return self.memories[request.tenant]
 
     def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Progress:
-        def most_similar(parent: bytes, start: int, end: int) -> tuple[Node, int] | None:
-            found = self.store.most_similar(parent, nodes.token_ids[start:end].tobytes())
-            return found and (found[0], start + found[1])
+        def most_similar(parent: bytes, start: int, end: int) -> Rest | None:
+            return self.store.most_similar(parent, nodes.token_ids[start:end].tobytes())
 
         matcher = Matcher(nodes, lambda node: node.name in self.store, most_similar, self._geometry.state_kind)
         matcher.match()
         restorable, end = matcher.restorable()
         if not restorable:
-            return Progress(blocks=matcher.blocks)
+            return Progress(blocks=matcher.blocks, rest=matcher.rest)
         tip = restorable[-1].name
         self.store.touch(tip, request.when, 1, ttl_at(end, request.prompt.marks, request.ttl_s))
-        return Progress(blocks=matcher.blocks, tip=tip, num_tokens=end)
+        return Progress(blocks=matcher.blocks, rest=matcher.rest, tip=tip, num_tokens=end)
 
     def _publish(self, request: TraceRequest, nodes: PromptNodes, progress: Progress, selection: Selection) -> int:
         planner = Planner(nodes, progress, self._geometry.state_kind, len(nodes.token_ids))
@@ -178,7 +177,7 @@ class Simulator:
                 self._bytes_of(node.num_tokens, node.kind),
                 per_token * saved,
                 ttl_at(node.end, marks, request.ttl_s),
-                nodes.token_bytes(node) if self._geometry.state_kind == "token" else b"",
+                nodes.token_bytes(node) if self._geometry.state_kind == "token" else None,
             )
             for node, saved in zip(plan.nodes, planner.saved_tokens(plan.nodes), strict=True)
         ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diskprefix.prefix_cache.nodes import Node
+from diskprefix.prefix_cache.nodes import Node, Rest
 from diskprefix.store.eviction import (
     UsageTable,
     after_use,
@@ -18,11 +18,13 @@ from diskprefix.store.eviction import (
     choose_victims,
     expired,
     expiry_interval_s,
+    longer_ttl,
     recorded_ttl,
     scores,
     usable_bytes,
+    with_uses,
 )
-from diskprefix.store.schema import USAGE_DTYPE, Kind
+from diskprefix.store.schema import USAGE_DTYPE, Kind, UsageRecord
 from diskprefix.tokens import num_common
 
 Rank = Callable[[UsageTable, float], NDArray[np.float64]]
@@ -34,13 +36,14 @@ _NOBODYS["children"] = 1
 @dataclass(frozen=True)
 class NewEntry:
     """A node to be stored: `num_bytes` is what it takes in the file, `prefill_s` how long its tokens took to compute,
-    `ttl_s` as in `store.changes.NewNode`. `token_ids` (int32, little-endian) are for `SimulatedStore.most_similar`."""
+    `ttl_s` as in `store.changes.NewNode`. `token_ids` (int32, little-endian) are given where prompts restore to the
+    token: then the node can be found by a part of them, and it replaces those with fewer."""
 
     node: Node
     num_bytes: int
     prefill_s: float
     ttl_s: float | None = None
-    token_ids: bytes = b""
+    token_ids: bytes | None = None
 
 
 class SimulatedStore:
@@ -80,16 +83,19 @@ class SimulatedStore:
         row = self._rows.get(name)
         return b"" if row is None else self._nodes[row].parent
 
-    def most_similar(self, parent: bytes, token_ids: bytes) -> tuple[Node, int] | None:
-        """Returns the node that continues `parent` and has most of the first of these token ids (int32, little-endian),
-        and how many. None if no node has the first one."""
+    def most_similar(self, parent: bytes, token_ids: bytes) -> Rest | None:
+        """Returns the node that continues `parent` and has most of the first of these token ids (int32, little-endian).
+        None if no node has the first one."""
         children = self._children.get(parent, [])
         # What comes next before and after it in the order has most in common with it.
         place = bisect_left(children, (token_ids, b""))
         near = children[max(place - 1, 0) : place + 1]
         shared = [(num_common(token_ids, listed), name) for listed, name in near]
         most, name = max(shared, default=(0, b""))
-        return (self._nodes[self._rows[name]], most) if most else None
+        if not most:
+            return None
+        node = self._nodes[self._rows[name]]
+        return Rest(node, node.position + most)
 
     def pass_time(self, now: float) -> None:
         """Let go what has expired, as often as the daemon does."""
@@ -103,12 +109,17 @@ class SimulatedStore:
         """Store nodes, parents first, evicting what stands in their way; False if they cannot fit: then nothing is
         stored. `tip` is the end of the path that is used thereby."""
         new = [entry for entry in entries if entry.node.name not in self._rows]
+        for entry in tuple(new):
+            if (longer := self._longer(entry)) is not None:
+                new.remove(entry)
+                tip = longer if tip == entry.node.name else tip
         keep = {entry.node.parent for entry in new} | ({tip} if tip else set())
         if not self._make_room(sum(entry.num_bytes for entry in new), keep, now):
             self.dropped += 1
             return False
         for entry in new:
             self._put(entry, now)
+            self._remove_shorter(entry, now)
         if tip is not None:
             self.touch(tip, now, 0, ttl_s)
         return True
@@ -135,7 +146,7 @@ class SimulatedStore:
             if row == len(self._records):
                 self._records = np.concatenate([self._records, np.zeros(row, USAGE_DTYPE)])
         self._rows[node.name] = row
-        if entry.token_ids:
+        if entry.token_ids is not None:
             self._token_ids[node.name] = entry.token_ids
             insort(self._children.setdefault(node.parent, []), (entry.token_ids, node.name))
         self._has_own_ttls |= entry.ttl_s is not None
@@ -143,6 +154,41 @@ class SimulatedStore:
         self.used_bytes += entry.num_bytes
         if (parent := self._rows.get(node.parent)) is not None:
             self._records["children"][parent] += 1
+
+    def _remove_shorter(self, entry: NewEntry, now: float) -> None:
+        """Does what `store.changes.Changes.remove_shorter` does."""
+        if entry.token_ids is None:
+            return
+        own = self._rows[entry.node.name]
+        for end in range(len(entry.token_ids), -1, -4):
+            beginning = entry.token_ids[:end]
+            names = [name for listed, name in self._listed_from(entry.node.parent, beginning) if listed == beginning]
+            for name in names:
+                shorter, node = self._usage(self._rows[name]), self._usage(own)
+                if name != entry.node.name and longer_ttl(shorter.ttl_s, node.ttl_s) == node.ttl_s:
+                    self._delete([name])
+                    self._records[own] = with_uses(node, shorter, now)
+
+    def _longer(self, entry: NewEntry) -> bytes | None:
+        """Does what `store.changes.Changes.put_node` does to find a longer node."""
+        if not entry.token_ids:
+            return None
+        for listed, name in self._listed_from(entry.node.parent, entry.token_ids):
+            has_logits = self._nodes[self._rows[name]].kind == Kind.TAIL and entry.node.kind == Kind.BLOCK
+            if len(listed) > len(entry.token_ids) or has_logits:
+                return name
+        return None
+
+    def _listed_from(self, parent: bytes, beginning: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Token ids and names of the nodes that continue `parent` with these token ids."""
+        listed = self._children.get(parent, [])
+        for place in range(bisect_left(listed, (beginning, b"")), len(listed)):
+            if not listed[place][0].startswith(beginning):
+                return
+            yield listed[place]
+
+    def _usage(self, row: int) -> UsageRecord:
+        return UsageRecord(*self._records[row].item())
 
     def _make_room(self, need: int, keep: Container[bytes], now: float) -> bool:
         if self._budget_bytes is None:

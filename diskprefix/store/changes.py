@@ -6,13 +6,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.codec.codec import Codec, Piece, encode_piece, piece_seed
-from diskprefix.store.eviction import after_use, longer_ttl, recorded_ttl
+from diskprefix.store.eviction import after_use, longer_ttl, recorded_ttl, with_uses
 from diskprefix.store.schema import (
     HISTORY_TOKENS,
     EntryRecord,
@@ -33,6 +34,7 @@ from diskprefix.store.schema import (
     piece_index,
     piece_key,
     prompt_tokens,
+    shorter_names,
 )
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES, TokenIds
@@ -48,6 +50,8 @@ _PIECE_BYTES = 64
 NODES_AT_ONCE = 64
 """Nodes deleted in one transaction. More of them copy more pages than a full file has free."""
 RECORDS_AT_ONCE = 512
+_TRIES = 8
+"""Nodes that are looked at to find a longer one. The first one that is sound is it, if there is any."""
 _Item = TypeVar("_Item")
 
 
@@ -63,6 +67,8 @@ class NewNode:
 
     `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown. For `generated` see `store.schema`.
     `ttl_s` is its time to live after the last use, in seconds; with None the daemon's `--kv-cache-ttl` holds.
+    `replaces`: its first tokens can be restored without the others, so it takes the place of nodes that hold no more
+    than these.
     """
 
     name: bytes
@@ -75,6 +81,7 @@ class NewNode:
     prefill_s: float = 0.0
     generated: bool = False
     ttl_s: float | None = None
+    replaces: bool = False
 
     @property
     def most_bytes(self) -> int:
@@ -119,8 +126,11 @@ class Changes(Snapshot):
         if self.record("roots", root) is None:
             self._put("roots", root, encode_record(root, record))
 
-    def put_node(self, root: bytes, node: NewNode, codec: Codec) -> None:
-        """Store a node with its payload. If the node is stored already, only its time to live may become longer.
+    def put_node(self, root: bytes, node: NewNode, codec: Codec) -> bytes:
+        """Store a node with its payload. Returns the name of the node that holds its tokens then.
+
+        This is another one if a longer node that it would be replaced by is stored already. Of a node that is stored
+        already, only the time to live may become longer.
 
         Raises `PrefixGone` if the node that it continues is not stored, or if the name belongs to another prefix.
         """
@@ -130,7 +140,9 @@ class Changes(Snapshot):
             if not is_node(stored, node.parent, node.position, node.kind, token_ids, generated=node.generated):
                 raise PrefixGone(f"another prefix has the same name, {node.name.hex()}")
             self._keep_for(node.name, recorded_ttl(node.ttl_s))
-            return
+            return node.name
+        if node.replaces and (longer := self._longer(node.parent, token_ids, node.kind)) is not None:
+            return longer
         if node.position > 0 and not self._add_children(node.parent, 1):
             raise PrefixGone("the prefix that it continues was evicted meanwhile")
         sizes = self._put_payload(node, codec)
@@ -158,6 +170,22 @@ class Changes(Snapshot):
         for key in child_keys(node.name, node.parent, token_ids):
             self.put_child(key)
         self.put_usage(node.name, usage)
+        return node.name
+
+    def remove_shorter(self, node: NewNode, secret: int) -> None:
+        """Remove the nodes that a stored node replaces, with their entries; it takes over their uses. `secret` is the
+        store's. A node that was asked to be kept for longer stays."""
+        if node.position > 0 and self._num_children(node.parent) < 2:
+            return
+        usage = self.usage(node.name)
+        assert usage is not None, "the node was stored in this transaction"
+        for name in shorter_names(secret, node.parent, node.token_ids.tobytes(), node.kind):
+            shorter = self.usage(name)
+            if shorter is None or shorter.children or longer_ttl(shorter.ttl_s, usage.ttl_s) != usage.ttl_s:
+                continue
+            self.delete_node(name, node.parent)
+            usage = with_uses(usage, shorter, self._now)
+            self.put_usage(node.name, usage)
 
     def put_entry(self, name: bytes, entry: EntryRecord) -> None:
         """Store that a saved prompt ends at this node. Raises `PrefixGone` if the node is not stored."""
@@ -237,6 +265,20 @@ class Changes(Snapshot):
         if usage is not None and (longer := longer_ttl(usage.ttl_s, ttl_s)) != usage.ttl_s:
             self.put_usage(name, usage._replace(ttl_s=longer))
 
+    def _longer(self, parent: bytes, token_ids: bytes, kind: Kind) -> bytes | None:
+        """Returns the name of a node that continues `parent` with all these tokens and with more, or, if they are no
+        tail's, with the logits at their end."""
+        for name in islice(self.similar_children(parent, token_ids), _TRIES):
+            try:
+                other = self.node(name)
+            except StoreCorrupt:
+                continue
+            if other is None or other.generated or not other.token_ids.tobytes().startswith(token_ids):
+                continue
+            if 4 * other.num_tokens > len(token_ids) or (other.kind, kind) == (Kind.TAIL, Kind.BLOCK):
+                return name
+        return None
+
     def _put_payload(self, node: NewNode, codec: Codec) -> list[int]:
         sizes: list[int] = []
         start = 0
@@ -253,6 +295,10 @@ class Changes(Snapshot):
         cursor = self._txn.cursor(self._databases["payloads"])
         while cursor.set_range(name) and piece_index(cursor.key(), name) is not None:
             cursor.delete()
+
+    def _num_children(self, name: bytes) -> int:
+        usage = self.usage(name)
+        return 0 if usage is None else usage.children
 
     def _add_children(self, name: bytes, number: int) -> bool:
         # A damaged record may name no parent at all; LMDB takes no empty key.

@@ -17,6 +17,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from diskprefix.store.schema import UsageRecord
+
 HALF_LIFE_S = 300.0
 """The number of hits in a usage record halves in this time."""
 JUST_WRITTEN_S = 10.0
@@ -71,6 +73,13 @@ def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0)
     own = np.maximum(np.abs(records["ttl_s"].astype(np.int64)), abs(ttl_s))
     used["ttl_s"] = np.where((records["ttl_s"] > 0) & (ttl_s > 0), own, -own)
     return used
+
+
+def with_uses(usage: UsageRecord, other: UsageRecord, now: float) -> UsageRecord:
+    """Returns the record of a node that takes the place of another one, with that one's uses."""
+    decayed = other.hits * 2.0 ** (-max(0.0, now - other.last_used) / HALF_LIFE_S)
+    restores = min(usage.restores + other.restores, _MOST_RESTORES)
+    return usage._replace(hits=usage.hits + decayed, restores=restores)
 
 
 def expiry_interval_s(ttl_s: float, *, has_own_ttls: bool) -> float:

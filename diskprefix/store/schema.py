@@ -23,7 +23,7 @@ from diskprefix.tokens import HASH_BYTES, TokenIds, block_hash, checksum
 HISTORY_TOKENS = 1 << 22
 """The most tokens that the history of a root holds (16 MiB of token ids), however many prompts a request asks for."""
 GROUP_BYTES = 8
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "history")
 
 _HEADER = struct.Struct("<16s16sIIBBHxxxxQQ")
@@ -50,16 +50,25 @@ class Kind(IntEnum):
 
 
 _KINDS = frozenset(Kind)
-_NAME_MARKS = {Kind.BLOCK: b"", Kind.TAIL: b"", Kind.CHECKPOINT: b"c"}
+_NAME_MARKS = {Kind.BLOCK: b"", Kind.TAIL: b"t", Kind.CHECKPOINT: b"c"}
 
 
 def node_name(secret: int, parent: bytes, token_ids: TokenIds | bytes, kind: Kind, *, generated: bool = False) -> bytes:
     """Returns the name of the node that continues `parent` with these token ids (see `tokens.block_hash`).
 
-    A mark in the name tells checkpoints and generated nodes from the others with the same tokens. Blocks and tails need
-    none, because their numbers of tokens differ.
+    A mark in the name tells tails, checkpoints and generated nodes from the others with the same tokens.
     """
     return block_hash(secret, parent, token_ids, _NAME_MARKS[kind] + (b"g" if generated else b""))
+
+
+def shorter_names(secret: int, parent: bytes, token_ids: bytes, kind: Kind) -> Iterator[bytes]:
+    """Yields the names of all nodes that a node replaces which continues `parent` with these token ids (int32,
+    little-endian): partial blocks and tails with fewer of them, and of a tail the partial block with as many."""
+    for end in range(len(token_ids) - (0 if kind == Kind.TAIL else 4), -1, -4):
+        beginning = token_ids[:end]
+        yield node_name(secret, parent, beginning, Kind.BLOCK)
+        if end < len(token_ids):
+            yield node_name(secret, parent, beginning, Kind.TAIL)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

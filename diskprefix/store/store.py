@@ -92,7 +92,7 @@ class Publication:
     def base(self) -> bytes | None:
         """The stored node that this publication continues or ends with, which is pinned until it is written."""
         if not self.nodes:
-            return self.tip
+            return self.tip if self.entry is not None else None
         return self.nodes[0].parent if self.nodes[0].position > 0 else None
 
     @property
@@ -283,12 +283,18 @@ class Store(StoreFile):
         try:
             with self.changes() as changes:
                 changes.put_root(publication.root, publication.root_record)
+                tip = publication.tip
                 for node in publication.nodes:
-                    changes.put_node(publication.root, node, self.codec)
-                if publication.tip is not None:
-                    changes.touch(publication.tip, Use(self.clock(), 0, recorded_ttl(publication.ttl_s)))
-                    if publication.entry is not None:
-                        changes.put_entry(publication.tip, publication.entry)
+                    holder = changes.put_node(publication.root, node, self.codec)
+                    if holder == node.name and node.replaces:
+                        changes.remove_shorter(node, self.secret)
+                    elif node.name == tip:
+                        tip = holder
+                if tip is not None:
+                    changes.touch(tip, Use(self.clock(), 0, recorded_ttl(publication.ttl_s)))
+                    # What a longer saved prompt holds is listed with that one.
+                    if publication.entry is not None and tip == publication.tip:
+                        changes.put_entry(tip, publication.entry)
                 if publication.prompt is not None:
                     limit, group = publication.history_limit, publication.prompt_group
                     changes.remember(publication.root, publication.prompt, limit, group)

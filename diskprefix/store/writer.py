@@ -162,11 +162,11 @@ class Writer:
                 closing = self._closing
             for name, parent in damaged.items():
                 self._attempt(partial(self._quarantine, name, parent))
+            # Before the publication, which may replace what was used.
+            self._attempt(self._write_touches)
             if publication is not None:
                 self._attempt(partial(self._write, publication))
                 self._forget(publication)
-            # After the publication: nodes that were restored from memory are in the store only now.
-            self._attempt(self._write_touches)
             if publication is None and closing:
                 return
             if publication is None:

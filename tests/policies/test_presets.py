@@ -60,7 +60,7 @@ NUM_REQUESTS = 150
 PURPOSES: dict[str, list[tuple[str, Regime, float, float]]] = {
     "agent": [("interleaved", "sliceable", 0.82, 0.14), ("moving-reminder", "checkpoints", 0.8, 0.14)],
     "batch": [("shared-anchor", "sliceable", 0.6, 0.1), ("one-off", "sliceable", 0.0, 0.3)],
-    "chat": [("shared-anchor", "checkpoints", 0.6, 0.1), ("interleaved", "token", 0.82, 0.14)],
+    "chat": [("shared-anchor", "checkpoints", 0.6, 0.1), ("interleaved", "token", 0.87, 0.15)],
     "rag": [("retrieval", "sliceable", 0.4, 0.12), ("retrieval", "checkpoints", 0.38, 0.12)],
     "shared-server": [("interleaved-and-batches", "sliceable", 0.6, 0.25), ("edits", "checkpoints", 0.65, 0.2)],
 }

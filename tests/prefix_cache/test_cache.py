@@ -28,10 +28,10 @@ from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prompt import Prompt
 from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
-from diskprefix.store.schema import piece_key
+from diskprefix.store.schema import Kind, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant import SHARED
-from diskprefix.tokens import TokenIds, block_hash
+from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
 from tests.runner import BLOCK, DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
@@ -181,7 +181,7 @@ def test_a_damaged_block_is_removed_and_the_answer_stays_the_same(runner: Runner
     runner.reopen()
     store = runner.cache.store
     names = chain(store.secret, runner.cache.root, prompt, BLOCK)
-    names.append(block_hash(store.secret, names[-1], prompt[4 * BLOCK :]))
+    names.append(node_name(store.secret, names[-1], prompt[4 * BLOCK :], Kind.TAIL))
     with store.changes() as changes:
         piece = bytearray(changes.piece(names[victim], 0) or b"")
         piece[-1] ^= 64

@@ -254,7 +254,7 @@ def test_tenants_share_no_part_of_a_block(runner: Runner) -> None:
     assert restored(runner, leaving(stored, 20)) == 20
 
 
-def test_a_part_of_a_reply_is_used_by_who_asks_for_it_alone(runner: Runner) -> None:
+def test_a_part_of_a_reply_is_used(runner: Runner) -> None:
     reuse = CacheOptions(scope=FULL.scope, reuse_generated=True)
     prompt = random_prompt(1, BLOCK + 4)
     first = ask(runner, prompt, reuse, reply=2 * BLOCK)

@@ -470,6 +470,6 @@ def test_a_batch_takes_what_fits_together_and_no_more(tmp_path: Path, monkeypatc
         cached.publish(runner.arena, torch.zeros(4), 0.0)
         cached.close()
         runner.flush()
-    assert sizes == [3, 3, 1]
+    assert sizes == [3, 3, 2]
     assert all(a and b for a, b in pairwise(stored_blocks(runner, prompt)[:7]))
     runner.close()

@@ -68,7 +68,16 @@ def payload_of(token_ids: TokenIds, num_bytes: int) -> memoryview:
 
 
 def new_node(
-    secret: int, parent: bytes, prompt: TokenIds, start: int, end: int, kind: Kind, layout: str, *, generated: bool
+    secret: int,
+    parent: bytes,
+    prompt: TokenIds,
+    start: int,
+    end: int,
+    kind: Kind,
+    layout: str,
+    *,
+    generated: bool = False,
+    replaces: bool = False,
 ) -> NewNode:
     """The node of tokens `start` to `end` of a prompt, whose payload has the size that the layout says."""
     token_ids = prompt[start:end]
@@ -76,7 +85,18 @@ def new_node(
     pieces = PayloadLayout.parse(layout).pieces(len(token_ids), kind)
     seen = prompt[:end] if kind == Kind.CHECKPOINT else token_ids
     payload = payload_of(seen, sum(piece.num_bytes for piece in pieces))
-    return NewNode(name, parent, start, token_ids, kind, payload, pieces, prefill_s=0.5, generated=generated)
+    return NewNode(
+        name,
+        parent,
+        start,
+        token_ids,
+        kind,
+        payload,
+        pieces,
+        prefill_s=0.5,
+        generated=generated,
+        replaces=replaces,
+    )
 
 
 def publication(
@@ -88,11 +108,13 @@ def publication(
     layout: str = "",
     checkpoints: Collection[int] = (),
     generated_from: int | None = None,
+    replaces: bool = False,
+    end_kind: Kind = Kind.TAIL,
 ) -> Publication:
     """The whole prompt: its full blocks, its tail, its entry and its place in the history.
 
     `checkpoints`: after how many tokens there is one, multiples of `BLOCK`. From token `generated_from` on it was
-    decoded.
+    decoded. `replaces`: see `NewNode`. `end_kind`: a block ends the prompt without its logits, before it is full.
     """
     layout = layout or layout_of(payload_bytes)
     nodes: list[NewNode] = []
@@ -101,14 +123,17 @@ def publication(
 
     def add(start: int, end: int, kind: Kind) -> bytes:
         generated = generated_from is not None and end > generated_from
-        nodes.append(new_node(store.secret, parent, token_ids, start, end, kind, layout, generated=generated))
+        node = new_node(
+            store.secret, parent, token_ids, start, end, kind, layout, generated=generated, replaces=replaces
+        )
+        nodes.append(node)
         return nodes[-1].name
 
     for start in range(0, rest, BLOCK):
         parent = add(start, start + BLOCK, Kind.BLOCK)
         if start + BLOCK in checkpoints:
             add(start + BLOCK, start + BLOCK, Kind.CHECKPOINT)
-    tip = add(rest, end, Kind.TAIL)
+    tip = add(rest, end, end_kind) if end_kind == Kind.TAIL or rest < end else parent
     return Publication(
         store_id=store.store_id,
         root=root,

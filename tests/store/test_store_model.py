@@ -56,17 +56,24 @@ BLOCK_BYTES = 540_000
 STATE_BYTES = 150_000
 """Of a checkpoint's."""
 HISTORY_LIMIT = 3
-SALTS = {b"a" * 16: "a", b"b" * 16: "b"}
-"""Two tenants' roots."""
-LAYOUTS = {b"a" * 16: layout_of(BLOCK_BYTES), b"b" * 16: layout_of(BLOCK_BYTES, STATE_BYTES)}
+SALTS = {b"a" * 16: "a", b"b" * 16: "b", b"c" * 16: "c"}
+"""Tenants' roots."""
+LAYOUTS = {
+    b"a" * 16: layout_of(BLOCK_BYTES),
+    b"b" * 16: layout_of(BLOCK_BYTES, STATE_BYTES),
+    b"c" * 16: layout_of(BLOCK_BYTES),
+}
 """The second one's model has states too."""
+TO_THE_TOKEN = b"c" * 16
+"""The root of a model whose prompts restore to the token."""
 
 
 class Prompt(NamedTuple):
     """A prompt under one root: a choice for each full block, so that prompts share, branch and extend; and a rest.
 
     `points`: after how many blocks there is a checkpoint, if its model has states. All but the first `num_exact` blocks
-    were generated. `ttl_s`: how long the request asks to keep it. `group`: in which it is remembered.
+    were generated. `ttl_s`: how long the request asks to keep it. `group`: in which it is remembered. `has_logits`:
+    whether those at the end of a prompt that restores to the token are kept.
     """
 
     root: bytes
@@ -76,11 +83,13 @@ class Prompt(NamedTuple):
     num_exact: int = 9
     ttl_s: float | None = None
     group: bytes = b""
+    has_logits: bool = True
 
     @property
     def token_ids(self) -> TokenIds:
+        """The rest is the beginning of one of the blocks."""
         blocks = [np.full(BLOCK, choice, dtype=np.int32) for choice in self.blocks]
-        return np.concatenate([*blocks, np.full(self.num_rest, 7, dtype=np.int32)])
+        return np.concatenate([*blocks, np.full(self.num_rest, 1, dtype=np.int32)])
 
 
 prompts = st.builds(
@@ -92,6 +101,7 @@ prompts = st.builds(
     st.sampled_from([9, 9, 2, 0]),
     st.sampled_from([None, None, 250.0, 600.0]),
     st.sampled_from([b"", b"together"]),
+    st.booleans(),
 )
 processes = st.sampled_from(["here", "there"])
 delays_s = st.sampled_from([JUST_WRITTEN_S, 600.0, 0.0])
@@ -115,14 +125,16 @@ def publication_of(store: Store, prompt: Prompt, first: int = 0, end: int | None
         root=prompt.root,
         layout=layout,
         checkpoints=points,
-        generated_from=BLOCK * prompt.num_exact,
+        generated_from=None if prompt.root == TO_THE_TOKEN else BLOCK * prompt.num_exact,
+        replaces=prompt.root == TO_THE_TOKEN,
+        end_kind=Kind.BLOCK if prompt.root == TO_THE_TOKEN and not prompt.has_logits else Kind.TAIL,
     )
     nodes = []
     for node in whole.nodes:
         prefix = token_ids[: node.position + len(node.token_ids)].tobytes() + bytes([node.kind, node.generated])
         own = memoryview(payload(prompt.root, prefix, len(node.payload)))
         nodes.append(replace(node, payload=own, ttl_s=prompt.ttl_s))
-    if prompt.num_rest == 0:
+    if prompt.num_rest == 0 and nodes[-1].kind == Kind.TAIL:
         # As a boundary of the policy ends it: with a full block, which others may continue, or its checkpoint.
         nodes.pop()
     root_record = msgspec.structs.replace(whole.root_record, tenant=str(SHARED.with_salt(SALTS[prompt.root])))
@@ -156,6 +168,13 @@ class ModelNode:
     def is_over(self, ttl_s: float, now: float) -> bool:
         asked_s = (asked or ttl_s or math.inf for asked in self.asked_s)
         return now - self.last_used >= max(asked_s) and self.last_used <= now
+
+    def is_kept_as_long(self, other: ModelNode) -> bool:
+        """Whether it is kept at least as long as another node after its last use, whatever the daemon says."""
+        return all(
+            max(asked or ttl_s for asked in self.asked_s) >= max(asked or ttl_s for asked in other.asked_s)
+            for ttl_s in (1.0, math.inf)
+        )
 
 
 class Model:
@@ -209,18 +228,42 @@ class Model:
         return {name for name, node in self.nodes.items() if abs(now - node.created_at) < JUST_WRITTEN_S}
 
     def publish(self, publication: Publication, now: float) -> None:
+        tip = publication.tip
         for new in publication.nodes:
-            self.nodes.setdefault(new.name, ModelNode(new, publication.root, now, now)).asked_s.add(new.ttl_s)
-        if publication.tip is None:
+            if (longer := self.longer(new)) is not None:
+                tip = longer if new.name == tip else tip
+                continue
+            node = self.nodes.setdefault(new.name, ModelNode(new, publication.root, now, now))
+            node.asked_s.add(new.ttl_s)
+            for name in self.shorter(new):
+                if node.is_kept_as_long(self.nodes[name]):
+                    node.restores += self.nodes[name].restores
+                    self.remove([name])
+        if tip is None:
             return
         assert publication.entry is not None
         assert publication.prompt is not None
-        self.touch(publication.tip, now, 0, publication.ttl_s)
-        self.entries.setdefault(publication.tip, publication.entry.num_tokens)
+        self.touch(tip, now, 0, publication.ttl_s)
+        if tip == publication.tip:
+            self.entries.setdefault(tip, publication.entry.num_tokens)
         history = self.history[publication.root]
         number = max(int(now * 1e6), history[-1][0] + 1 if history else 0)
         remembered = number, publication.prompt_group, publication.prompt.tolist()
         self.history[publication.root] = [*history, remembered][-HISTORY_LIMIT:]
+
+    def longer(self, new: NewNode) -> bytes | None:
+        """What a node that is not stored would be a part of: of several the first one in the index of children."""
+        if not new.replaces or new.name in self.nodes:
+            return None
+        found = [self.nodes[name].new for name in self.children(new.parent) if is_part(new, self.nodes[name].new)]
+        keys = (child_keys(one.name, one.parent, one.token_ids.tobytes())[0] for one in found)
+        return min(keys)[-16:] if found and len(new.token_ids) else None
+
+    def shorter(self, new: NewNode) -> set[bytes]:
+        """What is a part of a node: it goes, unless it is to be kept for longer."""
+        if not new.replaces:
+            return set()
+        return {name for name in self.children(new.parent) if is_part(self.nodes[name].new, new)}
 
     def touch(self, name: bytes, when: float, hits: int, ttl_s: float | None) -> None:
         for node in map(self.nodes.__getitem__, self.path(name)):
@@ -240,6 +283,13 @@ class Model:
     def forget_before(self, when: float) -> None:
         for root, history in self.history.items():
             self.history[root] = [prompt for prompt in history if prompt[0] >= when * 1e6]
+
+
+def is_part(node: NewNode, other: NewNode) -> bool:
+    """Whether a node that continues the same node has all that `node` has, and more."""
+    mine, others = node.token_ids.tolist(), other.token_ids.tolist()
+    is_longer = len(others) > len(mine) or (node.kind, other.kind) == (Kind.BLOCK, Kind.TAIL)
+    return others[: len(mine)] == mine and is_longer
 
 
 class Written(NamedTuple):
@@ -380,16 +430,28 @@ class StoreMachine(RuleBasedStateMachine):
         excess = used + need - self.usable(process)
         written = self.do(process, write, prompt, len(whole.nodes) - len(new.nodes), codec, end)
         gone = self.model.nodes.keys() - self.stored()
-        assert gone <= free
+        replaced = {name for node in new.nodes for name in self.model.shorter(node)} if written.fitted else set()
+        evicted = gone - replaced
+        assert evicted <= free
         if not written.scattered:
-            self.check_eviction(gone, free, sizes, excess, written)
-        self.model.remove(gone)
+            self.check_eviction(evicted, free, sizes, excess, written)
+        self.model.remove(evicted)
         if not written.fitted:
             return
-        assert len(gone) == written.evicted
+        # What was to be replaced may have been evicted before.
+        assert len(evicted) <= written.evicted <= len(gone)
         # The estimate of what a node takes leaves out a page or two of the B-trees.
         assert not need or self.store.counts()["used_bytes"] <= self.usable(process) + (64 << 10)
         self.model.publish(new, self.clock.now)
+        if written.evicted > len(evicted):
+            self.take_over_restores(new)
+
+    def take_over_restores(self, publication: Publication) -> None:
+        """From the store: what was evicted before it was replaced has left its uses to nobody."""
+        with self.store.snapshot() as snapshot:
+            for node in publication.nodes:
+                if (usage := snapshot.usage(node.name)) is not None:
+                    self.model.nodes[node.name].restores = usage.restores
 
     def check_eviction(
         self, gone: set[bytes], free: set[bytes], sizes: Mapping[bytes, int], excess: int, written: Written

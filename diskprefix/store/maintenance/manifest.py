@@ -146,7 +146,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_nodes(self) -> int:
-        return self.num_tokens // self.block_size + len(self.checkpoints) + self.with_logits
+        has_end = self.with_logits or self.num_tokens % self.block_size > 0
+        return self.num_tokens // self.block_size + len(self.checkpoints) + has_end
 
     @property
     def spans(self) -> list[Span]:
@@ -161,6 +162,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 spans.append(Span(end, 0, Kind.CHECKPOINT, checkpoints[end]))
         if self.with_logits:
             spans.append(Span(self.num_tokens - rest, rest, Kind.TAIL, len(self.checkpoints)))
+        elif rest:
+            spans.append(Span(self.num_tokens - rest, rest, Kind.BLOCK))
         return spans
 
     def token_tensors(self) -> dict[str, Tensor]:
@@ -200,8 +203,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check(self) -> None:
         """Raises `StoreCorrupt` if fields do not agree."""
-        if not self.with_logits and self.num_tokens % self.block_size:
-            raise StoreCorrupt("it ends within a block and has no logits")
         if not math.isfinite(self.created_at):
             raise StoreCorrupt("its time of creation is out of range")
         self._check_states()
@@ -215,6 +216,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise StoreCorrupt("its layout splits states into rows that do not fit")
         if bool(self.states) != bool(groups):
             raise StoreCorrupt("its layout has states and it has none, or the other way round")
+        if groups and not self.with_logits and self.num_tokens % self.block_size:
+            raise StoreCorrupt("it ends within a block and has no states there")
         points, end = self.checkpoints, self.states[len(self.checkpoints) :]
         on_grid = all(position % self.block_size == 0 and position <= self.num_tokens for position in points)
         if not on_grid or list(points) != sorted(set(points)) or end not in ((), (self.num_tokens,)):

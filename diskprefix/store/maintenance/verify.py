@@ -229,9 +229,13 @@ class RecordCheck:
 
     def _wrong_shape(self, node: NodeRecord) -> str | None:
         block_size, layout = self.roots[node.root].block_size, self._layouts[node.root]
-        right = node.num_tokens < block_size
-        if node.kind != Kind.TAIL:
-            right = node.num_tokens == (block_size if node.kind == Kind.BLOCK else 0)
+        # Where the layout has states, nothing can be restored from the beginning of a block.
+        shortest_block = block_size if layout.states else 1
+        right = {
+            Kind.BLOCK: shortest_block <= node.num_tokens <= block_size,
+            Kind.TAIL: node.num_tokens < block_size,
+            Kind.CHECKPOINT: not node.num_tokens,
+        }[node.kind]
         if node.position % block_size or not right:
             what = f"a {node.kind.name.lower()} of {node.num_tokens} tokens at {node.position}"
             return f"{what}, the root's blocks have {block_size}"

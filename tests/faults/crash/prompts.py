@@ -14,9 +14,9 @@ import numpy as np
 
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import EntryRecord, Kind, RootRecord
+from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name
 from diskprefix.store.store import Publication, Store
-from diskprefix.tokens import TokenIds, block_hash, root_hash
+from diskprefix.tokens import TokenIds, root_hash
 
 Payload: TypeAlias = Callable[[bytes, TokenIds, int], memoryview]
 """A node's name, all token ids from the prompt's beginning to the node's end, and a size → the node's raw payload."""
@@ -95,7 +95,8 @@ def path(secret: int, number: int) -> list[tuple[bytes, bytes, TokenIds]]:
     nodes: list[tuple[bytes, bytes, TokenIds]] = []
     for start in range(0, len(ids) + 1, BLOCK):
         part = ids[start : start + BLOCK]
-        nodes.append((block_hash(secret, parent, part), parent, part))
+        kind = Kind.BLOCK if len(part) == BLOCK else Kind.TAIL
+        nodes.append((node_name(secret, parent, part, kind), parent, part))
         parent = nodes[-1][0]
     return nodes
 

@@ -151,7 +151,7 @@ def identified(**changes: object) -> Change:
         (lambda header: header.pop("layers.0.keys"), "too many or too few: layers.0.keys"),
         (lambda header: header.pop("token_ids"), "too many or too few: token_ids"),
         (lambda header: header.update(more=header["token_ids"]), "too many or too few: more"),
-        (lambda header: header.pop("logits"), "ends within a block and has no logits"),
+        (lambda header: header.pop("logits"), "layers.*, not |bytes of data"),
         (tensor("layers.0.keys", dtype="F16"), "layers.0.keys is F16"),
         (tensor("layers.0.keys", shape=[1, 2, 37, 8]), "layers.0.keys is BF16 of shape"),
         (tensor("layers.0.keys", shape=[1, 2, -37, 4]), "layers.0.keys is BF16 of shape"),

@@ -345,9 +345,9 @@ DAMAGE: dict[str, tuple[Damage, set[tuple[str, str]]]] = {
     ),
     "a block said to be a tail": (
         lambda r, s: r.change_node(s.first.nodes[0].name, kind=Kind.TAIL),
-        {("misshapen", "nodes"), ("detached", "nodes")},
+        {("misnamed", "nodes")},
     ),
-    "a tail said to be a block": (continue_a_tail, {("misshapen", "nodes")}),
+    "a tail said to be a block": (continue_a_tail, {("misnamed", "nodes")}),
     "wrong raw bytes": (
         lambda r, s: r.change_node(s.first.nodes[1].name, raw_bytes=7),
         {("misshapen", "nodes")},
