@@ -13,6 +13,7 @@ from typing import TypeAlias
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull, ShareFull
 from diskprefix.model.media import prepared_bytes
+from diskprefix.printable import first_line
 from diskprefix.tenant import SHARED, Tenant
 
 log = logging.getLogger("diskprefix")
@@ -51,7 +52,8 @@ class Inbox:
     """Owns the engine thread, which runs `serve`. `emit` of a request is called from that thread.
 
     `serve` takes requests with `begin`, hands them back with `end`, and returns when `wait` returns False. If it raises
-    `DeviceLost`, all requests fail, and the thread calls `on_fatal` with the error and ends. `max_queue` requests may
+    `DeviceLost`, or an error of no request, all requests fail, and the thread calls `on_fatal` with a `DeviceLost` and
+    ends. `max_queue` requests may
     wait beside `max_running` that run.
     """
 
@@ -169,13 +171,20 @@ class Inbox:
         try:
             self._serve(self)
         except DeviceLost as error:
-            self._lost = error
-            with self._changed:
-                for ticket in self._running:
-                    ticket.emit(ErrorEvent(error))
-                self._running.clear()
-                self._refuse_all()
-            self._on_fatal(error)
+            self._end_all(error)
+        except Exception as error:
+            # A daemon without this thread would let all requests wait for ever.
+            log.error("[engine] the engine failed", exc_info=error)
+            self._end_all(DeviceLost(f"the engine failed unexpectedly: {first_line(error)}"))
+
+    def _end_all(self, error: DeviceLost) -> None:
+        self._lost = error
+        with self._changed:
+            for ticket in self._running:
+                ticket.emit(ErrorEvent(error))
+            self._running.clear()
+            self._refuse_all()
+        self._on_fatal(error)
 
     def _tell(self) -> None:
         """The caller holds the lock."""

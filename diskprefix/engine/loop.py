@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Literal
@@ -17,7 +17,7 @@ from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.device import raise_if_lost, synchronize
 from diskprefix.engine.inbox import Inbox, Ticket, error_event
 from diskprefix.engine.job import Choice, Job
-from diskprefix.engine.request import DoneEvent, FinishEvent, FinishReason, GenerateRequest
+from diskprefix.engine.request import DoneEvent, Event, FinishEvent, FinishReason, GenerateRequest
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
@@ -68,7 +68,8 @@ class Loop:
         # First, so that what comes later ends the next wait.
         waiting = self._inbox.waiting()
         for job in [job for job in self._jobs if job.ticket.cancelled and not job.is_fetching]:
-            self._leave(job)
+            with self._failing(job):
+                self._leave(job)
         while self._fetched:
             self._begin(self._fetched.popleft())
         for job in [job for job in self._jobs if job.unforked]:
@@ -80,36 +81,50 @@ class Loop:
 
     def _readmit(self) -> bool:
         """Gives memory to those who lost theirs. Returns whether all have it."""
-        for choice in sorted(self._preempted, key=lambda choice: choice.arrived):
+        while self._preempted:
+            choice = min(self._preempted, key=lambda choice: choice.arrived)
             with self._failing(choice.job):
-                slot = self._pool.take(choice.num_known + 1)
+                slot = self._pool.take(choice.num_known)
                 if slot is None:
                     return False
+                self._preempted.remove(choice)
+                if choice.index == 0 and choice.job.request.cache.scope.kind != "off":
+                    slot.owner = self._cache.owner(choice.job.request.cache.tenant)
                 self._place(choice, slot)
                 self._scheduler.add(choice)
-            self._preempted = [other for other in self._preempted if other is not choice]
         return True
 
     def _admit_all(self, waiting: list[Ticket]) -> None:
         """Takes the requests that there is memory for. Callers take turns, and nobody passes one that waits for it."""
         running = [job.turn for job in self._jobs]
         numbered = list(enumerate(waiting))
-        while numbered and sum(len(job.choices) for job in self._jobs) < self._served.max_sequences:
+        while numbered and self._has_place:
             item = min(numbered, key=lambda item: (running.count(item[1].request.cache.tenant.ids[:1]), item[0]))
             numbered.remove(item)
             ticket = item[1]
             try:
                 state = self._memory_for(ticket.request)
             except Exception as error:  # noqa: BLE001 (it is told, and the engine thread must outlive any request)
-                self._inbox.begin(ticket)
-                ticket.emit(error_event(error, ticket.request))
-                self._inbox.end(ticket)
+                self._refuse(ticket, error)
                 continue
             if state is None:
                 return
             if not isinstance(state, str):
                 self._admit(ticket, state)
                 running.append(ticket.request.cache.tenant.ids[:1])
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether one more sequence may run."""
+        num_running = sum(not choice.is_finished for job in self._jobs for choice in job.choices)
+        return num_running < self._served.max_sequences
+
+    def _refuse(self, ticket: Ticket, error: Exception) -> None:
+        """Fails a request that is no job yet."""
+        raise_if_lost(error)
+        self._inbox.begin(ticket)
+        self._send(ticket, error_event(error, ticket.request))
+        self._inbox.end(ticket)
 
     def _memory_for(self, request: GenerateRequest) -> Slot | TransformersState | Literal["later"] | None:
         """Returns the memory of a request; None if others must end first, "later" if only this one must wait.
@@ -135,16 +150,18 @@ class Loop:
         return slot
 
     def _admit(self, ticket: Ticket, state: Slot | TransformersState) -> None:
+        request, prompt = ticket.request, ticket.request.prompt
+        try:
+            job = self._job(ticket)
+        except Exception as error:  # noqa: BLE001 (as above)
+            if isinstance(state, Slot):
+                self._pool.release(state, keep=True)
+            self._refuse(ticket, error)
+            return
         self._inbox.begin(ticket)
-        request = ticket.request
-        prompt = request.prompt
-        cached = self._cache.begin(prompt, request.cache)
-        ids = torch.from_numpy(prompt.token_ids).to(self._model.device, torch.long).unsqueeze(0)
-        job = Job(ticket, cached, ids)
         self._jobs.append(job)
         with self._failing(job):
-            choices = [self._choice(job, index) for index in range(request.sampling.n)]
-            job.choices, job.unforked = choices[:1], choices[1:]
+            choices = job.choices
             if isinstance(state, TransformersState):
                 choices[0].state = state
                 if prompt.media:
@@ -160,6 +177,14 @@ class Loop:
                     self._fetcher.submit(self._fetch, job)
                     return
             self._begin(job)
+
+    def _job(self, ticket: Ticket) -> Job:
+        request = ticket.request
+        ids = torch.from_numpy(request.prompt.token_ids).to(self._model.device, torch.long).unsqueeze(0)
+        job = Job(ticket, self._cache.begin(request.prompt, request.cache), ids)
+        choices = [self._choice(job, index) for index in range(request.sampling.n)]
+        job.choices, job.unforked = choices[:1], choices[1:]
+        return job
 
     def _choice(self, job: Job, index: int) -> Choice:
         request, layout = job.request, self._cache.layout
@@ -194,9 +219,6 @@ class Loop:
     def _begin(self, job: Job) -> None:
         """What is restored is restored; now the rest is computed."""
         job.is_fetching = False
-        if job.ticket.cancelled:
-            self._leave(job)
-            return
         with self._failing(job):
             if job.error is not None:
                 raise job.error
@@ -206,7 +228,9 @@ class Loop:
             if choice.slot is not None:
                 choice.slot.num_computed = restored.num_tokens
                 choice.slot.num_exact = choice.prompt_tokens if restored.exact else 0
-            if restored.logits is not None and restored.num_tokens == choice.prompt_tokens:
+            if job.ticket.cancelled:
+                self._leave(job)
+            elif restored.logits is not None and restored.num_tokens == choice.prompt_tokens:
                 self._end_prompt(choice, restored.logits)
             else:
                 self._scheduler.add(choice)
@@ -234,16 +258,13 @@ class Loop:
                 self._computed(chunk, result, elapsed * chunk.num_rows / num_rows)
 
     def _with_memory(self, step: list[Chunk[Choice]]) -> list[Chunk[Choice]]:
-        """Makes room for a step. Where there is none, the youngest sequence gives up its memory."""
+        """Makes room for a step. Where there is none, the youngest sequence gives up its memory, even if it is alone:
+        to grow, it would need room for what it has beside what it gets."""
         for chunk in step:
             while chunk.sequence.slot is not None and not self._pool.grow(chunk.sequence.slot, chunk.end):
-                holders = [choice for job in self._jobs for choice in job.choices if choice.slot is not None]
-                youngest = max((choice for choice in holders if not choice.job.is_fetching), key=lambda c: c.arrived)
-                if len(holders) > 1:
-                    self._preempt(youngest)
-                    continue
-                with self._failing(chunk.sequence.job):
-                    chunk.sequence.slot.arena.reserve(chunk.end)
+                jobs = [job for job in self._jobs if not job.is_fetching]
+                holders = [choice for job in jobs for choice in job.choices if choice.slot is not None]
+                self._preempt(max(holders, key=lambda choice: choice.arrived))
         return [chunk for chunk in step if chunk.sequence.state is not None]
 
     def _preempt(self, choice: Choice) -> None:
@@ -256,8 +277,9 @@ class Loop:
         self._preempted.append(choice)
         job = choice.job
         if job.source is choice:
+            # The others have nothing to begin from any more.
+            self._preempted.extend(job.unforked)
             job.choices, job.unforked, job.source = job.all_choices, [], None
-            self._preempted.extend(other for other in job.choices if other.state is None and other is not choice)
 
     def _forward(self, step: list[Chunk[Choice]]) -> list[torch.Tensor | Exception]:
         """Returns the next-token logits of each chunk, or what its own forward raised."""
@@ -298,6 +320,8 @@ class Loop:
         """Begins a reply with its first token. That of the first choice goes out before the prompt is published."""
         job, state = choice.job, choice.state
         assert state is not None
+        # A view would keep the logits of all sequences of the step.
+        logits = logits.clone()
         if choice.slot is not None:
             choice.slot.logits_at, choice.slot.logits = choice.prompt_tokens, logits
         if job.unforked:
@@ -330,13 +354,13 @@ class Loop:
     def _fork(self, job: Job) -> None:
         """Begins the other choices, as many as there is memory for, with a copy of the prompt's state."""
         source = job.source
-        while source is not None and source.slot is not None and job.unforked:
-            slot = self._pool.fork(source.slot, source.prompt_tokens + 1)
-            if slot is None:
-                return
-            choice = job.unforked.pop(0)
-            self._place(choice, slot)
+        while source is not None and source.slot is not None and job.unforked and self._has_place:
             with self._failing(job):
+                slot = self._pool.fork(source.slot, source.prompt_tokens)
+                if slot is None:
+                    return
+                choice = job.unforked.pop(0)
+                self._place(choice, slot)
                 self._begin_reply(choice)
         if not job.unforked:
             job.source = None
@@ -362,7 +386,7 @@ class Loop:
             self._release(choice, keep=choice.index == 0)
         are_done = all(other.is_finished for other in job.all_choices)
         if are_done and not job.is_over:
-            self._end(job, self._report(job))
+            self._end(job, lambda report: DoneEvent(job.usage(report.restored), report, job.timings()))
 
     def _hand_over(self, choice: Choice, following: Choice) -> None:
         """Begins the next choice in the memory of one that has ended."""
@@ -394,18 +418,27 @@ class Loop:
 
     # The end of a request.
 
-    def _report(self, job: Job) -> CacheReport:
-        report = job.cached.close()
-        self._served.record(job, report)
-        return report
-
-    def _end(self, job: Job, report: CacheReport | None = None) -> None:
-        """`report`: the request has ended well."""
-        if report is not None:
-            job.ticket.emit(DoneEvent(job.usage(report.restored), report, job.timings()))
+    def _end(self, job: Job, last: Callable[[CacheReport], Event | None]) -> None:
+        """Ends a request, whatever goes wrong in it. `last` returns its last event."""
         job.is_over = True
         self._jobs.remove(job)
+        try:
+            report = job.cached.close()
+            self._served.record(job, report)
+            event = last(report)
+        except Exception as error:  # noqa: BLE001 (as above)
+            raise_if_lost(error)
+            event = error_event(error, job.request)
+        if event is not None:
+            self._send(job.ticket, event)
         self._inbox.end(job.ticket)
+
+    def _send(self, ticket: Ticket, event: Event) -> None:
+        """Sends a request's last event."""
+        try:
+            ticket.emit(event)
+        except Exception:
+            log.exception("[engine] %s: its end could not be told", ticket.request.id)
 
     def _leave(self, job: Job) -> None:
         """The client has gone. What was computed for it is kept: the client may ask again."""
@@ -414,15 +447,12 @@ class Loop:
         if isinstance(first.state, KVArena) and first.num_computed and not job.is_published:
             job.cached.leave(first.state)
         self._drop(job, keep=True)
-        self._report(job)
-        self._end(job)
+        self._end(job, lambda _: None)
 
     def _fail(self, job: Job, error: Exception) -> None:
         raise_if_lost(error)
         self._drop(job, keep=False)
-        self._report(job)
-        job.ticket.emit(error_event(error, job.request))
-        self._end(job)
+        self._end(job, lambda _: error_event(error, job.request))
 
     def _drop(self, job: Job, *, keep: bool) -> None:
         self._preempted = [choice for choice in self._preempted if choice.job is not job]

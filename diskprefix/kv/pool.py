@@ -104,8 +104,11 @@ class KVPool:
         """Returns the slot that holds, or will hold, most of a prompt; None if there is none with a token of it."""
         self._drop_expired()
         found = [self._found(slot, token_ids) for slot in self.slots if slot.owner == owner]
-        best = max(found, key=lambda one: (one.later, not one.slot.is_busy, one.slot.used_at), default=None)
-        return best if best is not None and best.later >= LEAST_TOKENS else None
+        now = max(found, key=lambda one: (one.num_tokens, not one.slot.is_busy, one.slot.used_at), default=None)
+        later = max(found, key=lambda one: one.later, default=None)
+        if now is None or later is None or later.later < LEAST_TOKENS:
+            return None
+        return later if later.later >= now.num_tokens + LEAST_TOKENS else now
 
     def take(self, num_tokens: int) -> Slot | None:
         """Returns an empty slot with room for `num_tokens` tokens; None if others must end first.
@@ -137,7 +140,8 @@ class KVPool:
             return None if source.is_busy else self._adopted(found, num_tokens)
         slot.arena.copy_from(source.arena, found.num_tokens)
         slot.num_computed = found.num_tokens
-        slot.logits_at, slot.logits = source.logits_at, source.logits
+        if source.logits_at <= found.num_tokens:
+            slot.logits_at, slot.logits = source.logits_at, source.logits
         return slot
 
     def fork(self, source: Slot, num_tokens: int) -> Slot | None:
@@ -223,10 +227,16 @@ class KVPool:
         slot.arena.settle(drop=True)
         slot.arena.truncate(found.num_tokens)
         slot.num_computed = found.num_tokens
+        if slot.logits_at > found.num_tokens:
+            # Those after other tokens.
+            slot.logits_at, slot.logits = 0, None
         if self.grow(slot, num_tokens):
             return slot
         slot.is_busy = False
-        return None
+        if any(other.is_busy for other in self.slots):
+            return None
+        # There is no room for what it holds beside a larger copy, and nobody to wait for.
+        return self.take(num_tokens)
 
     def _used(self, slot: Slot) -> Slot:
         slot.is_busy, slot.used_at = True, time.monotonic()
