@@ -51,8 +51,7 @@ class Call(NamedTuple):
     ) -> torch.Tensor:
         """Returns [num_rows, outer] for [num_rows, inner]. With `matrix_first` it is turned in memory."""
         if self.matrix_first:
-            left, right = matrix.t() if is_plain else matrix, rows.t()
-            return (torch.mm(left, right) if bias is None else torch.addmm(bias.unsqueeze(1), left, right)).t()
+            return matrix_first(rows.t(), matrix, bias, is_plain).t()
         if not is_plain:
             return functional.linear(rows, matrix, bias)
         return torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
@@ -63,6 +62,14 @@ class Call(NamedTuple):
         if not self.matrix_first:
             return _REARRANGED + self.num_rows
         return (_READ if _has_tiles() else _REARRANGED) + self.num_rows + self.num_rows // 2
+
+
+def matrix_first(
+    columns: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, is_plain: bool
+) -> torch.Tensor:
+    """Returns [outer, num_rows] for [inner, num_rows]."""
+    left = matrix.t() if is_plain else matrix
+    return torch.mm(left, columns) if bias is None else torch.addmm(bias.unsqueeze(1), left, columns)
 
 
 _READ, _REARRANGED = 70, 110

@@ -6,19 +6,21 @@ one number is computed by the same code for every number.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from diskprefix.model.calls import Call, Form, calls_of
+from diskprefix.model.calls import Form, calls_of, matrix_first
 
 _VECTOR, _UNSHARED = 64, 32768
 """Numbers that fill the vectors of a loop, and so many that torch does not share them between threads."""
+
+_MOST_PLANS = 8192
 
 is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
 """Whether a product is being computed here, for who watches what a model computes."""
@@ -60,65 +62,99 @@ def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     if not matrix.is_contiguous():
         # The calls were measured for matrices that lie row after row.
         is_plain, matrix = (not is_plain, matrix.t()) if matrix.t().is_contiguous() else (is_plain, matrix.contiguous())
-    inner, outer = matrix.shape if is_plain else matrix.shape[::-1]
-    *shape, _ = rows.shape
-    flat = rows.reshape(-1, inner)
-    num_rows = flat.shape[0]
+    name = (rows.shape, matrix.shape, matrix.dtype, bias is None, is_plain, torch.get_num_threads())
     token = is_ours.set(True)
     try:
-        calls = _calls(num_rows, inner, outer, matrix.dtype, bias is not None, is_plain, torch.get_num_threads())
-        if len(calls) == 1:
-            return _called(calls[0], flat, num_rows, matrix, bias, is_plain).contiguous().view(*shape, outer)
-        out, start = flat.new_empty(num_rows, outer), 0
-        for call in calls:
-            end = min(start + call.num_rows, num_rows)
-            out[start:end] = _called(call, flat[start:end], end - start, matrix, bias, is_plain)
-            start = end
-        return out.view(*shape, outer)
+        plan = _plans.known.get(name) or _plans.make(name)
+        return plan.compute(rows, matrix, bias)
     finally:
         is_ours.reset(token)
 
 
-def _called(
-    call: Call, rows: torch.Tensor, num_rows: int, matrix: torch.Tensor, bias: torch.Tensor | None, is_plain: bool
-) -> torch.Tensor:
-    """Returns what a call gives for at most its number of rows."""
-    if num_rows == call.num_rows:
-        return call.compute(rows, matrix, bias, is_plain)
-    filled, head = _filling.take(call.num_rows, num_rows, rows.shape[1], rows.dtype)
-    head.copy_(rows)
-    return call.compute(filled, matrix, bias, is_plain)[:num_rows]
+class _Calls:
+    """How a product of one form is computed for rows of one shape, `[.., inner]`. `filled` returns memory for the rows
+    of a call, of which the first may be written to; other rows may be behind them, as a row of a product depends on no
+    other."""
+
+    def __init__(self, form: Form, shape: torch.Size, filled: Callable[[int], torch.Tensor]) -> None:
+        self._num_rows = math.prod(shape[:-1])
+        self._form, self._shape = form, (*shape[:-1], form.outer)
+        self._calls, self._filled = calls_of(form, self._num_rows), filled
+
+    def compute(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        flat = rows.reshape(self._num_rows, self._form.inner)
+        out, start = flat.new_empty(self._num_rows, self._form.outer), 0
+        for call in self._calls:
+            piece = flat[start : start + call.num_rows]
+            found = call.compute(self._whole(piece, call.num_rows), matrix, bias, self._form.is_plain)
+            if len(self._calls) == 1 and len(found) == self._num_rows:
+                return found.contiguous().view(self._shape)
+            out[start : start + call.num_rows] = found[: len(piece)]
+            start += call.num_rows
+        return out.view(self._shape)
+
+    def _whole(self, piece: torch.Tensor, num_rows: int) -> torch.Tensor:
+        if len(piece) == num_rows:
+            return piece
+        filled = self._filled(num_rows)
+        filled[: len(piece)] = piece
+        return filled
 
 
-@lru_cache(maxsize=8192)
-def _calls(
-    num_rows: int, inner: int, outer: int, dtype: torch.dtype, has_bias: bool, is_plain: bool, threads: int
-) -> tuple[Call, ...]:
-    """Returns `calls_of` for the parts of a form: a product is so fast that making the form would show."""
-    return calls_of(Form(inner, outer, dtype, has_bias, is_plain, threads), num_rows)
+class _MatrixFirst:
+    """The same for one call with the matrix first, which is most of what a step of few rows computes, in a few
+    microseconds each: everything else is prepared."""
+
+    def __init__(self, form: Form, shape: torch.Size, count: int, filled: Callable[[int], torch.Tensor]) -> None:
+        self._num_rows, self._form = math.prod(shape[:-1]), form
+        self._head: torch.Tensor | None = None
+        if self._num_rows < count:
+            self._head, self._columns = filled(count)[: self._num_rows].view(shape), filled(count).t()
+        self._size = (*shape[:-1], form.outer)
+        self._strides = (*torch.empty(shape[:-1], device="meta").stride(), count)
+
+    def compute(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._head is None:
+            columns = rows.reshape(self._num_rows, self._form.inner).t()
+        else:
+            self._head.copy_(rows)
+            columns = self._columns
+        return torch.as_strided_copy(
+            matrix_first(columns, matrix, bias, self._form.is_plain), self._size, self._strides
+        )
 
 
-class _Filling(threading.local):
-    """Memory for rows that are filled up, kept for each thread. Other rows may be in the rest: a row of a product
-    depends on no other."""
+class _Plans(threading.local):
+    """Those of a thread, with memory for rows that are filled up."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self._heads: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+        self.known: dict[tuple[Any, ...], _Calls | _MatrixFirst] = {}
+        self._buffers: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
-    def take(self, count: int, num_rows: int, inner: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns [count, inner] that is good until the next call, and its first `num_rows` rows."""
+    def make(self, name: tuple[Any, ...]) -> _Calls | _MatrixFirst:
+        shape, sizes, dtype, has_no_bias, is_plain, threads = name
+        inner, outer = sizes if is_plain else reversed(sizes)
+        form = Form(inner, outer, dtype, not has_no_bias, is_plain, threads)
+        if len(self.known) >= _MOST_PLANS:
+            self.known.clear()
+
+        def filled(count: int) -> torch.Tensor:
+            return self._filled(count, inner, dtype)
+
+        calls = calls_of(form, math.prod(shape[:-1]))
+        one = len(calls) == 1 and calls[0].matrix_first
+        # Not in inference mode, as its memory is written to outside that too.
+        with torch.inference_mode(False):
+            plan = _MatrixFirst(form, shape, calls[0].num_rows, filled) if one else _Calls(form, shape, filled)
+        return self.known.setdefault(name, plan)
+
+    def _filled(self, count: int, inner: int, dtype: torch.dtype) -> torch.Tensor:
         name = (count, inner, dtype)
-        if name not in self._kept:
+        if name not in self._buffers:
             # Not in inference mode, as it is written to outside that too.
             with torch.inference_mode(False):
-                self._kept[name] = torch.zeros(count, inner, dtype=dtype)
-        filled = self._kept[name]
-        head = self._heads.get((num_rows, *name))
-        if head is None:
-            with torch.inference_mode(False):
-                head = self._heads[num_rows, *name] = filled[:num_rows]
-        return filled, head
+                self._buffers[name] = torch.zeros(count, inner, dtype=dtype)
+        return self._buffers[name]
 
 
-_filling = _Filling()
+_plans = _Plans()

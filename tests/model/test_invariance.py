@@ -228,7 +228,8 @@ def test_several_sequences_in_one_forward_have_the_bits_of_each_alone(arena: tup
 
 def unsafe_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are computed with as many rows as there are."""
-    monkeypatch.setattr(rows, "_calls", lambda count, *_: (Call(count),) if count else ())
+    monkeypatch.setattr(rows, "_plans", rows._Plans())
+    monkeypatch.setattr(rows, "calls_of", lambda _, count: (Call(count),) if count else ())
 
 
 def tiles_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
