@@ -33,7 +33,7 @@ NAME = "diskprefix_2"
 
 _BLOCK = 32
 """Rows of queries in a block of torch's kernel, for calls of less than `_WIDE_CALL` rows."""
-_CALL = 128
+_CALL = 160
 _WIDE_BLOCK = 64
 _WIDE_CALL = 192
 _MOST_WIDE = 704
@@ -113,9 +113,10 @@ def attend(
     a list of it for several sequences.
     `attention_mask` is a `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for what it cannot do.
     """
-    found = [name for name in sorted(others.keys() - _HARMLESS) if others[name] is not None]
-    if found:
-        raise NotInvariant(f"attention with {', '.join(found)}")
+    if not others.keys() <= _HARMLESS:
+        found = [name for name in sorted(others.keys() - _HARMLESS) if others[name] is not None]
+        if found:
+            raise NotInvariant(f"attention with {', '.join(found)}")
     if step is None or not isinstance(attention_mask, Pattern):
         raise NotInvariant("attention that is not told its step or its mask")
     if module.training or query.shape[0] != 1 or query.shape[2] != step.num_rows:
@@ -134,7 +135,7 @@ def attend(
     return out.view(1, query.shape[2], query.shape[1], out.shape[-1]), None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Call:
     """What is the same for all sequences of a layer."""
 
@@ -160,19 +161,18 @@ class _Call:
 
     def _flash(self, run: Run, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         groups, heads, num_rows, dim = queries.shape
-        if not _are_blocks_safe(queries.dtype, dim):
+        threads = torch.get_num_threads()
+        if not _are_blocks_safe(queries.dtype, dim, threads):
             raise NotInvariant("torch's attention, which depends on the number of blocks")
         begin, end = _tiles_of(run, self.pattern)
         k, v = (memory[:, None, begin:end] for memory in (keys, values))
         if heads * num_rows <= _CALL:
-            # Few rows: those of all heads of a group in one block.
+            # Few rows: those of all heads of a group one behind the other.
             count = heads * num_rows
-            block = _smallest_safe(count, queries.dtype, dim) if count < _BLOCK else _BLOCK
-            rows = _filled(queries.reshape(groups, 1, count, dim), block)
+            rows = _filled(queries.reshape(groups, 1, count, dim), _smallest_safe(count, queries.dtype, dim, threads))
             mask = self._mask(run, rows.shape[2], heads, begin, end, queries.dtype)
             out, sums = _flash(rows, k, v, 0.0, False, attn_mask=mask, scale=self.scale)
-            out = out[:, 0, :count].view(groups, heads, num_rows, dim)
-            return self._with_sinks(out, sums[:, 0, :count])
+            return self._with_sinks(out[:, 0, :count].view(groups, heads, num_rows, dim), sums)
         rows = _filled(queries, _WIDE_BLOCK if num_rows >= _WIDE_CALL else _BLOCK)
         mask = self._mask(run, rows.shape[2], 1, begin, end, queries.dtype)
         found = []
@@ -183,11 +183,13 @@ class _Call:
         return self._with_sinks(out, sums)
 
     def _with_sinks(self, out: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        """`sums` are the logarithms of the sums of weights of the rows; a sink takes its share of them."""
+        """`sums` are the logarithms of the sums of weights, of these rows and of others behind them. A sink takes its
+        share."""
         if self.sinks is None:
             return out
-        sums = sums.reshape(out.shape[:3])
-        sinks = self.sinks.float().view(out.shape[0], out.shape[1], 1)
+        groups, heads, num_rows, _ = out.shape
+        sums = sums.reshape(groups, -1)[:, : heads * num_rows].view(groups, heads, num_rows)
+        sinks = self.sinks.float().view(groups, heads, 1)
         return (out.float() * in_whole_vectors(torch.sigmoid, sums - sinks).unsqueeze(-1)).to(out.dtype)
 
     def _tiled(self, run: Run, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -245,55 +247,74 @@ def _call_size(heads: int, num_rows: int, dtype: torch.dtype, dim: int) -> int:
     if num_rows < _CALL:
         # The heads of a group in one call read its keys once, which is what a long context costs.
         return max(1, _CALL // heads)
-    if num_rows >= _WIDE_CALL and _is_wide_safe(dtype, dim):
+    if num_rows >= _WIDE_CALL and _is_wide_safe(dtype, dim, torch.get_num_threads()):
         return min(num_rows, _MOST_WIDE)
     return _CALL
 
 
 @lru_cache
-def _is_wide_safe(dtype: torch.dtype, dim: int) -> bool:
+def _is_wide_safe(dtype: torch.dtype, dim: int, threads: int) -> bool:
     """Returns whether blocks of 64 rows, which are faster, give the bits of blocks of 32."""
-    return _gives_the_bits_of_blocks(_MOST_WIDE // _WIDE_BLOCK * _WIDE_BLOCK, dtype, dim)
+    return _gives_the_bits_of_blocks(_MOST_WIDE, dtype, dim, threads)
 
 
 @lru_cache
-def _are_blocks_safe(dtype: torch.dtype, dim: int) -> bool:
+def _are_blocks_safe(dtype: torch.dtype, dim: int, threads: int) -> bool:
     """Returns whether several blocks in a call, which threads share, give the bits of one block in a call."""
-    return _gives_the_bits_of_blocks(_CALL, dtype, dim)
+    return _gives_the_bits_of_blocks(_CALL, dtype, dim, threads)
 
 
 @lru_cache
-def _smallest_safe(count: int, dtype: torch.dtype, dim: int) -> int:
-    """Returns how many rows, at least `count`, a call must have to give the bits of a block of 32 rows."""
-    safe = (rows for rows in range(count, _BLOCK) if _gives_the_bits_of_blocks(rows, dtype, dim))
-    return next(safe, _BLOCK)
+def _smallest_safe(count: int, dtype: torch.dtype, dim: int, threads: int) -> int:
+    """Returns how many rows, at least `count`, a call must have to give the bits of blocks of 32 rows."""
+    step = 1 if count < _BLOCK else 8
+    first, whole = -(-count // step) * step, -(-count // _BLOCK) * _BLOCK
+    safe = (rows for rows in range(first, whole, step) if _gives_the_bits_of_blocks(rows, dtype, dim, threads))
+    return next(safe, whole)
 
 
-def _gives_the_bits_of_blocks(num_rows: int, dtype: torch.dtype, dim: int) -> bool:
-    """Returns whether calls of `num_rows` rows give the bits of calls of 32, with numbers of which little is left but
-    the rounding, so that the order of the sums shows: once in the scores and once in the values."""
+def _gives_the_bits_of_blocks(num_rows: int, dtype: torch.dtype, dim: int, threads: int) -> bool:
+    """Returns whether calls of `num_rows` rows give the bits of calls of 32."""
+    count = max(num_rows, _CALL) // num_rows * num_rows
+    return all(
+        torch.equal(probe.in_calls(num_rows, count), expected[:, :, :count])
+        for probe, expected in _probes(dtype, dim, threads)
+    )
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Numbers of which little is left but the rounding, so that the order of the sums shows."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    scale: float
+
+    def in_calls(self, num_rows: int, count: int) -> torch.Tensor:
+        """Returns the first `count` rows, a multiple of `num_rows`, in calls of so many."""
+        parts = torch.split(self.queries[:, :, :count], num_rows, dim=2)
+        found = [_flash(part, self.keys, self.values, 0.0, False, scale=self.scale)[0] for part in parts]
+        return torch.cat(found, dim=2)
+
+
+@lru_cache
+def _probes(dtype: torch.dtype, dim: int, _threads: int) -> tuple[tuple[_Probe, torch.Tensor], ...]:
+    """Returns a probe for the order of the sums of the scores, and one for that of the values, each with the result of
+    calls of one block."""
     generator = torch.Generator().manual_seed(0)
     queries, keys, values = (torch.randn(num, dim, generator=generator) for num in (_MOST_WIDE, 2 * TILE, 2 * TILE))
     half = dim // 2
-    for is_in_scores in (True, False):
-        if is_in_scores:
-            queries[:, half : 2 * half], keys[:, half : 2 * half] = -queries[:, :half], keys[:, :half]
-        else:
-            values[1::2] = -values[::2]
+    cancelling, twice, opposite = queries.clone(), keys.clone(), values.clone()
+    cancelling[:, half : 2 * half], twice[:, half : 2 * half] = -queries[:, :half], keys[:, :half]
+    opposite[1::2] = -values[::2]
+
+    def of(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> _Probe:
         given, known, taken = (part.to(dtype)[None, None] for part in (queries, keys, values))
-        scale = 1e5 if is_in_scores else 1e-3
-        one, other = (_in_calls(size, given, known, taken, scale) for size in (num_rows, _BLOCK))
-        if not torch.equal(one, other):
-            return False
-    return True
+        return _Probe(given, known, taken, scale)
 
-
-def _in_calls(
-    num_rows: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> torch.Tensor:
-    filled = _filled(queries, num_rows)
-    parts = [_flash(part, keys, values, 0.0, False, scale=scale)[0] for part in torch.split(filled, num_rows, dim=2)]
-    return torch.cat(parts, dim=2)[:, :, : queries.shape[2]]
+    probes = of(cancelling, twice, values, 1e5), of(cancelling, twice, opposite, 1e-3)
+    return tuple((probe, probe.in_calls(_BLOCK, _MOST_WIDE)) for probe in probes)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

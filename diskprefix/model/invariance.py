@@ -22,7 +22,7 @@ from diskprefix.model.attention import NotInvariant
 from diskprefix.model.calls import MOST_ROWS
 from diskprefix.model.invariant import install, uninstall
 from diskprefix.model.rehearsal import made_up_tokens
-from diskprefix.model.rows import are_whole, is_ours
+from diskprefix.model.rows import are_whole, is_curve, is_ours
 from diskprefix.printable import first_line
 from diskprefix.version import __version__
 
@@ -41,10 +41,6 @@ _PRODUCTS = frozenset({
     "bilinear", "linalg_multi_dot", "linalg_vecdot", "linalg_matmul", "chain_matmul", "cdist", "lstm", "gru",
     "rnn_tanh", "rnn_relu",
 })
-_CURVES = frozenset({"sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid", "elu", "pow", "exp2"})
-_CURVES_OF_HALF = frozenset({"gelu", "mish", "pow", "rsqrt"})
-"""Functions for which torch has several implementations: for numbers that fill vectors, for the rest, and for numbers
-that are not side by side. They differ in the last bits. The second set is that of bfloat16 and float16."""
 # fmt: on
 _NUM_TOKENS = 560
 """More than a tile of keys."""
@@ -163,22 +159,19 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if not is_ours.get() and (
-            (name in _PRODUCTS and not _is_outer(args))
-            or (name.rstrip("_") in _CURVES | _CURVES_OF_HALF and not _is_whole(name.rstrip("_"), args))
-        ):
+        if not is_ours.get() and ((name in _PRODUCTS and not _is_outer(args)) or not _is_whole(name.rstrip("_"), args)):
             self.found.add(name)
         return func(*args, **(kwargs or {}))
 
 
 def _is_whole(name: str, args: Sequence[Any]) -> bool:
     """Returns whether all numbers are computed by one code, however many rows there are."""
-    numbers = args[0]
+    numbers = args[0] if args else None
     if not isinstance(numbers, torch.Tensor):
         return True
-    is_half = numbers.dtype in (torch.bfloat16, torch.float16)
-    if name not in (_CURVES_OF_HALF if is_half else _CURVES):
+    if not is_curve(name, numbers.dtype):
         return True
+    is_half = numbers.dtype in (torch.bfloat16, torch.float16)
     if len(args) > 1 and args[1] in ((1, 2, 3, 0.5, -1, -2) if is_half else (1, 2, 3, 0.5, -0.5, -1, -2)):
         return True
     return numbers.is_contiguous() and _is_whole_width(numbers.shape[-1], torch.get_num_threads())

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, activations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from diskprefix.model import attention
-from diskprefix.model.rows import in_whole_vectors, is_ours, linear, times
+from diskprefix.model.rows import in_whole_vectors, is_curve, is_ours, linear, times
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
 
@@ -31,7 +31,6 @@ _NUMBER_BY_NUMBER = frozenset({
     *(activations.AccurateGELUActivation, activations.MishActivation, activations.LaplaceActivation),
     *(activations.SqrtSoftplusActivation, activations.XIELUActivation),
 })  # fmt: skip
-_CURVES = (torch.sigmoid, torch.Tensor.sigmoid, functional.silu, functional.softplus)
 
 _installed: WeakKeyDictionary[PreTrainedModel, Callable[[], None]] = WeakKeyDictionary()
 """What undoes it, for each model that was changed."""
@@ -115,8 +114,10 @@ class _Rows(TorchFunctionMode):
             return times(*args, **kwargs)
         if func is torch.addmm and not kwargs:
             return times(args[1], args[2], args[0])
-        if func in _CURVES and not kwargs and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float32:
-            return in_whole_vectors(func, *args)
+        if not kwargs and args and isinstance(args[0], torch.Tensor):
+            numbers, *others = args
+            if is_curve(getattr(func, "__name__", ""), numbers.dtype) and not any(map(torch.is_tensor, others)):
+                return in_whole_vectors(func, *args)
         return func(*args, **kwargs)
 
 

@@ -21,6 +21,9 @@ _VECTOR, _UNSHARED = 64, 32768
 """Numbers that fill the vectors of a loop, and so many that torch does not share them between threads."""
 
 _MOST_PLANS = 8192
+_CURVES = frozenset({"sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid", "elu", "pow", "exp2"})
+_CURVES_OF_HALF = frozenset({"gelu", "mish", "pow", "rsqrt"})
+"""The second set is that of bfloat16 and float16."""
 
 is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
 """Whether a product is being computed here, for who watches what a model computes."""
@@ -34,6 +37,12 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 def times(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Returns rows × matrix: [.., inner] × [inner, outer] → [.., outer]."""
     return _product(rows, matrix, bias, is_plain=True)
+
+
+def is_curve(name: str, dtype: torch.dtype) -> bool:
+    """Returns whether torch has several codes for that function of one number: for numbers that fill vectors, for the
+    rest, and for numbers that are not side by side. They differ in the last bits."""
+    return name in (_CURVES_OF_HALF if dtype in (torch.bfloat16, torch.float16) else _CURVES)
 
 
 def in_whole_vectors(function: Callable[..., torch.Tensor], numbers: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from diskprefix.model.attention import NotInvariant, Pattern, attend
 
 MODULE: Any = SimpleNamespace(training=False)
 CAPACITY = 2 * TILE
-LENGTH = TILE + 160
+LENGTH = TILE + 300
 ALL = Pattern()
 
 
@@ -182,6 +182,59 @@ def test_tiles_that_depend_on_the_step_change_bits(monkeypatch: pytest.MonkeyPat
     whole = layer.cut([LENGTH])
     monkeypatch.setattr(attention, "_tiles_of", lambda run, _: (0, run.end))
     assert not torch.equal(layer.cut(random_steps(1)), whole)
+
+
+@pytest.fixture
+def kernel_that_differs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int, int], bool]], None]]:
+    """Makes torch's attention give other bits for calls of some numbers of heads and rows."""
+    flash, known = attention._flash, (attention._is_wide_safe, attention._are_blocks_safe, attention._smallest_safe)
+
+    def forget() -> None:
+        for measured in (*known, attention._probes):
+            measured.cache_clear()
+
+    def install(differs: Callable[[int, int], bool]) -> None:
+        def other(queries: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            out, sums = flash(queries, *args, **kwargs)
+            return (out * 1.25 if differs(*queries.shape[1:3]) else out), sums
+
+        monkeypatch.setattr(attention, "_flash", other)
+        forget()
+
+    yield install
+    forget()
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        lambda _, rows: rows < 8,
+        lambda _, rows: rows % 32 != 0,
+        lambda _, rows: rows >= 192,
+        lambda _, rows: rows >= 768,
+        lambda heads, _: heads >= 4,
+    ],
+    ids=["few rows", "rows that fill no block", "wide blocks", "wider blocks", "four heads"],
+)
+@pytest.mark.parametrize("name", ["grouped", "large groups"])
+def test_calls_that_give_other_bits_are_not_used(
+    name: str,
+    differs: Callable[[int, int], bool],
+    kernel_that_differs: Callable[[Callable[[int, int], bool]], None],
+) -> None:
+    layer = Layer.of(CASES[name])
+    expected = layer.cut([LENGTH])
+    kernel_that_differs(differs)
+    for steps in ([LENGTH], [256, 256, 192, LENGTH - 704], [760, *[1] * (LENGTH - 760)], random_steps(1)):
+        assert torch.equal(layer.cut(steps), expected), steps
+
+
+def test_a_kernel_that_depends_on_the_number_of_blocks_is_refused(
+    kernel_that_differs: Callable[[Callable[[int, int], bool]], None],
+) -> None:
+    kernel_that_differs(lambda _, rows: rows > 32)
+    with pytest.raises(NotInvariant, match="number of blocks"):
+        Layer.of(CASES["grouped"]).attended([Run(0, 40)])
 
 
 def test_the_pattern_is_that_of_the_mask_of_transformers() -> None:
