@@ -21,7 +21,7 @@ from diskprefix.kv.caches import ArenaCache, ModelCache, RwkvStates, XlstmStates
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.layout import CacheKind, Layout, is_out_of_memory
-from diskprefix.kv.step import TILE, Run, Step
+from diskprefix.kv.step import TILE, Run, Step, computing
 from diskprefix.settings import format_size
 
 if TYPE_CHECKING:
@@ -118,16 +118,14 @@ class KVArena:
         """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
         start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
         call: dict[str, Any] = {self.layout.cache_argument: self.cache.argument(model), "use_cache": True}
-        if self._is_exact_at_tokens:
-            call["step"] = step = Step((self.begin(end - start),))
-            for layer in self._token_layers:
-                layer.step = step
+        step = Step((self.begin(end - start),)) if self._is_exact_at_tokens else None
         if "position_ids" in self.layout.options:
             # Not every model counts on from its cache.
             call["position_ids"] = torch.arange(start, end, device=token_ids.device).unsqueeze(0)
         if "logits_to_keep" in self.layout.options:
             call["logits_to_keep"] = 1
-        output = model(input_ids=token_ids, **call)
+        with computing(step):
+            output = model(input_ids=token_ids, **call)
         self.cache.take(output)
         # States do not count tokens.
         self._num_tokens = end

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 )
 
 from diskprefix.kv.layout import LayerSpec
-from diskprefix.kv.step import TILE, Run, Step
+from diskprefix.kv.step import TILE, Run, Step, current_step
 
 
 class TokenLayer:
@@ -38,7 +38,6 @@ class TokenLayer:
     values: torch.Tensor
     length = 0
     window: int | None = None
-    step: Step | None = None
     grow: Callable[[int], None]
 
     def bind(self, part: str, tensor: torch.Tensor) -> None:
@@ -56,8 +55,9 @@ class TokenLayer:
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append [1, heads, n, head_dim] and answer views of all that the n tokens may look at."""
-        if self.step is not None:
-            (run,) = self.step.runs
+        step = current_step()
+        if step is not None:
+            (run,) = step.runs
             return self.put(key_states, value_states, run)
         end = self.length + key_states.shape[-2]
         if end > self.keys.shape[-2]:

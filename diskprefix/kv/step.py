@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,3 +37,21 @@ class Step:
     @property
     def num_rows(self) -> int:
         return sum(run.num_rows for run in self.runs)
+
+
+_current: ContextVar[Step | None] = ContextVar("step", default=None)
+
+
+def current_step() -> Step | None:
+    """Returns what is being computed, for layers and attention: a model hands them nothing that it does not know."""
+    return _current.get()
+
+
+@contextmanager
+def computing(step: Step | None) -> Iterator[None]:
+    """Within it, a model computes the rows of `step`; None if its attention is not ours."""
+    token = _current.set(step)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -25,7 +25,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from diskprefix.kv.step import TILE, Run, Step
+from diskprefix.kv.step import TILE, Run, Step, current_step
 from diskprefix.model.rows import in_whole_vectors, is_ours, linear, times
 
 NAME = "diskprefix_2"
@@ -104,7 +104,6 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    step: Step | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Returns the attention's output, shape [1, rows, heads, value_dim], and None for the weights.
@@ -117,8 +116,9 @@ def attend(
         found = [name for name in sorted(others.keys() - _HARMLESS) if others[name] is not None]
         if found:
             raise NotInvariant(f"attention with {', '.join(found)}")
+    step = current_step()
     if step is None or not isinstance(attention_mask, Pattern):
-        raise NotInvariant("attention that is not told its step or its mask")
+        raise NotInvariant("attention without a step or with a mask of its own")
     if module.training or query.shape[0] != 1 or query.shape[2] != step.num_rows:
         raise NotInvariant("attention over other rows than those of the step")
     keys, values = ([memory] if isinstance(memory, torch.Tensor) else memory for memory in (key, value))

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layers import TokenLayer, packed
-from diskprefix.kv.step import Step
+from diskprefix.kv.step import Step, computing
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.invariant import as_it_was
 
@@ -48,14 +48,14 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
     together = Step(runs)
     ends = torch.tensor([run.num_rows for run in runs]).cumsum(0)
     layout = arenas[0].layout
-    output = model(
-        input_ids=torch.cat([rows.token_ids for rows in step], dim=1),
-        position_ids=torch.cat([torch.arange(run.start, run.end) for run in runs])[None],
-        use_cache=True,
-        step=together,
-        **{layout.cache_argument: _PackedCache(arenas, together)},
-        **({"logits_to_keep": ends - 1} if "logits_to_keep" in layout.options else {}),
-    )
+    with computing(together):
+        output = model(
+            input_ids=torch.cat([rows.token_ids for rows in step], dim=1),
+            position_ids=torch.cat([torch.arange(run.start, run.end) for run in runs])[None],
+            use_cache=True,
+            **{layout.cache_argument: _PackedCache(arenas, together)},
+            **({"logits_to_keep": ends - 1} if "logits_to_keep" in layout.options else {}),
+        )
     for arena, run_ in zip(arenas, runs, strict=True):
         assert arena.num_tokens == run_.end, "the model must add all tokens of a step to its state"
     logits: torch.Tensor = output.logits[0]

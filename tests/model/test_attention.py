@@ -17,7 +17,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from diskprefix.kv.step import TILE, Run, Step
+from diskprefix.kv.step import TILE, Run, Step, computing
 from diskprefix.model import attention
 from diskprefix.model.attention import NotInvariant, Pattern, attend
 
@@ -94,17 +94,17 @@ class Layer:
     def attended(self, runs: Sequence[Run], queries: torch.Tensor | None = None) -> torch.Tensor:
         """[rows, heads, value_dim]"""
         rows = [self.queries[:, run.start : run.end] for run in runs]
-        found, _ = attend(
-            MODULE,
-            (torch.cat(rows, dim=1) if queries is None else queries).unsqueeze(0),
-            self.keys,
-            self.values,
-            self.case.pattern,
-            scaling=self.case.scaling,
-            softcap=self.case.softcap,
-            s_aux=self.sinks,
-            step=Step(tuple(runs)),
-        )
+        with computing(Step(tuple(runs))):
+            found, _ = attend(
+                MODULE,
+                (torch.cat(rows, dim=1) if queries is None else queries).unsqueeze(0),
+                self.keys,
+                self.values,
+                self.case.pattern,
+                scaling=self.case.scaling,
+                softcap=self.case.softcap,
+                s_aux=self.sinks,
+            )
         return found[0]
 
     def cut(self, steps: Sequence[int]) -> torch.Tensor:
@@ -155,17 +155,17 @@ def test_a_token_has_the_same_bits_beside_other_sequences(case: Case) -> None:
     one, other = Layer.of(case), Layer.of(case, seed=1)
     other.sinks = one.sinks
     runs = [(other, Run(40, 33)), (one, Run(200, 1)), (one, Run(530, 7)), (other, Run(511, 2))]
-    found, _ = attend(
-        MODULE,
-        torch.cat([layer.queries[:, run.start : run.end] for layer, run in runs], dim=1).unsqueeze(0),
-        [layer.keys for layer, _ in runs],
-        [layer.values for layer, _ in runs],
-        case.pattern,
-        scaling=case.scaling,
-        softcap=case.softcap,
-        s_aux=one.sinks,
-        step=Step(tuple(run for _, run in runs)),
-    )
+    with computing(Step(tuple(run for _, run in runs))):
+        found, _ = attend(
+            MODULE,
+            torch.cat([layer.queries[:, run.start : run.end] for layer, run in runs], dim=1).unsqueeze(0),
+            [layer.keys for layer, _ in runs],
+            [layer.values for layer, _ in runs],
+            case.pattern,
+            scaling=case.scaling,
+            softcap=case.softcap,
+            s_aux=one.sinks,
+        )
     assert torch.equal(found[0], torch.cat([layer.attended([run]) for layer, run in runs]))
 
 
@@ -257,12 +257,11 @@ def test_a_mask_of_another_form_is_refused() -> None:
 @pytest.mark.parametrize("name", ["position_bias", "indices"])
 def test_an_argument_that_changes_the_result_is_refused(name: str) -> None:
     layer = Layer.of(CASES["grouped"])
-    arguments = {name: torch.zeros(1), "step": Step((Run(0, 1),))}
-    with pytest.raises(NotInvariant, match=name):
-        attend(MODULE, layer.queries[None, :, :1], layer.keys, layer.values, Pattern(), **arguments)  # type: ignore[arg-type]
+    with computing(Step((Run(0, 1),))), pytest.raises(NotInvariant, match=name):
+        attend(MODULE, layer.queries[None, :, :1], layer.keys, layer.values, Pattern(), **{name: torch.zeros(1)})  # type: ignore[arg-type]
 
 
 def test_without_a_step_it_is_refused() -> None:
     layer = Layer.of(CASES["grouped"])
-    with pytest.raises(NotInvariant, match="its step"):
+    with pytest.raises(NotInvariant, match="without a step"):
         attend(MODULE, layer.queries[None, :, :1], layer.keys, layer.values, Pattern())
