@@ -8,9 +8,11 @@ that it is the same in every process with the same kernels.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -38,6 +40,20 @@ class Form:
     has_bias: bool = False
     is_plain: bool = False
     threads: int = 0
+
+    @classmethod
+    def parse(cls, described: Any) -> Form:
+        """Returns what `described` tells of, with the present number of threads. Raises `ValueError` for all else."""
+        match described:
+            case [int(inner), int(outer), str(name), bool(has_bias), bool(is_plain)]:
+                dtype = getattr(torch, name, None)
+                if isinstance(dtype, torch.dtype):
+                    return cls(inner, outer, dtype, has_bias, is_plain, torch.get_num_threads())
+        raise ValueError("not a form of a product")
+
+    def describe(self) -> list[Any]:
+        """Returns it as JSON values, without the number of threads."""
+        return [self.inner, self.outer, str(self.dtype).removeprefix("torch."), self.has_bias, self.is_plain]
 
 
 class Call(NamedTuple):
@@ -97,6 +113,12 @@ def safe_calls(form: Form) -> tuple[Call, ...]:
     calls = min(_classes(form), key=lambda calls: (_cost(calls, _most_rows(form)), calls))
     _measured.put(key, [list(call) for call in calls])
     return calls
+
+
+def digest(forms: Iterable[Form]) -> str:
+    """Returns a digest of the safe calls of some forms: with other calls, products have other bits."""
+    lines = sorted(f"{form.describe()} {[list(call) for call in safe_calls(form)]}" for form in forms)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 @lru_cache

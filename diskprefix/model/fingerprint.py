@@ -27,8 +27,8 @@ from diskprefix.model.kernel_settings import (
 )
 from diskprefix.tokens import file_digest
 
-_NOT_PORTABLE = ("device", "cpu", "torch_version", "transformers_version", "kernels", "threads")
-_NAMED_IF_SET = ("kernels", "switches", "threads")
+_NOT_PORTABLE = ("device", "cpu", "torch_version", "transformers_version", "kernels", "threads", "products")
+_NAMED_IF_SET = ("kernels", "switches", "threads", "products")
 """Left out of the root if they are empty."""
 _JSON_FIELDS = ("architecture", "quantisation", "adapters", "environment", "kernels", "switches")
 """Canonical JSON, empty if there is nothing to name."""
@@ -82,6 +82,8 @@ class Fingerprint:
     """torch's switches of kernels and precision that are not at their defaults."""
     threads: str = ""
     """The number of compute threads of a CPU, which decides where its kernels cut sums; empty on a GPU."""
+    products: str = ""
+    """A digest of how matrix products are computed if the model is exact at every token (`model.calls`)."""
     mode: str = "strict"
     """`strict` or `portable`."""
 
@@ -89,6 +91,8 @@ class Fingerprint:
     def of(cls, model: Any, weights_digest: str, mode: str = "strict") -> Fingerprint:
         """Returns the fingerprint of a loaded transformers model."""
         import torch
+
+        from diskprefix.model.invariant import products_of
 
         config = model.config
         quantisation = getattr(config, "quantization_config", None)
@@ -110,6 +114,7 @@ class Fingerprint:
             kernels=_canonical(kernel_packages()),
             switches=_canonical(switches(model)),
             threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",
+            products=products_of(model),
             mode=mode,
         )
 

@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.memo import Memo
-from diskprefix.model import attention
+from diskprefix.model import attention, rows
 from diskprefix.model.attention import NotInvariant
-from diskprefix.model.calls import MOST_ROWS
+from diskprefix.model.calls import MOST_ROWS, Form, digest
 from diskprefix.model.invariant import install, uninstall
 from diskprefix.model.rehearsal import made_up_tokens
 from diskprefix.model.rows import are_whole, is_curve, is_ours
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_verdicts = Memo("invariance", version=1)
+_verdicts = Memo("invariance", version=2)
 
 # fmt: off
 _PRODUCTS = frozenset({
@@ -56,25 +57,36 @@ def make_exact(model: PreTrainedModel, layout: Layout, identity: str = "") -> tu
     result is remembered for `identity`, the model's fingerprint, if it is given. Raises only what torch raises when
     memory runs out.
     """
-    reason = _why_not(model, layout)
+    reason, forms = _why_not(model, layout), frozenset[Form]()
     if not reason:
         key = hashlib.sha256(f"{__version__} {attention.NAME} {layout} {identity}".encode()).hexdigest()
-        remembered = _verdicts.get(key) if identity else None
+        remembered = _remembered(key) if identity else None
         if remembered is None:
             log.info("[model] measuring whether it is exact at every token; this is done once")
-        reason = remembered if isinstance(remembered, str) else _measured(model, layout)
+        reason, forms = remembered or _measured(model, layout)
         if identity and remembered is None:
-            _verdicts.put(key, reason)
+            _verdicts.put(key, {"reason": reason, "forms": [form.describe() for form in forms]})
     if reason:
         log.info("[model] exact in steps of one grid: %s", reason)
         return layout, reason
-    install(model)
+    install(model, digest(forms))
     return replace(layout, exact_at="token"), ""
 
 
-def _measured(model: PreTrainedModel, layout: Layout) -> str:
-    """Returns why the bits of a token depend on the steps of a run, "" if they do not."""
+def _remembered(key: str) -> tuple[str, frozenset[Form]] | None:
+    """Returns what was measured before: the reason and the forms of the model's products."""
+    match _verdicts.get(key):
+        case {"reason": str(reason), "forms": list(described)}:
+            with suppress(ValueError):
+                return reason, frozenset(map(Form.parse, described))
+    return None
+
+
+def _measured(model: PreTrainedModel, layout: Layout) -> tuple[str, frozenset[Form]]:
+    """Returns why the bits of a token depend on the steps of a run, "" if they do not, and the forms of the products
+    that the model computes."""
     started = time.perf_counter()
+    rows.forget_forms()
     try:
         with torch.inference_mode():
             expected = _plain_logits(model)
@@ -84,11 +96,11 @@ def _measured(model: PreTrainedModel, layout: Layout) -> str:
         if is_out_of_memory(error):
             raise
         line = first_line(error)
-        return line if isinstance(error, NotInvariant) else f"{type(error).__name__}: {line}"
+        return line if isinstance(error, NotInvariant) else f"{type(error).__name__}: {line}", frozenset()
     finally:
         uninstall(model)
     log.info("[model] exact at every token, measured in %.1f s", time.perf_counter() - started)
-    return ""
+    return "", rows.forms()
 
 
 def _why_not(model: PreTrainedModel, layout: Layout) -> str:
@@ -179,7 +191,7 @@ def _is_whole(name: str, args: Sequence[Any]) -> bool:
 
 @cache
 def _is_whole_width(width: int, threads: int) -> bool:
-    return all(are_whole(rows * width, threads) for rows in range(1, MOST_ROWS + 1))
+    return all(are_whole(count * width, threads) for count in range(1, MOST_ROWS + 1))
 
 
 def _is_outer(args: Sequence[Any]) -> bool:

@@ -32,14 +32,14 @@ _NUMBER_BY_NUMBER = frozenset({
     *(activations.SqrtSoftplusActivation, activations.XIELUActivation),
 })  # fmt: skip
 
-_installed: WeakKeyDictionary[PreTrainedModel, Callable[[], None]] = WeakKeyDictionary()
-"""What undoes it, for each model that was changed."""
+_installed: WeakKeyDictionary[PreTrainedModel, tuple[Callable[[], None], str]] = WeakKeyDictionary()
+"""What undoes it, and the digest of its products, for each model that was changed."""
 
 
-def install(model: PreTrainedModel) -> None:
-    """Gives the model's decoder our attention, experts and products."""
+def install(model: PreTrainedModel, products: str = "") -> None:
+    """Gives the model's decoder our attention, experts and products. `products` is the digest of their calls."""
     undo = ExitStack()
-    _installed[model] = undo.close
+    _installed[model] = undo.close, products
     config = model.config.get_text_config(decoder=True)
     for kernel in _KERNELS:
         if hasattr(config, kernel):
@@ -54,21 +54,27 @@ def install(model: PreTrainedModel) -> None:
 
 def uninstall(model: PreTrainedModel) -> bool:
     """Makes the model what transformers made it. Returns whether it was anything else."""
-    undo = _installed.pop(model, None)
+    undo, _ = _installed.pop(model, (None, ""))
     if undo is not None:
         undo()
     return undo is not None
 
 
+def products_of(model: PreTrainedModel) -> str:
+    """Returns the digest of the model's products, "" if they are those of transformers."""
+    return _installed.get(model, (None, ""))[1]
+
+
 @contextmanager
 def as_it_was(model: PreTrainedModel) -> Iterator[None]:
     """Within it, the model computes as transformers made it."""
+    products = products_of(model)
     was_installed = uninstall(model)
     try:
         yield
     finally:
         if was_installed:
-            install(model)
+            install(model, products)
 
 
 def _forward_of(module: torch.nn.Module) -> Callable[..., Any] | None:

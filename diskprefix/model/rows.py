@@ -39,6 +39,17 @@ def times(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = 
     return _product(rows, matrix, bias, is_plain=True)
 
 
+def forget_forms() -> None:
+    """After it, `forms` returns those of later products only."""
+    _plans.known.clear()
+    _plans.forms.clear()
+
+
+def forms() -> frozenset[Form]:
+    """Returns the forms of the products that were computed in this thread."""
+    return frozenset(_plans.forms)
+
+
 def is_curve(name: str, dtype: torch.dtype) -> bool:
     """Returns whether torch has several codes for that function of one number: for numbers that fill vectors, for the
     rest, and for numbers that are not side by side. They differ in the last bits."""
@@ -138,6 +149,7 @@ class _Plans(threading.local):
 
     def __init__(self) -> None:
         self.known: dict[tuple[Any, ...], _Calls | _MatrixFirst] = {}
+        self.forms: set[Form] = set()
         self._buffers: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def make(self, name: tuple[Any, ...]) -> _Calls | _MatrixFirst:
@@ -150,6 +162,7 @@ class _Plans(threading.local):
         def filled(count: int) -> torch.Tensor:
             return self._filled(count, inner, dtype)
 
+        self.forms.add(form)
         calls = calls_of(form, math.prod(shape[:-1]))
         one = len(calls) == 1 and calls[0].matrix_first
         # Not in inference mode, as its memory is written to outside that too.

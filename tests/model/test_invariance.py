@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.step import TILE
-from diskprefix.model import attention, invariance, invariant, rows, runner
+from diskprefix.model import attention, calls, invariance, invariant, rows, runner
 from diskprefix.model.calls import Call
 from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.model.invariance import make_exact
@@ -80,7 +80,9 @@ def test_the_fingerprint_names_our_attention_and_experts() -> None:
     before = Fingerprint.of(model, "")
     make_exact(model, rehearse(model))
     after = Fingerprint.of(model, "")
-    assert after == replace(before, attention=attention.NAME, experts=attention.NAME)
+    products = invariant.products_of(model)
+    assert products
+    assert after == replace(before, attention=attention.NAME, experts=attention.NAME, products=products)
     assert "sdpa" in before.attention
 
 
@@ -88,17 +90,47 @@ def test_within_as_it_was_a_model_computes_as_before() -> None:
     model = tiny_model("llama", torch.float32)
     before = logits_of(model)
     layout, _ = make_exact(model, rehearse(model))
+    products = invariant.products_of(model)
     with invariant.as_it_was(model):
         assert torch.equal(logits_of(model), before)
+        assert not invariant.products_of(model)
+    assert invariant.products_of(model) == products
     assert run(model, layout, [LENGTH])
 
 
 def test_the_verdict_is_remembered_for_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = (tiny_model("llama", torch.float32) for _ in range(3))
     layout, _ = make_exact(first, rehearse(first), identity="this one")
-    monkeypatch.setattr(invariance, "_measured", lambda *_: "measured once more")
+    monkeypatch.setattr(invariance, "_measured", lambda *_: ("measured once more", frozenset()))
     assert make_exact(second, rehearse(second), identity="this one") == (layout, "")
+    assert invariant.products_of(second) == invariant.products_of(first)
     assert make_exact(third, rehearse(third), identity="another")[1] == "measured once more"
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["", None, {"reason": ""}, {"reason": 1, "forms": []}, {"reason": "", "forms": [[1, 2, "int", False, False, 3]]}]
+    + [{"reason": "", "forms": [[64, 64, name, False, False]]} for name in ("nn", "no such type", 7)],
+)
+def test_a_remembered_verdict_that_cannot_be_is_measured_again(
+    damaged: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", torch.float32)
+    monkeypatch.setattr(invariance._verdicts, "get", lambda _: damaged)
+    monkeypatch.setattr(invariance, "_measured", lambda *_: ("measured once more", frozenset()))
+    assert make_exact(model, rehearse(model), identity="this one")[1] == "measured once more"
+
+
+def test_other_calls_of_a_product_give_the_model_another_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    def root(model: PreTrainedModel) -> str:
+        make_exact(model, rehearse(model), identity="this one")
+        return Fingerprint.of(model, "").identity(16, 1, "layout")
+
+    first, second, third = (root(tiny_model("llama", torch.bfloat16)) for _ in range(3))
+    assert first == second == third
+    safe = calls.safe_calls
+    monkeypatch.setattr(calls, "safe_calls", lambda form: safe(form)[1:])
+    assert root(tiny_model("llama", torch.bfloat16)) != first
 
 
 def run(model: PreTrainedModel, layout: Any, steps: Sequence[int]) -> tuple[bytes, torch.Tensor]:
