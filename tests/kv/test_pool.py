@@ -1,0 +1,345 @@
+"""The memory of sequences: its bound, what is found in it, and whose it is."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diskprefix.errors import ContextTooLong
+from diskprefix.kv.arena import KVArena, bytes_for
+from diskprefix.kv.layout import Layout
+from diskprefix.kv.pool import LEAST_TOKENS, Found, KVPool, Slot
+from diskprefix.model.rehearsal import rehearse
+from diskprefix.tokens import TokenIds
+from tests.exactness.architectures import tiny_model
+from tests.examples import examples
+
+BLOCK = 16
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def layouts() -> dict[str, Layout]:
+    llama, hybrid = (rehearse(tiny_model(name, torch.float32)) for name in ("llama", "qwen3_next"))
+    return {
+        "token": replace(llama, exact_at="token"),
+        "sliceable": llama,
+        "checkpoints": hybrid,
+        "one_pass": replace(llama, is_one_pass=True),
+    }
+
+
+def pool_of(layout: Layout, *num_tokens: int, max_idle: int = 8, free_bytes: int = 1 << 40) -> KVPool:
+    """With room for sequences of so many tokens."""
+    return KVPool(
+        layout,
+        CPU,
+        limit_bytes=sum(bytes_for(layout, count) for count in num_tokens),
+        free_bytes=lambda: free_bytes,
+        max_idle=max_idle,
+        block_size=BLOCK,
+    )
+
+
+@pytest.fixture
+def pool(layouts: dict[str, Layout]) -> KVPool:
+    return pool_of(layouts["token"], 1000, 1000, 1000)
+
+
+def tokens(num_tokens: int, seed: int = 0) -> TokenIds:
+    return np.random.default_rng(seed).integers(0, 100, num_tokens).astype(np.int32)
+
+
+def fill(arena: KVArena, value: int, num_tokens: int) -> None:
+    for number, group in enumerate(arena.layout.groups):
+        rows = slice(0, len(group.specs) * group.heads)
+        arena.fill(0, num_tokens, number, rows, lambda out: out.fill(value))
+    for state in arena._states:
+        state.fill_(value)
+    arena.truncate(num_tokens)
+
+
+def hold(pool: KVPool, token_ids: TokenIds, computed: int | None = None, *, value: int = 1, owner: str = "a") -> Slot:
+    """A sequence that runs."""
+    slot = pool.take(len(token_ids))
+    assert slot is not None
+    slot.owner, slot.token_ids, slot.num_exact = owner, token_ids, len(token_ids)
+    slot.num_computed = len(token_ids) if computed is None else computed
+    fill(slot.arena, value, slot.num_computed)
+    return slot
+
+
+def ended(pool: KVPool, token_ids: TokenIds, **options: Any) -> Slot:
+    slot = hold(pool, token_ids, **options)
+    pool.release(slot, keep=True)
+    return slot
+
+
+def found(pool: KVPool, token_ids: TokenIds, owner: str = "a") -> Found:
+    one = pool.find(owner, token_ids)
+    assert one is not None
+    return one
+
+
+def longer(token_ids: TokenIds, num_tokens: int, seed: int = 99) -> TokenIds:
+    return np.concatenate([token_ids, tokens(num_tokens, seed)])
+
+
+# The bound.
+
+
+@pytest.mark.parametrize("kind", ["token", "checkpoints"])
+def test_memory_never_exceeds_the_bound_not_even_while_a_sequence_grows(
+    kind: str, layouts: dict[str, Layout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = layouts[kind]
+    reserve = KVArena.reserve
+    for seed in range(examples(8)):
+        chance = random.Random(seed)
+        pool = pool_of(layout, 3000, 1000, 1000)
+        taken = [0]
+
+        def counted(self: KVArena, num_tokens: int, pool: KVPool = pool, taken: list[int] = taken) -> None:
+            used, before = pool.used_bytes, self.capacity
+            reserve(self, num_tokens)
+            if self.capacity > before:
+                # What it had is held until it is copied.
+                taken[0] = max(taken[0], used + self.num_bytes - layout.state_bytes)
+
+        monkeypatch.setattr(KVArena, "reserve", counted)
+        running: list[Slot] = []
+        for _ in range(60):
+            length = chance.choice([1, 500, 1024, 1025, 2500])
+            match chance.choice(["take", "grow", "release", "go on", "fork", "touch"]):
+                case "take":
+                    slot = pool.take(length)
+                case "go on" if (one := pool.find("a", longer(tokens(200, chance.randrange(2)), length))) is not None:
+                    slot = pool.go_on(one, 200 + length)
+                case "fork" if running and kind == "token":
+                    slot = pool.fork(chance.choice(running), length)
+                case "grow" if running:
+                    one_more, slot = chance.choice(running), None
+                    before = one_more.arena.capacity
+                    assert pool.grow(one_more, length) == (one_more.arena.capacity >= length)
+                    assert one_more.arena.capacity >= before
+                case "release" if running:
+                    slot = None
+                    ending = running.pop(chance.randrange(len(running)))
+                    ending.owner, ending.token_ids = "a", longer(tokens(200, chance.randrange(2)), 100)
+                    ending.num_computed = ending.num_exact = min(len(ending.token_ids), ending.arena.capacity)
+                    pool.release(ending, keep=chance.random() < 0.7)
+                case _:
+                    slot = None
+            if slot is not None:
+                assert slot.arena.capacity >= length or not layout.groups
+                fill(slot.arena, 1, min(length, slot.arena.capacity))
+                running.append(slot)
+            assert pool.used_bytes <= pool.limit_bytes
+            assert [slot for slot in pool.slots if slot.is_busy] == running or set(map(id, running)) == {
+                id(slot) for slot in pool.slots if slot.is_busy
+            }
+        assert taken[0] <= pool.limit_bytes
+
+
+def test_what_never_fits_is_told_and_what_does_not_fit_now_waits(pool: KVPool) -> None:
+    with pytest.raises(ContextTooLong, match="--kv-memory allows"):
+        pool.take(5000)
+    running = [hold(pool, tokens(900, seed)) for seed in range(3)]
+    assert pool.take(10) is None
+    pool.release(running[0], keep=True)
+    assert pool.take(10) is not None
+
+
+def test_what_the_device_never_has_is_told(layouts: dict[str, Layout]) -> None:
+    pool = pool_of(layouts["token"], 5000, free_bytes=1000)
+    with pytest.raises(ContextTooLong, match="are available"):
+        pool.take(100)
+
+
+def test_memory_of_no_sequence_is_taken_again_the_smallest_that_fits(layouts: dict[str, Layout]) -> None:
+    pool = pool_of(layouts["token"], 1000, 3000, 3000)
+    small, large = hold(pool, tokens(1000)), hold(pool, tokens(3000))
+    for slot in (small, large):
+        pool.release(slot, keep=False)
+    used = pool.used_bytes
+    assert hold(pool, tokens(500)).arena is small.arena
+    assert hold(pool, tokens(500)).arena is large.arena
+    assert pool.used_bytes == used
+
+
+def test_memory_of_no_sequence_goes_before_that_of_the_sequence_used_longest_ago(pool: KVPool) -> None:
+    oldest, newer = ended(pool, tokens(900, 1)), ended(pool, tokens(900, 2))
+    oldest.used_at, newer.used_at = 1.0, 2.0
+    pool.release(hold(pool, tokens(900, 3)), keep=False)
+    pool._spare[0]._release()
+    pool.limit_bytes -= 1000
+    assert pool.take(900) is not None
+    assert pool.slots[0] is newer
+    assert oldest not in pool.slots
+
+
+def test_no_more_sequences_are_kept_than_asked_for(layouts: dict[str, Layout]) -> None:
+    pool = pool_of(layouts["token"], *[100] * 6, max_idle=2)
+    slots = [ended(pool, tokens(100, seed)) for seed in range(4)]
+    assert pool.slots == slots[2:]
+    none = pool_of(layouts["token"], 100, max_idle=0)
+    ended(none, tokens(100))
+    assert none.slots == []
+
+
+# What is found.
+
+
+def test_a_later_turn_adopts_and_another_conversation_copies(pool: KVPool) -> None:
+    source = ended(pool, tokens(300), value=7)
+    turn = longer(tokens(300)[:200], 50)
+    slot = pool.go_on(found(pool, turn), len(turn))
+    assert slot is source
+    assert (slot.num_computed, slot.arena.num_tokens) == (200, 200)
+    slot.token_ids, slot.num_computed, slot.num_exact = tokens(300), 300, 300
+    fill(slot.arena, 7, 300)
+    pool.release(slot, keep=True)
+    other = longer(tokens(300)[:100], 500)
+    copy = pool.go_on(found(pool, other), len(other))
+    assert copy is not None
+    assert copy is not source
+    assert bytes(copy.arena.read_tokens(0, 100)) == bytes(source.arena.read_tokens(0, 100))
+    assert (copy.num_computed, source.num_computed, source.is_busy) == (100, 300, False)
+    fill(copy.arena, 9, 100)
+    assert set(bytes(source.arena.read_tokens(0, 300))) == {7}
+
+
+def test_a_source_is_not_given_away_while_it_is_copied(layouts: dict[str, Layout]) -> None:
+    """There is room for one sequence: the source is adopted though little of it is shared."""
+    pool = pool_of(layouts["token"], 1000)
+    source = ended(pool, tokens(900), value=7)
+    other = longer(tokens(900)[:100], 500)
+    slot = pool.go_on(found(pool, other), len(other))
+    assert slot is source
+    assert set(bytes(slot.arena.read_tokens(0, 100))) == {7}
+
+
+def test_what_cannot_grow_is_given_up_if_there_is_nobody_to_wait_for(layouts: dict[str, Layout]) -> None:
+    pool = pool_of(layouts["token"], 2000, 500)
+    source = ended(pool, tokens(1000))
+    beside = hold(pool, tokens(400, 5))
+    turn = longer(tokens(1000), 200)
+    assert pool.go_on(found(pool, turn), len(turn)) is None
+    assert found(pool, turn).num_tokens == 1000
+    pool.release(beside, keep=False)
+    pool.limit_bytes = bytes_for(pool.layout, 2000)
+    slot = pool.go_on(found(pool, turn), len(turn))
+    assert slot is not None
+    assert slot.num_computed == 0
+    assert source not in pool.slots
+
+
+def test_nobody_finds_what_is_anothers_or_has_expired(pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = ended(pool, tokens(300), owner="a")
+    assert pool.find("b", tokens(300)) is None
+    slot.expires_at = time.monotonic() + 60
+    assert pool.find("a", tokens(300)) is not None
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    assert pool.find("a", tokens(300)) is None
+    assert pool.slots == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "prompt", "expected"),
+    [
+        ("token", 100, 150, 100),
+        ("token", 100, 100, 99),
+        ("token", 100, 60, 59),
+        ("sliceable", 100, 150, 96),
+        ("sliceable", 96, 96, 80),
+        ("checkpoints", 96, 150, 96),
+        ("checkpoints", 100, 150, 0),
+        ("checkpoints", 96, 96, 0),
+        ("checkpoints", 96, 60, 0),
+        ("one_pass", 96, 150, 0),
+    ],
+)
+@pytest.mark.parametrize("has_logits", [False, True], ids=["", "with logits"])
+def test_as_much_is_found_as_the_model_can_go_on_from(
+    kind: str, held: int, prompt: int, expected: int, has_logits: bool, layouts: dict[str, Layout]
+) -> None:
+    pool = pool_of(layouts[kind], 1000)
+    slot = ended(pool, tokens(held))
+    if has_logits:
+        slot.logits_at, slot.logits = held, torch.zeros(4)
+        expected = prompt if prompt == held else expected
+    token_ids = tokens(held)[:prompt] if prompt <= held else longer(tokens(held), prompt - held)
+    one = pool.find("a", token_ids)
+    assert (one.num_tokens if one else 0) == expected
+
+
+def test_no_more_is_found_than_is_exact(pool: KVPool) -> None:
+    slot = ended(pool, tokens(300))
+    slot.num_exact = 120
+    assert found(pool, longer(tokens(300), 50)).num_tokens == 120
+
+
+@pytest.mark.parametrize("shared", [200, 100], ids=["adopted", "copied"])
+def test_logits_are_found_only_with_all_tokens_before_them(shared: int, pool: KVPool) -> None:
+    source = ended(pool, tokens(300))
+    source.logits_at, source.logits = 300, torch.zeros(4)
+    other = longer(tokens(300)[:shared], 400)
+    slot = pool.go_on(found(pool, other), len(other))
+    assert slot is not None
+    assert (slot.logits_at, slot.logits) == (0, None)
+
+
+def test_a_running_sequence_is_waited_for_if_it_will_have_more(pool: KVPool) -> None:
+    whole = tokens(900)
+    slot = hold(pool, whole, 0)
+    one = found(pool, longer(whole[:800], 50))
+    assert (one.num_tokens, one.later, one.is_worth_waiting_for) == (0, 800, True)
+    slot.num_computed = 800 - LEAST_TOKENS + 1
+    one = found(pool, longer(whole[:800], 50))
+    assert (one.num_tokens, one.is_worth_waiting_for) == (800 - LEAST_TOKENS + 1, False)
+    assert pool.find("a", longer(whole[: LEAST_TOKENS - 1], 50)) is None
+
+
+def test_nobody_waits_for_little_more_than_memory_has(pool: KVPool) -> None:
+    whole = tokens(900)
+    kept = ended(pool, whole[:795])
+    hold(pool, whole, 0)
+    one = found(pool, longer(whole[:800], 50))
+    assert (one.slot, one.num_tokens, one.is_worth_waiting_for) == (kept, 795, False)
+    assert found(pool, whole).is_worth_waiting_for
+
+
+def test_a_model_with_states_waits_for_nobody(layouts: dict[str, Layout]) -> None:
+    """They move on with the one that computes them."""
+    pool = pool_of(layouts["checkpoints"], 1000)
+    hold(pool, tokens(900), 0)
+    assert pool.find("a", tokens(900)) is None
+
+
+def test_a_copy_for_another_choice_begins_at_the_marked_point(layouts: dict[str, Layout]) -> None:
+    pool = pool_of(layouts["checkpoints"], 100, 100)
+    source = hold(pool, tokens(96), value=3)
+    source.arena.mark()
+    for state in source.arena._states:
+        state.fill_(9)
+    fork = pool.fork(source, 100)
+    assert fork is not None
+    assert fork.num_computed == fork.arena.num_tokens == 96
+    assert all(bool((state == 3).all()) for state in fork.arena._states)
+    assert all(bool((state == 9).all()) for state in source.arena._states)
+    assert pool.fork(source, 100) is None
+
+
+def test_forgetting_leaves_what_runs(pool: KVPool) -> None:
+    ended(pool, tokens(100, 1))
+    running = hold(pool, tokens(100, 2))
+    pool.forget_idle()
+    assert pool.slots == [running]
+    assert pool.stats()["entries"] == 0
