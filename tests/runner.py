@@ -155,17 +155,19 @@ class Runner:
         options = CacheOptions(scope=parse_scope(scope, param="scope"), reuse_generated=reuse_generated)
         return self.run_prompt(Prompt(token_ids, boundaries), options, reply=reply)
 
-    def run_prompt(self, prompt: Prompt, options: CacheOptions, *, reply: int = 0) -> Answer:
-        """The calls that `engine.generate` makes, in its order. `reply`: greedy tokens to generate; the last of them is
-        not run through the model."""
+    def run_prompt(self, prompt: Prompt, options: CacheOptions, *, reply: int = 0, have: int = 0) -> Answer:
+        """The calls that the engine makes, in its order. `reply`: greedy tokens to generate; the last of them is not
+        run through the model. `have`: tokens of the prompt that the arena holds."""
         token_ids = prompt.token_ids
         with torch.inference_mode():
             self.cache.load(options.tenant).result()
             cached = self.cache.begin(prompt, options)
             self.arena.settle(drop=True)
-            self.arena.truncate(0)
+            self.arena.truncate(have)
             self.arena.reserve(len(token_ids))
-            restored = cached.restore(self.arena)
+            cached.fetch(self.arena, have)
+            cached.choose()
+            restored = cached.restored
             logits, num_forwards = restored.logits, 0
             if logits is None:
                 num_forwards = -(-(len(token_ids) - restored.num_tokens) // self.settings.block_size)

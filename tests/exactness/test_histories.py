@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from transformers import PreTrainedModel
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.model.rehearsal import rehearse
-from diskprefix.tokens import TokenIds
+from diskprefix.policy.scope import parse_scope
+from diskprefix.prompt import Prompt
+from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
 from tests.runner import BLOCK, VOCAB, Runner, random_prompt, tiny_settings
@@ -67,23 +70,50 @@ def machine_of(kind: str, hits: Counter[str]) -> type[RuleBasedStateMachine]:
             settings = tiny_settings(folder, kv_cache_interval=3 * BLOCK, kv_cache_cold_max=4 * BLOCK)
             self.runner = Runner(model, settings)
             self.prompts: list[TokenIds] = [random_prompt(0, 5 * BLOCK + 3)]
+            self.held = self.prompts[0][:0]
+            """The tokens of the prompt that was computed last in the runner's memory, as far as that has them."""
 
         @rule(data=st.data())
         def ask(self, data: st.DataObject) -> None:
             """A prompt that was asked before, or one made of it."""
-            base = data.draw(st.sampled_from(self.prompts))
+            base = data.draw(st.sampled_from(self.prompts[-4:]))
             on_grid = st.sampled_from([*range(BLOCK, len(base) + 1, BLOCK), len(base)])
             cut = data.draw(st.one_of(st.integers(1, len(base)), on_grid))
             prompt = data.draw(st.sampled_from(_made_of(base, cut)))
             scope = data.draw(st.sampled_from(SCOPES))
             boundaries = tuple(sorted(data.draw(st.sets(st.integers(1, len(prompt)), max_size=4))))
-            answer = self.runner.run(prompt.copy(), scope, boundaries=boundaries)
+            in_memory = self.in_memory(prompt) if data.draw(st.booleans()) else 0
+            options = CacheOptions(scope=parse_scope(scope, param="scope"))
+            answer = self.runner.run_prompt(Prompt(prompt.copy(), boundaries), options, have=in_memory)
+            self.held = prompt
             assert torch.equal(answer.logits, cold_logits(kind, prompt.tobytes()))
             assert answer.report.restored <= answer.report.matched <= len(prompt)
             assert answer.report.exact
             restored = answer.report.restored
+            assert restored >= in_memory
+            hits["memory"] += in_memory > 0
             hits["all" if restored == len(prompt) else "part" if restored else "none"] += 1
             self.prompts.append(prompt)
+
+        def in_memory(self, prompt: TokenIds) -> int:
+            """How many of its tokens the arena holds, as `KVPool` counts them."""
+            arena, layout = self.runner.arena, self.runner.layout
+            common = min(common_prefix_length(self.held, prompt), arena.num_tokens)
+            num_tokens = floor_to_grid(min(common, len(prompt) - 1), BLOCK)
+            if layout.states and num_tokens != arena.num_tokens:
+                return 0
+            needed = [group.first_needed(num_tokens) for group in layout.groups if group.window]
+            return num_tokens if min(needed, default=0) >= arena.complete_from or not needed else 0
+
+        @rule(data=st.data(), steps=st.integers(1, 8), scope=st.sampled_from(SCOPES))
+        def cancel(self, data: st.DataObject, steps: int, scope: str | int) -> None:
+            """What it leaves is not wrong, and the next request goes on from there."""
+            prompt = data.draw(st.sampled_from(_made_of(data.draw(st.sampled_from(self.prompts)), 3 * BLOCK)))
+            options = CacheOptions(scope=parse_scope(scope, param="scope"))
+            self.runner.cancelled(Prompt(prompt.copy()), options, steps)
+            self.held = prompt
+            self.prompts.append(prompt)
+            hits["cancelled"] += 1
 
         @rule(seed=st.integers(0, 1 << 16))
         def evict(self, seed: int) -> None:
@@ -101,6 +131,7 @@ def machine_of(kind: str, hits: Counter[str]) -> type[RuleBasedStateMachine]:
         @rule()
         def restart(self) -> None:
             self.runner.reopen()
+            self.held = self.held[:0]
 
         def teardown(self) -> None:
             self.runner.close()
@@ -115,7 +146,7 @@ def _made_of(base: TokenIds, cut: int) -> list[TokenIds]:
     edited[cut - 1] = (edited[cut - 1] + 1) % VOCAB
     grown = np.concatenate([base, random_prompt(cut, cut)])[:LONGEST]
     branch = np.concatenate([base[:cut], random_prompt(cut + 1, 2 * BLOCK)])[:LONGEST]
-    return [base, grown, branch, base[:cut], edited]
+    return [base, base, grown, branch, base[:cut], edited]
 
 
 @pytest.mark.slow
@@ -125,10 +156,12 @@ def test_any_history_of_prompts_scopes_and_evictions_gives_the_cold_runs_logits(
     run_state_machine_as_test(
         machine_of(kind, hits),
         settings=settings(
-            max_examples=examples(12),
+            max_examples=examples(20),
             stateful_step_count=14,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
-    assert min(hits[how] for how in ("part", "all", "none")) > 0, f"the histories must try everything: {hits}"
+    assert min(hits[how] for how in ("part", "all", "none", "memory", "cancelled")) > 0, (
+        f"the histories must try everything: {hits}"
+    )
