@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,9 +19,10 @@ from diskprefix.kv.arena import Bytes, KVArena
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prompt import Prompt
+from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.schema import piece_key
 from diskprefix.tenant import SHARED
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, floor_to_grid
 from tests.exactness.architectures import tiny_model
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 from tests.store.building import chain
@@ -233,6 +235,30 @@ def test_the_arena_knows_from_where_on_its_layers_with_windows_have_all_tokens(t
     runner.reopen()
     assert runner.run(prompt, "full").report.restored == len(prompt)
     assert BLOCK <= runner.arena.complete_from <= len(prompt) - min(windows) + 1
+    runner.close()
+
+
+def test_what_a_restore_did_not_load_is_not_saved_when_the_store_lost_it(tmp_path: Path) -> None:
+    """The prompt before was restored, all but what its windows had passed. Then the store was purged, and the next
+    prompt goes on in the same memory."""
+    runner = open_runner("gemma3", tmp_path)
+    window = max(group.window or 0 for group in runner.layout.groups)
+    prompt = random_prompt(2, floor_to_grid(window, BLOCK) + 4 * BLOCK)
+    longer = np.concatenate([prompt, random_prompt(3, 2 * BLOCK)])
+    cold = runner.run(longer, "off")
+    runner.run(prompt, "full")
+    runner.reopen()
+    assert runner.run(prompt, "full").report.restored == len(prompt)
+    runner.flush()
+    purge(runner.cache.store, PurgeFilter(), time.time(), lambda _: None)
+    options = CacheOptions(scope=parse_scope("full", param="scope"))
+    again = runner.run_prompt(Prompt(longer), options, have=len(prompt))
+    assert torch.equal(again.logits, cold.logits)
+    assert again.report.saved == "dropped"
+    runner.reopen()
+    assert runner.cache.stats()["blocks"] == 0
+    fresh = runner.run(longer, "full")
+    assert (fresh.report.restored, torch.equal(fresh.logits, cold.logits)) == (0, True)
     runner.close()
 
 

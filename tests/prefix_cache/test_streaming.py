@@ -151,7 +151,7 @@ def test_blocks_are_stored_before_the_prompt_is_computed_and_its_entry_after(
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("wanted_after", range(1, 8))
 def test_where_the_memory_is_wanted_while_the_disk_is_slow_a_beginning_is_stored(
-    name: str, wanted_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, wanted_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is dropped takes all with it that continues it, and the entry; what comes after is dropped too."""
     layout = open_runner(name, tmp_path / "probe").layout
@@ -177,6 +177,7 @@ def test_where_the_memory_is_wanted_while_the_disk_is_slow_a_beginning_is_stored
     assert blocks == sorted(blocks, reverse=True)
     stats = runner.cache.stats()
     assert (stats["entries"], stats["dropped"], stats["pending_bytes"], stats["errors"]) == (0, 1, 0, 0)
+    assert len([record for record in caplog.records if "not saved" in record.message]) == 1
     assert is_sound(runner.cache.store)
     assert not runner.cache.store.evictor.pinned()
     again = runner.run(prompt, "full", reply=2)
