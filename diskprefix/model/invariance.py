@@ -35,14 +35,32 @@ log = logging.getLogger("diskprefix")
 _verdicts = Memo("invariance", version=2)
 
 # fmt: off
-_PRODUCTS = frozenset({
-    "mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "mv", "addmv", "dot", "vdot", "einsum",
-    "convolution", "conv1d", "grouped_mm", "_grouped_mm", "grouped_mm_fallback", "scaled_dot_product_attention",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math", "inner", "tensordot",
-    "bilinear", "linalg_multi_dot", "linalg_vecdot", "linalg_matmul", "chain_matmul", "cdist", "lstm", "gru",
-    "rnn_tanh", "rnn_relu",
+_PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum"})
+"""Harmless with one term only."""
+_HARMLESS = frozenset({
+    # Copies, views, and what is new.
+    "detach", "lift_fresh", "alias", "clone", "copy", "to", "to_copy", "type_as", "contiguous", "resolve_neg",
+    "resolve_conj", "unsqueeze", "squeeze", "select", "slice", "narrow", "expand", "expand_as", "unbind", "transpose",
+    "t", "numpy_T", "permute", "view", "view_as", "reshape", "unsafe_view", "flatten", "unflatten", "split",
+    "split_with_sizes", "chunk", "cat", "concat", "stack", "repeat", "repeat_interleave", "as_strided", "empty",
+    "empty_like", "new_empty", "zero", "zeros", "zeros_like", "new_zeros", "fill", "full", "full_like", "new_full",
+    "ones", "ones_like", "new_ones", "scalar_tensor", "arange", "polar", "view_as_real", "view_as_complex", "item",
+    "equal", "is_nonzero", "dropout", "local_scalar_dense",
+    # Which numbers are taken, and where they go.
+    "embedding", "index", "index_select", "index_put", "index_add", "gather", "scatter", "scatter_add", "nonzero",
+    "one_hot", "topk", "sort", "where", "masked_fill", "any", "max", "min", "amax", "argmax", "le", "lt", "ge", "gt",
+    "greater", "eq", "ne", "and", "or", "not", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and",
+    "logical_or", "logical_not", "maximum", "minimum", "clamp", "abs", "floor", "floor_divide", "remainder",
+    # Number by number, each with one code.
+    "add", "sub", "rsub", "mul", "div", "true_divide", "neg", "square", "sqrt", "reciprocal", "relu", "cos", "sin",
+    "tanh", "exp", "log", "log1p",
+    # Number by number, with several codes in some dtypes (`rows.is_curve`).
+    "sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid", "elu", "pow", "exp2", "rsqrt",
+    # Along a row.
+    "sum", "mean", "softmax", "layer_norm", "native_layer_norm", "rms_norm", "linalg_vector_norm",
 })
 # fmt: on
+"""Operators that give a row the same bits whatever is computed beside it. A model with any other is on the grid."""
 _NUM_TOKENS = 560
 """More than a tile of keys."""
 _STEPS = (256, 256, 48)
@@ -163,17 +181,21 @@ def _run(
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the products that a model computes in other ways than ours."""
+    """Collects the operators that a model computes in its own way, of which it is not known that they are harmless."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if not is_ours.get() and ((name in _PRODUCTS and not _is_outer(args)) or not _is_whole(name.rstrip("_"), args)):
+        name = func.overloadpacket.__name__.strip("_")
+        if not is_ours.get() and not _is_harmless(name, args):
             self.found.add(name)
         return func(*args, **(kwargs or {}))
+
+
+def _is_harmless(name: str, args: Sequence[Any]) -> bool:
+    return _is_outer(args) if name in _PRODUCTS else name in _HARMLESS and _is_whole(name, args)
 
 
 def _is_whole(name: str, args: Sequence[Any]) -> bool:
