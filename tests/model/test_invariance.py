@@ -59,6 +59,16 @@ def test_what_is_exact_on_the_grid_only_says_why(name: str, reason: str) -> None
     assert reason in found
 
 
+def test_an_operator_of_which_nothing_is_known_means_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", torch.float32)
+    norm = model.model.norm.forward
+    monkeypatch.setattr(model.model.norm, "forward", lambda x: norm(x) + 0.0 * torch.special.i0(x))
+    layout = rehearse(model)
+    assert make_exact(model, layout) == (layout, "operators of its own: special_i0")
+    monkeypatch.setattr(invariance, "_is_harmless", lambda *_: True)
+    assert make_exact(model, layout)[1] == ""
+
+
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=made_up_tokens(model, 0, 50)).logits
