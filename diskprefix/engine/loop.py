@@ -197,7 +197,7 @@ class Loop:
             tenant=job.turn,
             arrived=self._num_arrived,
             prompt_tokens=prompt_tokens,
-            packs=layout.state_kind == "token" and not request.prompt.media,
+            packs=self._served.packs and not request.prompt.media,
             grid=self._cache.settings.block_size if in_steps else prompt_tokens,
             sampler=Sampler(request.sampling, request.prompt.token_ids, self._model.device, index),
             text=TextStream(self._served.tokenizer, request.sampling.stop),

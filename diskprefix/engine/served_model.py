@@ -21,6 +21,7 @@ from diskprefix.kv.pool import KVPool
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.loader import LoadedModel
 from diskprefix.model.memory import available_bytes, kv_bytes
+from diskprefix.model.runner import can_pack
 from diskprefix.prefix_cache.cache import PrefixCache
 from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.printable import first_line
@@ -65,6 +66,8 @@ class ServedModel:
         self.identity = identity or {}
         self.max_positions = _max_positions(self.model)
         self.max_sequences = cache.settings.max_sequences
+        self.packs = can_pack(self.model, cache.layout)
+        """Whether a step computes several sequences."""
         self.max_rows = MAX_ROWS
         """See `Scheduler`."""
         self.startup_timings: dict[str, float] = {}

@@ -7,6 +7,7 @@ row by row. Packing is for models that are exact at every token, so each row has
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,12 +18,16 @@ from transformers.cache_utils import Cache
 
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layers import TokenLayer, packed
+from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.step import Step, computing
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.invariant import as_it_was
+from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger("diskprefix")
 
 State: TypeAlias = KVArena | TransformersState
 
@@ -60,6 +65,25 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
         assert arena.num_tokens == run_.end, "the model must add all tokens of a step to its state"
     logits: torch.Tensor = output.logits[0]
     return list(logits if "logits_to_keep" in layout.options else logits[ends - 1])
+
+
+def can_pack(model: PreTrainedModel, layout: Layout) -> bool:
+    """Returns whether the model computes several sequences in one forward, each with the bits that it has alone. Some
+    that are exact at every token do not: they compute with the memory of a layer before attention does."""
+    if layout.state_kind != "token":
+        return False
+    prompts = [torch.tensor([ids], device=model.device) for ids in ([1, 2, 3], [2, 1])]
+    step = [[Rows(KVArena(layout, model.device, capacity_step=1), ids) for ids in prompts] for _ in range(2)]
+    with torch.inference_mode():
+        alone = [run(model, [rows])[0] for rows in step[0]]
+        try:
+            together = run(model, step[1])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            log.info("[model] several requests take turns, they cannot share a step: %s", first_line(error))
+            return False
+    return all(map(torch.equal, alone, together))
 
 
 class _PackedCache(Cache):  # type: ignore[misc]

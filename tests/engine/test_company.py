@@ -102,13 +102,19 @@ def test_each_request_gets_the_reply_that_it_gets_alone(engine: Engine) -> None:
         assert client.done.usage.completion_tokens == one.sampling.n * (one.sampling.max_tokens or 0)
 
 
-def test_models_that_cannot_be_packed_take_turns(grid_folder: Path, tmp_path: Path) -> None:
-    engine = load(grid_folder, tmp_path / "kv")
-    assert engine.cache.layout.exact_at == "grid"
+@pytest.mark.parametrize(("name", "exact_at"), [("qwen3_next", "grid"), ("deepseek_v3", "token")])
+def test_models_that_cannot_be_packed_take_turns(
+    name: str, exact_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_model(name, torch.float32).save_pretrained(tmp_path / name)
+    tiny.tokenizer().save_pretrained(tmp_path / name)
+    engine = load(tmp_path / name, tmp_path / "kv")
+    assert engine.cache.layout.exact_at == exact_at
     requests = [request(tokens(100 + 90 * i, i), n=1 + i % 2, max_tokens=8) for i in range(4)]
     for one, client in zip(requests, run_together(engine, requests), strict=True):
         expected = alone(engine, one)
         assert [client.tokens_of(choice) for choice in (0, 1)] == [expected.tokens_of(choice) for choice in (0, 1)]
+    assert "failed" not in caplog.text
     engine.close()
 
 
