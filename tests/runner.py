@@ -119,7 +119,7 @@ class Runner:
             on_history=self.on_history,
             device=self.device,
         )
-        self.arena = KVArena(self.layout, self.model.device)
+        self.arena = KVArena(self.layout, self.model.device, block_size=self.settings.block_size)
 
     def close(self) -> None:
         assert self.cache.close(30)

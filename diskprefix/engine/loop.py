@@ -174,6 +174,8 @@ class Loop:
                 self._place(choices[0], state)
                 if request.cache.scope.kind != "off":
                     job.is_fetching = True
+                    # A fetch may move them.
+                    state.num_computed = 0
                     self._fetcher.submit(self._fetch, job)
                     return
             self._begin(job)
@@ -324,9 +326,10 @@ class Loop:
         logits = logits.clone()
         if choice.slot is not None:
             choice.slot.logits_at, choice.slot.logits = choice.prompt_tokens, logits
-        if job.unforked:
-            # Now: the next step changes states in place.
+        if job.unforked or (choice.slot is not None and self._cache.layout.is_sliceable):
+            # Now: the next step changes states in place. The next turn may go on here too.
             state.mark()
+        if job.unforked:
             job.source, job.logits = choice, logits
         self._sample(choice, logits)
 

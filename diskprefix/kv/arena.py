@@ -6,52 +6,40 @@ several times faster to fill.
 
 from __future__ import annotations
 
-import ctypes
-import math
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.caches import ArenaCache, ModelCache, RwkvStates, XlstmStates
 from diskprefix.kv.capturer import Capturer
+from diskprefix.kv.group import GroupMemory, group_bytes, whole_tiles, zeros
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.layout import CacheKind, Layout, is_out_of_memory
 from diskprefix.kv.step import TILE, Run, Step, computing
+from diskprefix.kv.transfer import Bytes, bytes_of, copy_into, in_main_memory, tensor_over, write_through
 from diskprefix.settings import format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-
 _CAPACITY_STEP = 1024
-_PAD_TOKENS = 64
-"""Keeps the distance between heads off powers of two, which would map them to the same cache sets."""
 
 
-def tensor_over(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a flat tensor over the bytes of `payload`, without a copy. It is good while `payload` lives."""
-    # `torch.frombuffer` warns about every read-only buffer, such as a view of the store's memory map: hence ctypes.
-    address = np.frombuffer(payload, dtype=np.uint8).ctypes.data
-    return torch.frombuffer((ctypes.c_uint8 * len(payload)).from_address(address), dtype=dtype)
-
-
-def bytes_for(layout: Layout, num_tokens: int) -> int:
+def bytes_for(layout: Layout, num_tokens: int, block_size: int | None = None) -> int:
     """Returns the least memory that a `KVArena` with room for `num_tokens` tokens takes."""
-    capacity = -(-num_tokens // _CAPACITY_STEP) * _CAPACITY_STEP + _PAD_TOKENS
-    return layout.bytes_per_token * capacity + layout.state_bytes
+    capacity = -(-num_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
+    return sum(group_bytes(group, capacity, block_size) for group in layout.groups) + layout.state_bytes
 
 
 class KVArena:
     """The state of one sequence. Not thread-safe: it belongs to the engine thread.
 
     `free_bytes` returns how much memory of `device` may still be taken. Groups are counted as in payloads
-    (`store.pieces`): those of per-token tensors, then those of states.
+    (`store.pieces`): those of per-token tensors, then those of states. `block_size`: groups with a window slide, and
+    keep blocks of so many tokens until they are complete (`kv.group`); None: they keep all tokens.
     """
 
     def __init__(
@@ -60,6 +48,7 @@ class KVArena:
         device: torch.device,
         free_bytes: Callable[[], int] | None = None,
         capacity_step: int = _CAPACITY_STEP,
+        block_size: int | None = None,
     ) -> None:
         self.layout = layout
         self.device = device
@@ -67,21 +56,14 @@ class KVArena:
         self._is_exact_at_tokens = layout.exact_at == "token"
         self._capacity_step = TILE * -(-capacity_step // TILE) if self._is_exact_at_tokens else capacity_step
         self._capacity = 0
-        # A tile must not reach beyond the memory.
-        self._unused_tokens = _PAD_TOKENS if self._is_exact_at_tokens else 0
         self._num_tokens = 0
         self._clear_to = 0
         """Behind the last token there are zeros up to this one."""
         self._marked: tuple[int, list[torch.Tensor]] = 0, []
         self.capturer: Capturer | None = None
         """The thread that copies state out of this memory."""
-        self.complete_from = 0
-        """The first token of which every group has its state. Of layers with a window, a restore loads no more than
-        the model still looks at."""
-        self._tensors: list[torch.Tensor] = []
-        """By group of per-token tensors, shape [tensors, 1, heads, capacity, head_dim]."""
-        self._rows: list[Bytes] = []
-        """The same memory as bytes, shape [rows, capacity × head_dim × itemsize], where it is main memory."""
+        self.memory = [GroupMemory(group, device, block_size) for group in layout.groups]
+        """Of per-token tensors, by group."""
         layers = [make_layer(spec) for spec in layout.layers]
         self._token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
         self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
@@ -97,13 +79,18 @@ class KVArena:
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is memory for."""
+        """Tokens of a sequence that there is memory for, or for their windows."""
         return self._capacity
 
     @property
     def num_bytes(self) -> int:
         """The memory that it takes."""
-        return self._size_bytes(self._capacity + self._unused_tokens if self._capacity else 0) + self.layout.state_bytes
+        return sum(memory.num_bytes for memory in self.memory) + self.layout.state_bytes
+
+    @property
+    def complete_from(self) -> int:
+        """The first token of which every group has its state."""
+        return max((memory.complete_from for memory in self.memory), default=0)
 
     @property
     def marked_tokens(self) -> int:
@@ -117,8 +104,9 @@ class KVArena:
     def forward(self, model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
         """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
         start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
+        run = self.begin(end - start)
         call: dict[str, Any] = {self.layout.cache_argument: self.cache.argument(model), "use_cache": True}
-        step = Step((self.begin(end - start),)) if self._is_exact_at_tokens else None
+        step = Step((run,)) if self._is_exact_at_tokens else None
         if "position_ids" in self.layout.options:
             # Not every model counts on from its cache.
             call["position_ids"] = torch.arange(start, end, device=token_ids.device).unsqueeze(0)
@@ -134,19 +122,32 @@ class KVArena:
         return logits
 
     def begin(self, num_rows: int) -> Run:
-        """Makes the memory ready for a step of so many tokens, of a model that is exact at every token."""
+        """Makes the memory ready for a step of so many tokens."""
         start, end = self.num_tokens, self.num_tokens + num_rows
         self.reserve(end)
-        self._clear_behind(end)
+        if not all(memory.has_room(end) for memory in self.memory):
+            self._slide(end)
+        if self._is_exact_at_tokens:
+            self._clear_behind(end)
         return Run(start, num_rows)
+
+    def _slide(self, end: int) -> None:
+        """Makes room for a step up to `end`: windows move on."""
+        start = self.num_tokens
+        self.settle(drop=True)
+        for memory in self.memory:
+            if not memory.has_room(end):
+                memory.slide(memory.needed_from(start), start, end)
+        self._clear_to = start
+        self._bind()
 
     def _clear_behind(self, end: int) -> None:
         """Writes zeros from `end` to the end of its tile. Attention multiplies what lies there by weights of 0, so that
         nothing else would do if it is not finite: an infinity of another sequence would show."""
-        border = -(-end // TILE) * TILE
+        border = whole_tiles(end)
         if border > self._clear_to:
-            for tensor in self._tensors:
-                tensor[:, :, :, max(end, self._clear_to) : border] = 0
+            for memory in self.memory:
+                memory.clear(max(end, self._clear_to), border)
             self._clear_to = border
 
     def settle(self, *, drop: bool = False) -> None:
@@ -159,42 +160,53 @@ class KVArena:
             self.capturer.settle(self, drop=drop)
 
     def truncate(self, num_tokens: int) -> None:
-        """Takes the first `num_tokens` tokens in memory for the sequence, and the states for theirs."""
+        """Takes the first `num_tokens` tokens in memory for the sequence, which must be `held`, and the states for
+        theirs."""
         assert num_tokens <= self._capacity or num_tokens == 0 or not self._token_layers
         self._num_tokens = self._clear_to = num_tokens
-        if not num_tokens:
+        if num_tokens < self.marked_tokens:
             self._marked = 0, []
-            self.complete_from = 0
+        for memory in self.memory:
+            memory.truncate(num_tokens)
+        self._bind()
         for token_layer in self._token_layers:
             token_layer.set_length(num_tokens)
         for state_layer in self._state_layers:
             state_layer.set_has_state(num_tokens > 0)
 
-    def skip(self, group: int, start: int, end: int) -> None:
-        """Says that a restore loads nothing of a group for the tokens from `start` to `end`, which the window has
-        passed. Writes zeros to the end of the last tile of them: attention multiplies them by weights of 0."""
-        if start >= end:
-            return
-        self.complete_from = max(self.complete_from, end)
-        if self._is_exact_at_tokens:
-            self._tensors[group][:, :, :, max(start, end - end % TILE) : end] = 0
+    def held(self, num_tokens: int) -> int:
+        """Returns how many of the first `num_tokens` tokens the sequence can be gone on from: where the window before
+        them has slid out, those before the marked point. 0 if there is no such point."""
+        points = (num_tokens, min(num_tokens, self.marked_tokens))
+        return next((point for point in points if all(memory.holds(point) for memory in self.memory)), 0)
+
+    def expect(self, group: int, start: int, end: int) -> None:
+        """Makes a group ready for a restore of the tokens from `start` to `end`, behind those of the sequence. What
+        stands between is not loaded, as the window has passed it. Then `held` says whether what was there can still be
+        gone on from."""
+        memory = self.memory[group]
+        if not memory.has_room(end):
+            self.settle(drop=True)
+        memory.expect(self.num_tokens, start, end)
+        self._bind()
 
     def mark(self) -> None:
-        """Remembers this point for `rewind`. States are copied, as they are updated in place."""
+        """Remembers this point for `rewind` and `held`. States are copied, as they are updated in place."""
         self._marked = self.num_tokens, [tensor.clone() for tensor in self._states]
+        for memory in self.memory:
+            memory.mark(self.num_tokens)
 
     def copy_from(self, other: KVArena, num_tokens: int) -> None:
-        """Takes over the first `num_tokens` tokens of another sequence, for which there is room here; with states,
-        those that `other` has marked."""
-        for mine, its in zip(self._tensors, other._tensors, strict=True):
-            mine[:, :, :, :num_tokens] = its[:, :, :, :num_tokens]
+        """Takes over the first `num_tokens` tokens of another sequence, which it holds, and for which there is room
+        here; with states, those that `other` has marked."""
+        for mine, its in zip(self.memory, other.memory, strict=True):
+            mine.copy_from(its, num_tokens)
         self.truncate(num_tokens)
-        self.complete_from = other.complete_from
         for state, marked in zip(self._states, other._marked[1], strict=True):
             state.copy_(marked)
 
     def rewind(self) -> None:
-        """Returns to the marked point: the tokens before it were never overwritten."""
+        """Returns to the marked point."""
         num_tokens, states = self._marked
         self.truncate(num_tokens)
         for state, marked in zip(self._states, states, strict=True):
@@ -212,14 +224,11 @@ class KVArena:
         capacity = self._affordable_capacity(num_tokens, valid)
         if not valid:
             self._release()
-        # Reading threads are not in inference mode, and may not write to tensors that were made in it.
-        with torch.inference_mode(False):
-            grown = self._allocate(num_tokens, capacity)
-            for before, after in zip(self._tensors, grown, strict=False):
-                after[:, :, :, :valid] = before[:, :, :, :valid]
-            # Only now: a capture may be reading beside us.
-            self._tensors, self._capacity = grown, capacity - self._unused_tokens
-            self._bind()
+        grown = self._allocate(num_tokens, capacity, valid)
+        for memory, tensor in zip(self.memory, grown, strict=True):
+            memory.use(tensor)
+        self._capacity = capacity
+        self._bind()
 
     def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Callable[[Bytes], None]) -> None:
         """Has `write` fill rows of a group; of per-token tensors for tokens `position` … `position + num_tokens`.
@@ -231,13 +240,7 @@ class KVArena:
         if group >= len(self.layout.groups):
             self._fill_state(group - len(self.layout.groups), rows, write)
             return
-        form = self.layout.groups[group]
-        token_bytes = form.head_dim * form.dtype.itemsize
-        if self._rows:
-            write(self._rows[group][rows, position * token_bytes : (position + num_tokens) * token_bytes])
-            return
-        part = self._tensors[group].flatten(0, 2)[rows, position : position + num_tokens]
-        _write_through(write, part)
+        self.memory[group].fill(position, num_tokens, rows, write)
 
     def logits_from(self, payload: Bytes) -> torch.Tensor:
         """Returns the logits in a tail's payload, shape [vocab], on the arena's device. Takes `payload` over."""
@@ -247,9 +250,9 @@ class KVArena:
         """Returns a copy of those tokens' state as a payload. May run beside a thread that writes later tokens."""
         payload = np.empty(self.layout.bytes_per_token * num_tokens, dtype=np.uint8)
         start = 0
-        for group, tensor in zip(self.layout.groups, self._tensors, strict=True) if num_tokens else ():
-            end = start + group.bytes_per_token * num_tokens
-            _copy_into(payload[start:end], tensor[:, :, :, position : position + num_tokens])
+        for memory in self.memory if num_tokens else ():
+            end = start + memory.group.bytes_per_token * num_tokens
+            memory.read_into(payload[start:end], position, num_tokens)
             start = end
         return payload.data
 
@@ -258,7 +261,7 @@ class KVArena:
         payload = np.empty(self.layout.state_bytes, dtype=np.uint8)
         start = 0
         for group, tensor in zip(self.layout.states, self._states, strict=True):
-            _copy_into(payload[start : start + group.num_bytes], tensor)
+            copy_into(payload[start : start + group.num_bytes], tensor)
             start += group.num_bytes
         return payload.data
 
@@ -271,10 +274,10 @@ class KVArena:
     def _fill_state(self, number: int, rows: slice, write: Callable[[Bytes], None]) -> None:
         group = self.layout.states[number]
         part = self._states[number].view(len(group.specs) * group.rows_each, -1)[rows]
-        if _in_main_memory(part):
-            write(_bytes_of(part))
+        if in_main_memory(part):
+            write(bytes_of(part))
         else:
-            _write_through(write, part)
+            write_through(write, part)
 
     def _affordable_capacity(self, num_tokens: int, valid: int) -> int:
         """Grows by half at least, so that a long reply copies the arena seldom; if that does not fit, by the need."""
@@ -289,10 +292,10 @@ class KVArena:
         return generous if self._size_bytes(generous) <= room else exact
 
     def _rounded(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._capacity_step) * self._capacity_step + _PAD_TOKENS
+        return -(-num_tokens // self._capacity_step) * self._capacity_step
 
     def _size_bytes(self, capacity: int) -> int:
-        return self.layout.bytes_per_token * capacity
+        return sum(memory.bytes_for(capacity) for memory in self.memory)
 
     def _too_long(self, num_tokens: int, room: int | None) -> ContextTooLong:
         needed = format_size(self._size_bytes(self._rounded(num_tokens)))
@@ -302,18 +305,16 @@ class KVArena:
             "use a shorter prompt or a machine with more memory"
         )
 
-    def _allocate(self, num_tokens: int, capacity: int) -> list[torch.Tensor]:
-        shapes = [(len(g.specs), 1, g.heads, capacity, g.head_dim) for g in self.layout.groups]
+    def _allocate(self, num_tokens: int, capacity: int, valid: int) -> list[torch.Tensor]:
         try:
-            return [self._zeros(shape, g.dtype) for g, shape in zip(self.layout.groups, shapes, strict=True)]
+            return [memory.allocated(capacity, valid) for memory in self.memory]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise self._too_long(num_tokens, None) from error
 
     def _allocate_states(self) -> list[torch.Tensor]:
-        with torch.inference_mode(False):
-            states = [self._zeros((len(g.specs), 1, *g.shape), g.dtype) for g in self.layout.states]
+        states = [zeros((len(g.specs), 1, *g.shape), g.dtype, self.device) for g in self.layout.states]
         for group, tensor in zip(self.layout.states, states, strict=True):
             for spec, state in zip(group.specs, tensor, strict=True):
                 self.layers[spec.layer].bind_state(spec.part, spec.index, state.detach())
@@ -321,70 +322,17 @@ class KVArena:
             layer.set_has_state(False)
         return states
 
-    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        # numpy asks the kernel for huge pages, torch does not: without them a restore loses a quarter of its speed.
-        memory = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(memory).view(dtype).view(shape).zero_()
-
     def _release(self) -> None:
-        self._tensors, self._rows, self._capacity = [], [], 0
-        for group in self.layout.groups:
-            for spec in group.specs:
-                self.layers[spec.layer].bind(spec.part, torch.empty(1, 1, 0, 1, dtype=spec.dtype, device=self.device))
+        self._capacity = 0
+        for memory in self.memory:
+            memory.release()
+        self._bind()
 
     def _bind(self) -> None:
-        in_main_memory = all(map(_in_main_memory, self._tensors))
-        self._rows = [_bytes_of(t.flatten(0, 2).flatten(1)) for t in self._tensors] if in_main_memory else []
-        for group, tensor in zip(self.layout.groups, self._tensors, strict=True):
-            for spec, part in zip(group.specs, tensor, strict=True):
+        for memory in self.memory:
+            for spec, part in zip(memory.group.specs, memory.tensor, strict=True):
                 # Detached: who runs the model outside `no_grad` writes to it with autograd looking on.
-                self.layers[spec.layer].bind(spec.part, part.detach())
-
-
-def _copy_into(payload: Bytes, part: torch.Tensor) -> None:
-    """Copies a tensor's values to flat bytes in main memory."""
-    if _in_main_memory(part):
-        source = _bytes_of(part)
-        payload.reshape(source.shape)[...] = source
-    elif len(payload):
-        tensor_over(payload.data, part.dtype).view(part.shape).copy_(part)
-
-
-class _Staging(threading.local):
-    """Main memory on the way to another device, kept for each thread because fresh pages are slow. It is page-locked
-    for CUDA, which copies once more otherwise."""
-
-    memory: torch.Tensor | None = None
-
-    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Returns bytes, shape [num_bytes], uint8, that are good until the next call in the thread."""
-        if self.memory is None or len(self.memory) < num_bytes:
-            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
-            if device.type == "cuda":
-                # Otherwise the first GPU is used, with which the model may have nothing to do.
-                with torch.cuda.device(device):
-                    self.memory = self.memory.pin_memory()
-        return self.memory[:num_bytes]
-
-
-_staging = _Staging()
-
-
-def _write_through(write: Callable[[Bytes], None], part: torch.Tensor) -> None:
-    """Has `write` fill a tensor of shape [rows, …] on another device, by way of main memory."""
-    staged = _staging.take(part.numel() * part.dtype.itemsize, part.device)
-    write(staged.numpy().reshape(len(part), -1))
-    part.copy_(staged.view(part.dtype).view(part.shape))
-
-
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    return tensor.view(torch.uint8).numpy()
-
-
-def _in_main_memory(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
+                self.layers[spec.layer].bind(spec.part, part.detach(), memory.first)
 
 
 def make_cache(kind: CacheKind, layers: list[Any], num_tokens: Callable[[], int]) -> ModelCache:

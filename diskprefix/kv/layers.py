@@ -1,7 +1,6 @@
 """Cache layers for transformers over the memory of a `kv.arena.KVArena`, one class for each kind of state.
 
-Each inherits from transformers' own class and returns the same values. A layer with a window keeps every token, so that
-the state of any grid point can be saved after the prompt was computed.
+Each inherits from transformers' own class and returns the same values.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from diskprefix.kv.step import TILE, Run, Step, current_step
 
 
 class TokenLayer:
-    """Keys and values, [1, heads, capacity, head_dim], written in place. The first `length` tokens are valid. `grow` is
-    called with the number of tokens that must fit when they do not.
+    """Keys and values, [1, heads, capacity, head_dim], written in place. They begin with position `first`, and end with
+    position `length`. `grow` is called with the number of tokens that must fit when they do not.
 
     For attention of our own (`model.attention`), `step` says where rows go, and the model gets the memory up to the
     end of the last tile that the step reaches.
@@ -37,11 +36,13 @@ class TokenLayer:
     keys: torch.Tensor
     values: torch.Tensor
     length = 0
+    first = 0
     window: int | None = None
     grow: Callable[[int], None]
 
-    def bind(self, part: str, tensor: torch.Tensor) -> None:
+    def bind(self, part: str, tensor: torch.Tensor, first: int) -> None:
         setattr(self, part, tensor)
+        self.first = first
         self.dtype, self.device = tensor.dtype, tensor.device
         self.is_initialized = True
 
@@ -60,20 +61,22 @@ class TokenLayer:
             (run,) = step.runs
             return self.put(key_states, value_states, run)
         end = self.length + key_states.shape[-2]
-        if end > self.keys.shape[-2]:
+        if end - self.first > self.keys.shape[-2]:
             self.grow(end)
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        start, self.length = self._first_visible(), end
-        return self.keys[:, :, start:end], self.values[:, :, start:end]
+        written = slice(self.length - self.first, end - self.first)
+        self.keys[:, :, written], self.values[:, :, written] = key_states, value_states
+        seen = slice(self._first_visible() - self.first, end - self.first)
+        self.length = end
+        return self.keys[:, :, seen], self.values[:, :, seen]
 
     def put(self, keys: torch.Tensor, values: torch.Tensor, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the rows of `run`, [1, heads, num_rows, head_dim], and returns the memory up to the end of the run's
-        last tile."""
-        self.keys[:, :, run.start : run.end], self.values[:, :, run.start : run.end] = keys, values
+        last tile: attention knows from that with which position it begins."""
+        written = slice(run.start - self.first, run.end - self.first)
+        self.keys[:, :, written], self.values[:, :, written] = keys, values
         self.length = run.end
         # Some models compute with all that is returned.
-        reach = -(-run.end // TILE) * TILE
+        reach = -(-run.end // TILE) * TILE - self.first
         return self.keys[:, :, :reach], self.values[:, :, :reach]
 
     def _first_visible(self) -> int:
@@ -122,12 +125,12 @@ class IndexedLayer(TokenLayer, DynamicIndexedLayer):  # type: ignore[misc]
     indexed = 0
     """Tokens that the indexer has keys of. It may be updated before the layer or after."""
 
-    def bind(self, part: str, tensor: torch.Tensor) -> None:
+    def bind(self, part: str, tensor: torch.Tensor, first: int) -> None:
         if part == "indexer":
             self.indexer_keys = tensor[:, 0]
             self.is_indexer_initialized = True
         else:
-            super().bind(part, tensor)
+            super().bind(part, tensor, first)
 
     def set_length(self, num_tokens: int) -> None:
         super().set_length(num_tokens)

@@ -200,23 +200,19 @@ class KVPool:
 
     def _usable(self, slot: Slot, common: int, num_computed: int, prompt_tokens: int) -> int:
         """Returns how many of the `common` tokens a prompt can go on from once `num_computed` are computed."""
-        num_tokens = min(common, num_computed)
-        if any(
-            group.first_needed(num_tokens) < slot.arena.complete_from for group in self.layout.groups if group.window
-        ):
-            # What is under the window now was never loaded.
-            return 0
+        num_tokens = slot.arena.held(min(common, num_computed))
         if num_tokens == prompt_tokens and slot.logits_at == prompt_tokens and slot.logits is not None:
             is_there = self.layout.is_sliceable or (slot.num_computed == num_tokens and not slot.is_busy)
             return num_tokens if is_there else 0
         match self.layout.state_kind:
             case "token":
-                return min(num_tokens, prompt_tokens - 1)
+                return slot.arena.held(min(num_tokens, prompt_tokens - 1))
             case "sliceable":
-                return floor_to_grid(min(num_tokens, prompt_tokens - 1), self._block_size)
+                grid_point = floor_to_grid(min(num_tokens, prompt_tokens - 1), self._block_size)
+                return grid_point if slot.arena.held(grid_point) == grid_point else 0
             case "checkpoints":
                 # States are those at the end of what was computed.
-                is_there = num_computed <= common and num_computed < prompt_tokens and not slot.is_busy
+                is_there = num_tokens == num_computed < prompt_tokens and not slot.is_busy
                 return num_computed if is_there and num_computed % self._block_size == 0 else 0
             case "one_pass":
                 return 0
@@ -252,7 +248,7 @@ class KVPool:
         return arena
 
     def _fresh_arena(self, num_tokens: int) -> KVArena | None:
-        needed = bytes_for(self.layout, num_tokens)
+        needed = bytes_for(self.layout, num_tokens, self._block_size)
         if needed > self.limit_bytes:
             raise ContextTooLong(
                 f"{num_tokens} tokens need {format_size(needed)} of KV memory, and --kv-memory allows "
@@ -295,7 +291,7 @@ class KVPool:
             self._forget(slot)
 
     def _new_arena(self) -> KVArena:
-        return KVArena(self.layout, self._device, self._room_bytes)
+        return KVArena(self.layout, self._device, self._room_bytes, block_size=self._block_size)
 
     def _room_bytes(self) -> int:
         return min(self.limit_bytes - self.used_bytes, self._device_free_bytes())

@@ -109,7 +109,7 @@ def attend(
     """Returns the attention's output, shape [1, rows, heads, value_dim], and None for the weights.
 
     `query` has shape [1, heads, rows, key_dim]; `key` and `value` are a layer's memory, [1, kv_heads, tokens, dim], or
-    a list of it for several sequences.
+    a list of it for several sequences. It ends with the last tile of the step.
     `attention_mask` is a `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for what it cannot do.
     """
     if not others.keys() <= _HARMLESS:
@@ -147,25 +147,31 @@ class _Call:
 
     def run(self, run: Run, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Returns [groups, heads of a group, rows, value_dim] for queries of that form and a layer's memory, [1,
-        groups, tokens, dim]."""
-        keys, values = keys[0], values[0]
+        groups, tokens, dim], which ends with the last tile of the run."""
+        seen, end = _tiles_of(run, self.pattern)
+        if keys.shape[2] < end - seen:
+            raise NotInvariant("attention to tokens that the cache does not keep")
+        # From the first tile that is seen.
+        keys, values = (memory[0, :, memory.shape[2] - (end - seen) :] for memory in (keys, values))
         attended = self._flash if self.softcap is None and keys.shape[-1] == values.shape[-1] else self._tiled
         size = _call_size(queries.shape[1], run.num_rows, queries.dtype, queries.shape[-1])
         if size >= run.num_rows:
-            return attended(run, queries, keys, values)
+            return attended(run, queries, keys, values, seen)
         parts = [
-            attended(Run(run.start + first, part.shape[2]), part, keys, values)
+            attended(Run(run.start + first, part.shape[2]), part, keys, values, seen)
             for first, part in zip(range(0, run.num_rows, size), torch.split(queries, size, dim=2), strict=True)
         ]
         return _joined(parts)
 
-    def _flash(self, run: Run, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _flash(
+        self, run: Run, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int
+    ) -> torch.Tensor:
         groups, heads, num_rows, dim = queries.shape
         threads = torch.get_num_threads()
         if not _are_blocks_safe(queries.dtype, dim, threads):
             raise NotInvariant("torch's attention, which depends on the number of blocks")
         begin, end = _tiles_of(run, self.pattern)
-        k, v = (memory[:, None, begin:end] for memory in (keys, values))
+        k, v = (memory[:, None, begin - first : end - first] for memory in (keys, values))
         if heads * num_rows <= _CALL:
             # Few rows: those of all heads of a group one behind the other.
             count = heads * num_rows
@@ -192,7 +198,9 @@ class _Call:
         sinks = self.sinks.float().view(groups, heads, 1)
         return (out.float() * in_whole_vectors(torch.sigmoid, sums - sinks).unsqueeze(-1)).to(out.dtype)
 
-    def _tiled(self, run: Run, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _tiled(
+        self, run: Run, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int
+    ) -> torch.Tensor:
         groups, heads, num_rows, dim = queries.shape
         begin, end = _tiles_of(run, self.pattern)
         mask = self._mask(run, heads * num_rows, heads, begin, end, torch.float32)[0, 0]
@@ -203,7 +211,7 @@ class _Call:
             total = torch.zeros_like(highest)
             taken = rows.new_zeros(len(rows), values.shape[-1], dtype=torch.float32)
             for tile in range(begin, end, TILE):
-                at = slice(tile, tile + TILE)
+                at = slice(tile - first, tile - first + TILE)
                 scores = linear(rows, keys[group, at]).float() * self.scale
                 if self.softcap is not None:
                     scores = torch.tanh(scores / self.softcap) * self.softcap

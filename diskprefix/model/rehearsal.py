@@ -26,7 +26,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from diskprefix.kv.arena import Bytes, KVArena
+from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import (
     CacheArgument,
     CacheKind,
@@ -39,6 +39,7 @@ from diskprefix.kv.layout import (
     TensorSpec,
     is_out_of_memory,
 )
+from diskprefix.kv.transfer import Bytes
 from diskprefix.memo import Memo
 from diskprefix.printable import first_line
 from diskprefix.version import __version__

@@ -18,8 +18,9 @@ import torch
 
 from diskprefix.cache_report import Refused, Source
 from diskprefix.errors import StoreCorrupt
-from diskprefix.kv.arena import Bytes, KVArena
+from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.transfer import Bytes
 from diskprefix.prefix_cache.matching import Matcher
 from diskprefix.prefix_cache.nodes import Node, PromptNodes, Rest
 from diskprefix.prefix_cache.planning import Progress
@@ -118,14 +119,17 @@ class Restoration:
                 )
                 if not missing:
                     break
-                if self.layout.states:
-                    # Those at `have` are overwritten.
-                    self.kept = 0
+                self.kept = 0
+                loader.make_room()
+                if not self.layout.states and arena.held(have) == have:
+                    # Neither are states overwritten, nor have windows moved on.
+                    self.kept = have
                 if (bad := loader.run(self.readers)) is None:
                     break
                 self._quarantine(*bad)
                 matcher.drop(bad[0])
                 have = self.kept
+                arena.truncate(have)
                 path, end = self._worth_restoring(matcher, have)
         loaded = time.perf_counter()
         deepest, num_tokens = matcher.deepest, max(have, end)
@@ -277,11 +281,14 @@ class _Loader:
         self._taking = threading.Lock()
         self._bad: dict[int, StoreCorrupt] = {}
 
-    def run(self, readers: Executor) -> tuple[Node, StoreCorrupt] | None:
-        """Load everything. Answers the first node that cannot be used and what is wrong with it, None if all can."""
+    def make_room(self) -> None:
+        """Make the arena ready for what `run` loads."""
         for number in range(len(self.layout.groups)):
             first_loaded = floor_to_grid(self._first_needed[number], self.nodes.block_size)
-            self.arena.skip(number, self.have, first_loaded)
+            self.arena.expect(number, first_loaded, self.end)
+
+    def run(self, readers: Executor) -> tuple[Node, StoreCorrupt] | None:
+        """Load everything. Answers the first node that cannot be used and what is wrong with it, None if all can."""
         threads = [readers.submit(self._take) for _ in range(READER_THREADS)]
         # The views belong to the snapshot: no thread may still read them when it is closed.
         wait(threads)

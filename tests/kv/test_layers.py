@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diskprefix.errors import ContextTooLong
-from diskprefix.kv import arena as arena_module
+from diskprefix.kv import group as group_module
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.model.rehearsal import rehearse
@@ -60,14 +60,14 @@ def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads(
     layout: Layout, through_numpy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's memory is copied by torch, which guards tensors that were made in inference mode."""
-    monkeypatch.setattr(arena_module, "_in_main_memory", lambda _: through_numpy)
+    monkeypatch.setattr(group_module, "in_main_memory", lambda _: through_numpy)
     arena = KVArena(layout, CPU)
     payload = payload_of(layout, 0)
     with torch.inference_mode(), ThreadPoolExecutor(1) as other:
         arena.reserve(NUM_TOKENS)
         append(arena, NUM_TOKENS)
         arena.reserve(2000)
-        assert not any(tensor.is_inference() for tensor in arena._tensors)
+        assert not any(tensor.is_inference() for tensor in [memory.tensor for memory in arena.memory])
         other.submit(fill, arena, layout, payload).result()
         arena.truncate(2 * NUM_TOKENS)
         append(arena, NUM_TOKENS)

@@ -91,15 +91,21 @@ class Layer:
         sinks = numbers(case.heads) if case.sinks else None
         return cls(case, numbers(case.heads, LENGTH, case.key_dim), keys, values, sinks)
 
+    def memory(self, run: Run, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer hands over: keys and values from a position on, up to the end of the run's last tile."""
+        reach = -(-run.end // TILE) * TILE
+        return self.keys[:, :, first:reach], self.values[:, :, first:reach]
+
     def attended(self, runs: Sequence[Run], queries: torch.Tensor | None = None) -> torch.Tensor:
         """[rows, heads, value_dim]"""
         rows = [self.queries[:, run.start : run.end] for run in runs]
+        keys, values = self.memory(runs[-1])
         with computing(Step(tuple(runs))):
             found, _ = attend(
                 MODULE,
                 (torch.cat(rows, dim=1) if queries is None else queries).unsqueeze(0),
-                self.keys,
-                self.values,
+                keys,
+                values,
                 self.case.pattern,
                 scaling=self.case.scaling,
                 softcap=self.case.softcap,
@@ -159,8 +165,8 @@ def test_a_token_has_the_same_bits_beside_other_sequences(case: Case) -> None:
         found, _ = attend(
             MODULE,
             torch.cat([layer.queries[:, run.start : run.end] for layer, run in runs], dim=1).unsqueeze(0),
-            [layer.keys for layer, _ in runs],
-            [layer.values for layer, _ in runs],
+            [layer.memory(run)[0] for layer, run in runs],
+            [layer.memory(run)[1] for layer, run in runs],
             case.pattern,
             scaling=case.scaling,
             softcap=case.softcap,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from diskprefix.kv.arena import KVArena
+from diskprefix.kv.group import GroupMemory
 from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.step import TILE
 from diskprefix.model import attention, calls, invariance, invariant, rows, runner
@@ -182,8 +183,8 @@ def after_another(model: PreTrainedModel, arena: KVArena) -> torch.Tensor:
     """Logits of a prompt in memory that was full of another sequence that is not finite."""
     arena.reserve(LENGTH)
     arena.truncate(LENGTH)
-    for tensor in arena._tensors:
-        tensor.fill_(float("nan"))
+    for memory in arena.memory:
+        memory.tensor.fill_(float("nan"))
     arena.truncate(0)
     with torch.inference_mode():
         arena.forward(model, made_up_tokens(model, 7, 30))
@@ -208,12 +209,11 @@ def restored_after_another(model: PreTrainedModel, cold: KVArena, num_tokens: in
     """Logits of a restored prompt, of which a window's tokens were loaded into memory that was not finite."""
     arena = KVArena(cold.layout, model.device)
     arena.reserve(cold.capacity)
-    groups = zip(cold.layout.groups, arena._tensors, cold._tensors, strict=True)
-    for number, (group, tensor, computed) in enumerate(groups):
-        tensor.fill_(float("nan"))
-        loaded = slice(group.first_needed(num_tokens), num_tokens)
-        tensor[:, :, :, loaded] = computed[:, :, :, loaded]
-        arena.skip(number, 0, loaded.start)
+    for number, (memory, computed) in enumerate(zip(arena.memory, cold.memory, strict=True)):
+        memory.tensor.fill_(float("nan"))
+        loaded = slice(memory.group.first_needed(num_tokens), num_tokens)
+        arena.expect(number, loaded.start, num_tokens)
+        memory.tensor[:, :, :, loaded] = computed.tensor[:, :, :, loaded]
     arena.truncate(num_tokens)
     with torch.inference_mode():
         return arena.forward(model, made_up_tokens(model, 8, 3))
@@ -228,7 +228,7 @@ def test_what_lies_before_a_window_never_shows_in_a_restored_run(monkeypatch: py
         cold.forward(model, made_up_tokens(model, 7, 600))
         expected = cold.forward(model, made_up_tokens(model, 8, 3))
     assert torch.equal(restored_after_another(model, cold, 600), expected)
-    monkeypatch.setattr(KVArena, "skip", lambda *_: None)
+    monkeypatch.setattr(GroupMemory, "expect", lambda *_: None)
     assert not restored_after_another(model, cold, 600).isfinite().all()
 
 

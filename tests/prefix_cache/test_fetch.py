@@ -15,7 +15,8 @@ import torch
 from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.prefill import prefill
 from diskprefix.errors import StoreUnavailable
-from diskprefix.kv.arena import Bytes, KVArena
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.transfer import Bytes
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prompt import Prompt

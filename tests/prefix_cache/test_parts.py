@@ -318,8 +318,8 @@ def test_of_layers_with_windows_what_lies_under_the_window_is_restored(name: str
         prompt = leaving(stored, position, 2 * BLOCK)
         cold = ask(runner, prompt, CacheOptions(scope=parse_scope("off", param="scope")), reply=3)
         # What an earlier sequence left in the memory is never looked at.
-        for tensor in runner.arena._tensors:
-            tensor.fill_(float("nan"))
+        for memory in runner.arena.memory:
+            memory.tensor.fill_(float("nan"))
         warm = ask(runner, prompt, FULL, reply=3)
         assert warm.report.restored == position
         assert torch.equal(warm.logits, cold.logits)

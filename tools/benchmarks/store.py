@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diskprefix.errors import DiskPrefixError
-from diskprefix.kv.arena import Bytes
+from diskprefix.kv.transfer import Bytes
 from diskprefix.prefix_cache.nodes import Node
 from diskprefix.store.codec.codec import Codec, Piece, decode_piece, encode_piece
 from diskprefix.store.folder import DATA

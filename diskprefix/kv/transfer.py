@@ -1,0 +1,66 @@
+"""Copies between payloads, which are bytes in main memory, and tensors on any device."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+def tensor_over(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a flat tensor over the bytes of `payload`, without a copy. It is good while `payload` lives."""
+    # `torch.frombuffer` warns about every read-only buffer, such as a view of the store's memory map: hence ctypes.
+    address = np.frombuffer(payload, dtype=np.uint8).ctypes.data
+    return torch.frombuffer((ctypes.c_uint8 * len(payload)).from_address(address), dtype=dtype)
+
+
+def copy_into(payload: Bytes, part: torch.Tensor) -> None:
+    """Copies a tensor's values to flat bytes in main memory."""
+    if in_main_memory(part):
+        source = bytes_of(part)
+        payload.reshape(source.shape)[...] = source
+    elif len(payload):
+        tensor_over(payload.data, part.dtype).view(part.shape).copy_(part)
+
+
+def write_through(write: Callable[[Bytes], None], part: torch.Tensor) -> None:
+    """Has `write` fill a tensor of shape [rows, …] on another device, by way of main memory."""
+    staged = _staging.take(part.numel() * part.dtype.itemsize, part.device)
+    write(staged.numpy().reshape(len(part), -1))
+    part.copy_(staged.view(part.dtype).view(part.shape))
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """Returns the bytes of a tensor in main memory, without a copy."""
+    return tensor.view(torch.uint8).numpy()
+
+
+def in_main_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+class _Staging(threading.local):
+    """Main memory on the way to another device, kept for each thread because fresh pages are slow. It is page-locked
+    for CUDA, which copies once more otherwise."""
+
+    memory: torch.Tensor | None = None
+
+    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Returns bytes, shape [num_bytes], uint8, that are good until the next call in the thread."""
+        if self.memory is None or len(self.memory) < num_bytes:
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+            if device.type == "cuda":
+                # Otherwise the first GPU is used, with which the model may have nothing to do.
+                with torch.cuda.device(device):
+                    self.memory = self.memory.pin_memory()
+        return self.memory[:num_bytes]
+
+
+_staging = _Staging()
