@@ -1,0 +1,123 @@
+"""A model with sliding windows in the engine: what slid out of memory is missed by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diskprefix.engine.engine import Engine
+from diskprefix.kv.arena import bytes_for
+from diskprefix.tokens import TokenIds
+from tests.engine.driving import after_steps, run_together, running
+from tests.engine.test_company import BLOCK, alone, load, request, tokens
+from tests.exactness.architectures import tiny_model
+from tests.model import tiny
+
+PROMPT, REPLY = 1450, 1130
+"""The reply is so long that the window at the prompt's end slides out."""
+
+
+@pytest.fixture(scope="module", params=["gemma3", "mistral"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    tiny_model(request.param, torch.bfloat16).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+    engine = load(folder, tmp_path / "kv")
+    assert engine.cache.layout.exact_at == "token"
+    yield engine
+    engine.close()
+
+
+def answered(engine: Engine, prompt: TokenIds) -> TokenIds:
+    """The reply to a prompt, whose sequence is left in memory."""
+    (client,) = run_together(engine, [request(prompt, max_tokens=REPLY, scope="1")])
+    (slot,) = engine.pool.slots
+    assert slot.arena.complete_from >= PROMPT
+    return np.array(client.tokens, np.int32)
+
+
+def cached_tokens(engine: Engine, prompt: TokenIds) -> int:
+    """Of a prompt whose reply must be the one that it gets alone."""
+    one = request(prompt, scope="1")
+    (client,) = run_together(engine, [one])
+    assert client.tokens == alone(engine, one).tokens
+    return client.done.usage.cached_tokens
+
+
+def test_a_turn_goes_on_from_memory_where_the_window_still_is(engine: Engine) -> None:
+    prompt = tokens(PROMPT)
+    reply = answered(engine, prompt)
+    assert cached_tokens(engine, np.concatenate([prompt[:700], tokens(90, 3)])) == 0
+    assert cached_tokens(engine, np.concatenate([prompt, reply, tokens(40, 1)])) == PROMPT + REPLY - 1
+
+
+def test_a_turn_that_leaves_the_reply_goes_on_from_the_prompts_end(engine: Engine) -> None:
+    """Such as that of a client that strips what the model thought."""
+    prompt = tokens(PROMPT)
+    reply = answered(engine, prompt)
+    assert cached_tokens(engine, np.concatenate([prompt, reply[:100], tokens(90, 2)])) == PROMPT
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_choices_begin_at_the_prompts_end_however_far_the_first_has_come(engine: Engine, num_sequences: int) -> None:
+    """In the memory of the one that has ended, or beside it."""
+    one = request(tokens(PROMPT), n=2, max_tokens=REPLY, temperature=0.9, seed=4)
+    expected = alone(engine, one)
+    engine.pool.forget_idle()
+    arenas = [engine.pool._new_arena() for _ in range(num_sequences)]
+    for arena in arenas:
+        arena.reserve(PROMPT + REPLY)
+    # There is no room for more.
+    engine.pool._spare, engine.pool.limit_bytes = arenas, sum(arena.num_bytes for arena in arenas)
+    (found,) = run_together(engine, [one])
+    assert [found.tokens_of(choice) for choice in (0, 1)] == [expected.tokens_of(choice) for choice in (0, 1)]
+
+
+def test_a_beginning_that_another_request_computes_is_copied_before_it_slides_out(engine: Engine) -> None:
+    long = tokens(2900)
+    later = np.concatenate([long[:2000], tokens(100, 1)])
+    one, other = request(long, max_tokens=8, scope="1"), request(later, max_tokens=8, scope="1")
+    first, second = run_together(engine, [one, other])
+    assert second.done.usage.cached_tokens == 2000
+    assert first.tokens == alone(engine, one).tokens
+    assert second.tokens == alone(engine, other).tokens
+
+
+def test_memory_is_bounded_however_long_prompt_and_reply_are(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model all of whose layers have windows takes no more for more tokens."""
+    with running(engine) as inbox:
+        sizes = []
+        after_steps(monkeypatch, 11, lambda: sizes.append(engine.pool.slots[0].arena.num_bytes))
+        inbox.submit(request(tokens(2500), max_tokens=400), lambda _: None)
+    (size,) = sizes
+    arena = engine.pool.slots[0].arena
+    assert arena.num_bytes <= bytes_for(engine.cache.layout, arena.capacity, BLOCK)
+    if all(group.window for group in engine.cache.layout.groups):
+        assert arena.num_bytes == size == bytes_for(engine.cache.layout, 1 << 20, BLOCK)
+
+
+def test_a_prompt_longer_than_the_memory_of_its_windows_is_saved_whole(folder: Path, tmp_path: Path) -> None:
+    """And restored after a restart."""
+    one = request(tokens(2800), max_tokens=6)
+    engine = load(folder, tmp_path / "kv")
+    (cold,) = run_together(engine, [one])
+    engine.close()
+    engine = load(folder, tmp_path / "kv")
+    (warm,) = run_together(engine, [one])
+    assert warm.done.usage.cached_tokens == 2800
+    assert warm.tokens == cold.tokens == alone(engine, one).tokens
+    longer = request(np.concatenate([tokens(2800)[:2777], tokens(30, 1)]), max_tokens=6)
+    engine.pool.forget_idle()
+    (turn,) = run_together(engine, [longer])
+    assert turn.done.usage.cached_tokens == 2777
+    assert turn.tokens == alone(engine, longer).tokens
+    engine.close()
