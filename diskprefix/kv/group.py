@@ -115,7 +115,8 @@ class GroupMemory:
         )
 
     def has_room(self, end: int) -> bool:
-        return whole_tiles(end) - self.first <= self.room
+        """Returns whether tokens up to `end` fit. What keeps all tokens was made large enough before."""
+        return self._block_size is None or whole_tiles(end) - self.first <= self.room
 
     def needed_from(self, position: int) -> int:
         """Returns the first token that is still needed when the tokens from `position` on are computed."""
