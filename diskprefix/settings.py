@@ -190,8 +190,9 @@ class Settings:
     )
     reuse_generated: bool = _cache(
         False,
-        "Keep the state of replies too, for the next turn. Such a hit is not bit for bit the cold run, because a reply "
-        "is computed token by token. A request may choose its own.",
+        "Keep the state of replies too, for the next turn, where a model is not exact at every token. Such a hit is "
+        "not bit for bit the cold run. Other models keep replies exactly, by the scope alone. A request may choose its "
+        "own.",
     )
     kv_cache_dir: Path = _cache(
         default_kv_cache_dir, "The folder of the store. It is created.", kind="folder", metavar="DIR", unset=DEFAULT_DIR

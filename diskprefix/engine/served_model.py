@@ -139,6 +139,7 @@ class ServedModel:
             root=job.cached.namespace.root,
             when=time.time() - (time.perf_counter() - job.ticket.arrived_at),
             output_tokens=job.num_generated,
+            reply=job.cached.reply,
             prefill_ms=job.prefill_s * 1e3,
             remembered=job.cached.is_published or bool(is_computed_uncached),
         )

@@ -70,12 +70,14 @@ class Selection:
     `selected` is the policy's boundary; `aligned` is up to where state is kept for it: the same position where prompts
     restore to the token, elsewhere the grid point at or below it. `keep_tail`: `selected` is the whole prompt, so its
     last tokens and its next-token logits are kept too and an exact repeat runs no forward; `aligned` may then be 0.
-    `checkpoints` are the grid points, ascending, at which state that cannot be cut is kept; `votes` the votes of the
-    window for each, where it was asked. `common` is the longest prefix shared with one of the `recent` prompts looked
-    at, `seen` the longest whose blocks were seen before. `window` (the most prompts that would have been looked at) and
-    `safe` (the last safe boundary in what was seen) are 0 unless the scope is auto; `price` (of a checkpoint, in
-    tokens) unless it places checkpoints. `lost` is what this prompt lacks of the one that it shares most with, at that
-    one's end, in tokens; `continues`, `trials` and `again` are those of the `Sighting`.
+    `keeps_reply`: the prompt is kept to its end, or to its last boundary because it is expected to go on from there, so
+    the state of its reply is kept with it where that is exact. `checkpoints` are the grid points, ascending, at which
+    state that cannot be cut is kept; `votes` the votes of the window for each, where it was asked. `common` is the
+    longest prefix shared with one of the `recent` prompts looked at, `seen` the longest whose blocks were seen before.
+    `window` (the most prompts that would have been looked at) and `safe` (the last safe boundary in what was seen) are
+    0 unless the scope is auto; `price` (of a checkpoint, in tokens) unless it places checkpoints. `lost` is what this
+    prompt lacks of the one that it shares most with, at that one's end, in tokens; `continues`, `trials` and `again`
+    are those of the `Sighting`.
     """
 
     scope: Scope
@@ -84,6 +86,7 @@ class Selection:
     selected: int = 0
     aligned: int = 0
     keep_tail: bool = False
+    keeps_reply: bool = False
     checkpoints: tuple[int, ...] = ()
     votes: tuple[int, ...] = ()
     window: int = 0
@@ -104,7 +107,9 @@ class Selection:
 
     def keeping_nothing(self, reason: Reason) -> Selection:
         """The same prompt and window, but nothing is kept."""
-        return replace(self, reason=reason, selected=0, aligned=0, keep_tail=False, checkpoints=(), votes=())
+        return replace(
+            self, reason=reason, selected=0, aligned=0, keep_tail=False, keeps_reply=False, checkpoints=(), votes=()
+        )
 
     @property
     def diverged_at(self) -> int | None:
@@ -120,6 +125,8 @@ class _Choice(NamedTuple):
     support: dict[int, int] | None = None
     is_whole: bool = True
     """Whether the prompt's end is kept too, where the boundary is that."""
+    goes_on: bool = False
+    """Whether a later prompt is expected to go on from the reply."""
 
 
 class _Window(NamedTuple):
@@ -217,6 +224,7 @@ def select(
         selected=selected,
         aligned=aligned,
         keep_tail=keep_tail,
+        keeps_reply=choice.goes_on and (keep_tail or aligned > 0),
         checkpoints=checkpoints,
         votes=tuple(support[position] for position in checkpoints) if choice.support is not None else (),
         window=scope.value if auto else 0,
@@ -235,10 +243,10 @@ def select(
 def _as_told(scope: Scope, prompt: Prompt) -> _Choice:
     num_tokens = len(prompt.token_ids)
     if scope.kind == "full":
-        return _Choice(num_tokens, "full")
+        return _Choice(num_tokens, "full", goes_on=True)
     if prompt.marks:
         return _Choice(min(prompt.marks[-1].position, num_tokens), "marks")
-    return _Choice(min(scope.value, num_tokens), "tokens")
+    return _Choice(min(scope.value, num_tokens), "tokens", goes_on=scope.value > num_tokens)
 
 
 def _by_sighting(prompt: Prompt, window: _Window, least: int) -> _Choice:
@@ -249,7 +257,8 @@ def _by_sighting(prompt: Prompt, window: _Window, least: int) -> _Choice:
     if (guess := _system_guess(prompt, window, least)) is not None:
         return guess
     safe = last_safe(prompt, window.known)
-    return _Choice(safe, "shared_prefix") if safe else _Choice(0, _why_nothing(window))
+    goes_on = expected is not None and expected.goes_on and safe == expected.selected
+    return _Choice(safe, "shared_prefix", goes_on=goes_on) if safe else _Choice(0, _why_nothing(window))
 
 
 def _by_support(prompt: Prompt, window: _Window, block_size: int, least: int, restored: int, price: int) -> _Choice:
@@ -286,16 +295,19 @@ def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
     files). As many tokens as were rewritten of the prompt before are expected to be rewritten of this one.
     """
     num_tokens, common = len(prompt.token_ids), window.common
+    last = last_safe(prompt, num_tokens)
     if window.sighting.continues:
-        return _Choice(last_safe(prompt, num_tokens), "continues", is_whole=False)
+        return _Choice(last, "continues", is_whole=False, goes_on=True)
     # To share only the system message, or less than was lost, says nothing about the rest.
     is_same = last_safe(prompt, common) > prompt.system_end and window.lost <= common
-    end = last_safe(prompt, max(num_tokens - window.lost, 0) if is_same else num_tokens)
+    end = last_safe(prompt, max(num_tokens - window.lost, 0)) if is_same else last
+    # What is rewritten before a reply takes the reply with it.
+    goes_on = not (is_same and window.lost)
     if is_same and 0 < window.lost * _SHORT_END <= common + window.lost:
         return _Choice(end, "continues", is_whole=False)
     if window.sighting.is_likely_repeat:
-        return _Choice(end, "likely_repeat", is_whole=False)
-    return _Choice(end, "learning", is_whole=False) if window.sighting.is_learning else None
+        return _Choice(end, "likely_repeat", is_whole=False, goes_on=goes_on)
+    return _Choice(end, "learning", is_whole=False, goes_on=goes_on) if window.sighting.is_learning else None
 
 
 def _system_guess(prompt: Prompt, window: _Window, least: int) -> _Choice | None:

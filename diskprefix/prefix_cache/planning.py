@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diskprefix.policy.select import Selection, StateKind
 from diskprefix.prefix_cache.nodes import Node, PromptNodes, Rest
@@ -87,6 +87,16 @@ class Planner:
         # Where ends are replaced, this one may be gone by then; its entry is stored with it.
         return Plan(missing, holder, end.end, has_entry=self.state != "token")
 
+    def plan_reply(self, nodes: PromptNodes, selection: Selection) -> Plan:
+        """What of the prompt and its reply, whose `nodes` these are, the policy wants and is not stored yet. Where
+        prompts restore to the token, decoding computes what a prefill computes."""
+        num_tokens = len(nodes.token_ids)
+        end = min(selection.scope.value, num_tokens) if selection.reason == "tokens" else num_tokens
+        if self.state != "token" or not selection.keeps_reply or end <= self.prompt_tokens:
+            return Plan()
+        self.nodes = nodes
+        return self.plan(replace(selection, aligned=end, keep_tail=False), ())
+
     def _holder(self, end: Node) -> bytes | None:
         """The stored node that has the tokens of a tail or a partial block, and the logits of a tail unless it has more
         tokens. None if there is none."""
@@ -131,7 +141,7 @@ class Planner:
         """Block number `index` after the block `before`, and whether it is stored already, or will be."""
         stored = self.progress.blocks
         is_of_reply = (index + 1) * self.nodes.block_size > self.prompt_tokens
-        generated = is_of_reply or not self.progress.exact
+        generated = self.state != "token" and (is_of_reply or not self.progress.exact)
         # What was decoded and reaches further than was restored is not what this run computed.
         if index < len(stored) and stored[index].generated <= generated:
             return stored[index], True

@@ -227,7 +227,7 @@ class Publisher:
             prefill_s=want.prefill_s,
             generated=node.generated,
             ttl_s=want.ttl_s,
-            replaces=self.cache.layout.state_kind == "token" and not node.generated,
+            replaces=self.cache.layout.state_kind == "token",
         )
 
     def _unpin(self) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
 from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport, MissReason, Source
@@ -67,10 +68,12 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     another scope than the daemon's. `bytes_per_token`, `state_bytes` and `logits_bytes` are what the model's state
     weighs, as `kv.layout.Layout` has them; all 0 if that is not known. `exact_at` is the layout's too.
     `marks` are the positions that the client marked, with their times to live in seconds: see `prompt.Mark`.
-    `cuts` are positions in tokens, ascending, the last one the prompt's end; `hashes` says, as 16 hex digits each,
-    what the prompt is up to there. At `parted_at`, one of the cuts, it leaves an earlier prompt that was not cut there;
-    `parted_from` is the hash of that one at a later cut. `remembered`: the prompt was computed to its end and holds no
-    media, so whatever the scope, it could have been kept. The rest is what the cache then did: see `CacheReport`.
+    `reply_tokens` of the reply are known: those that were run through a model whose prompts restore to the token.
+    `cuts` are positions in tokens, ascending, among them the prompt's end, the last one the end of these; `hashes`
+    says, as 16 hex digits each, what prompt and reply are up to there. At `parted_at`, one of the cuts, it leaves an
+    earlier prompt that was not cut there; `parted_from` is the hash of that one at a later cut. `remembered`: the
+    prompt was computed to its end and holds no media, so whatever the scope, it could have been kept. The rest is what
+    the cache then did: see `CacheReport`.
     """
 
     version: int
@@ -91,6 +94,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     ttl_s: _Amount | None = None
     reuse_generated: bool = False
     output_tokens: _Count = 0
+    reply_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)] = 0
     boundaries: list[int] = []
     system_end: int = 0
     marks: list[tuple[int, _Amount | None]] = []
@@ -111,8 +115,11 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             raise ValueError(f"version {self.version} of the recording is not known here ({VERSION} is)")
         parse_scope(self.scope, param="scope")
         positions = [0, *self.cuts]
-        if not self.cuts or len(self.hashes) != len(self.cuts) or positions[-1] != self.prompt_tokens:
-            raise ValueError("cuts: they must end with the prompt and have a hash each")
+        end = self.prompt_tokens + self.reply_tokens
+        if not self.cuts or len(self.hashes) != len(self.cuts) or positions[-1] != end:
+            raise ValueError("cuts: they must end with the prompt and its reply, and have a hash each")
+        if self.prompt_tokens not in positions:
+            raise ValueError("cuts: the prompt's end must be one")
         if any(later <= earlier for earlier, later in pairwise(positions)):
             raise ValueError("cuts: they must ascend")
         if self.parted_at and self.parted_at not in self.cuts:
@@ -174,11 +181,14 @@ class Recorder:
         root: bytes,
         when: float,
         output_tokens: int,
+        reply: TokenIds,
         prefill_ms: float,
         remembered: bool,
     ) -> None:
-        """Append one request that has ended. `when` it arrived, in seconds since 1970. `remembered`: see
-        `RecordedRequest`."""
+        """Append one request that has ended. `when` it arrived, in seconds since 1970. `reply`: the tokens that were
+        run through the model behind the prompt. `remembered`: see `RecordedRequest`."""
+        if self._layout.get("exact_at") != "token" or prompt.media:
+            reply = reply[:0]
         record_of = partial(
             RecordedRequest,
             version=VERSION,
@@ -193,6 +203,7 @@ class Recorder:
             ttl_s=options.ttl_s,
             reuse_generated=options.reuse_generated,
             output_tokens=output_tokens,
+            reply_tokens=len(reply),
             boundaries=list(prompt.boundaries),
             system_end=prompt.system_end,
             marks=list(prompt.marks),
@@ -205,7 +216,7 @@ class Recorder:
             restore_ms=round(report.restore_ms, 2),
         )
         try:
-            self._waiting.put_nowait(partial(self._append, record_of, prompt, root, options.group))
+            self._waiting.put_nowait(partial(self._append, record_of, prompt, reply.copy(), root, options.group))
         except queue.Full:
             self._failed("requests come faster than they are written")
 
@@ -233,13 +244,16 @@ class Recorder:
             self._is_failing = True
             log.warning("[record] %s: a request was not recorded: %s (said once)", self._path, reason)
 
-    def _append(self, record_of: Callable[..., RecordedRequest], prompt: Prompt, root: bytes, group: bytes) -> None:
-        self._write(msgspec.json.encode(record_of(**self._hashed(prompt, root, group))) + b"\n")
+    def _append(
+        self, record_of: Callable[..., RecordedRequest], prompt: Prompt, reply: TokenIds, root: bytes, group: bytes
+    ) -> None:
+        self._write(msgspec.json.encode(record_of(**self._hashed(prompt, reply, root, group))) + b"\n")
         self._is_failing = False
 
-    def _hashed(self, prompt: Prompt, root: bytes, group: bytes) -> dict[str, Any]:
-        """The fields of the record that say where the prompt is cut, and all that is hashed."""
+    def _hashed(self, prompt: Prompt, reply: TokenIds, root: bytes, group: bytes) -> dict[str, Any]:
+        """The fields of the record that say where prompt and reply are cut, and all that is hashed."""
         key, block_size = self._key(), self._settings.block_size
+        token_ids = np.concatenate([prompt.token_ids, reply])
         fields: dict[str, Any] = {
             "root": _keyed(key, b"root", root),
             "group": _keyed(key, b"group", group) if group else "",
@@ -248,15 +262,16 @@ class Recorder:
             *prompt.boundaries,
             *(mark.position for mark in prompt.marks),
             prompt.system_end,
-            *range(block_size, len(prompt.token_ids), block_size),
+            *range(block_size, len(token_ids), block_size),
             len(prompt.token_ids),
+            len(token_ids),
         }
         # With media, equal tokens are not equal prompts: what is hashed then is like nothing else.
         root = root if not prompt.media else secrets.token_bytes(len(root))
-        places, left = ([], None) if prompt.media else self._partings.add(root, prompt.token_ids)
+        places, left = ([], None) if prompt.media else self._partings.add(root, token_ids)
         wanted.update(place.position for place in places)
-        cuts = sorted(position for position in wanted if 0 < position <= len(prompt.token_ids))
-        hashes = _prefix_hashes(key, root, prompt.token_ids, cuts)
+        cuts = sorted(position for position in wanted if 0 < position <= len(token_ids))
+        hashes = _prefix_hashes(key, root, token_ids, cuts)
         digest_at = dict(zip(cuts, hashes, strict=True))
         for place in places:
             place.digest = digest_at[place.position]

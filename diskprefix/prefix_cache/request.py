@@ -20,7 +20,7 @@ from diskprefix.policy.admission import Sighting
 from diskprefix.policy.scope import DEFAULT_WINDOW
 from diskprefix.policy.select import Selection, select
 from diskprefix.prefix_cache.namespaces import TenantNamespace
-from diskprefix.prefix_cache.nodes import Node
+from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes
 from diskprefix.prefix_cache.publish import Ending, Publisher, Wanted
 from diskprefix.prefix_cache.resources import CacheResources
@@ -66,6 +66,8 @@ class CachedRequest:
         """What is kept; known once `choose` was called."""
         self.is_published = False
         """Whether the prompt was computed to its end and could be kept, were there a scope and a store for it."""
+        self.reply = self.prompt.token_ids[:0]
+        """What of the reply was run through the model; known once `publish_reply` was called."""
         self.restored = Restored()
         """What `fetch` found, and how long it took."""
         self._states = HeldStates(self.cache.writer, self.cache.layout, leaving=self._publisher.batch_bytes)
@@ -171,16 +173,33 @@ class CachedRequest:
             self._take_states(arena)
 
     def publish_reply(self, arena: KVArena, token_ids: TokenIds) -> None:
-        """Have captured and written the blocks that decoding completed, if the request reuses replies.
+        """Have captured and written what the policy wants of the reply.
 
-        `token_ids` are the prompt and what of the reply is in the arena. These blocks are marked as generated: computed
-        token by token, they are not what a prefill computes bit for bit. What they continue is stored with them, also
-        where the scope keeps less of the prompt.
+        `token_ids` are the prompt and what of the reply is in the arena. Where prompts restore to the token, decoding
+        computes what a prefill computes, and the reply is kept with its prompt.
+
+        Elsewhere the blocks that decoding completed are kept if the request reuses replies. They are marked as
+        generated: computed token by token, they are not what a prefill computes bit for bit. What they continue is
+        stored with them, also where the scope keeps less of the prompt.
         """
-        if not self._keeps_reply or self._is_given_up():
-            return
         assert arena.num_tokens == len(token_ids), "state length must equal key length"
+        self.reply = token_ids[len(self.prompt.token_ids) :]
+        if self._bypass is not None or self._is_given_up():
+            return
         nodes = self._publisher.nodes_of(token_ids)
+        if self.cache.layout.state_kind == "token":
+            with self._guarded("the reply is not saved"):
+                self._publish_exact_reply(arena, nodes)
+        elif self._keeps_reply:
+            self._publish_generated(arena, nodes)
+
+    def _publish_exact_reply(self, arena: KVArena, nodes: PromptNodes) -> None:
+        plan = self.planner.plan_reply(nodes, self.selection)
+        if plan.tip is not None:
+            self._submit(arena, self._wanted(arena, plan.nodes), Ending(plan.tip, plan.num_tokens))
+            self._saved = "queued"
+
+    def _publish_generated(self, arena: KVArena, nodes: PromptNodes) -> None:
         is_too_short = nodes.num_blocks * nodes.block_size < self.cache.settings.kv_cache_min_tokens
         if is_too_short or nodes.num_blocks == self.planner.nodes.num_blocks:
             return
@@ -240,7 +259,7 @@ class CachedRequest:
     def _keeps_reply(self) -> bool:
         options, layout = self.options, self.cache.layout
         is_wanted = options.reuse_generated and options.save and self.selection.reason != "faster_to_compute"
-        return is_wanted and self._bypass is None and not layout.is_one_pass
+        return is_wanted and self._bypass is None and layout.state_kind not in ("token", "one_pass")
 
     @contextmanager
     def _guarded(self, consequence: str) -> Iterator[None]:

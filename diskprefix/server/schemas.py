@@ -78,7 +78,8 @@ class PrefixCacheOptions(Body, extra="forbid"):
     )
     reuse_generated: bool = Field(  # type: ignore[assignment]  # absent is None, but null is refused
         default=None,
-        description="Keep the reply's state, and restore that of earlier replies, which is not exact bit for bit.",
+        description="Keep the reply's state, and restore that of earlier replies, which is not exact bit for bit. "
+        "Without effect where a model is exact at every token: then replies are kept by the scope.",
     )
     save: bool = Field(default=True, description="`false`: restore what is stored, but keep nothing of this request.")
     ttl: Annotated[

@@ -227,6 +227,7 @@ def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
 
 def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> TraceRequest:
     marks = tuple(Mark(*mark) for mark in record.marks)
+    token_ids, reply = token_ids[: record.prompt_tokens], token_ids[record.prompt_tokens :]
     prompt = Prompt(token_ids, tuple(record.boundaries), record.system_end, marks=marks)
     scope = parse_scope(record.scope, param="scope") if record.own_scope else None
     if record.miss_reason == "media":
@@ -235,6 +236,7 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
         when=when,
         prompt=prompt,
         output_tokens=record.output_tokens,
+        reply=reply,
         scope=scope,
         group=bytes.fromhex(record.group),
         tenant=record.root,

@@ -9,19 +9,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from diskprefix.policy.admission import AdmissionFilter, Sighting
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
 from diskprefix.policy.select import Selection, select
 from diskprefix.prefix_cache.matching import Matcher
 from diskprefix.prefix_cache.nodes import PromptNodes, Rest
-from diskprefix.prefix_cache.planning import Planner, Progress, marked_nodes, ttl_at
+from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes, ttl_at
 from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.store import NewEntry, Rank, SimulatedStore
 from diskprefix.simulate.trace import Trace, TraceRequest
 from diskprefix.store.eviction import scores
 from diskprefix.store.schema import HISTORY_TOKENS
-from diskprefix.tokens import root_hash
+from diskprefix.tokens import TokenIds, root_hash
 
 _SECRET = 0
 _OFF = Scope("off")
@@ -117,8 +119,7 @@ class Simulator:
         policy, prompt = self._policy, request.prompt
         scope = request.scope or policy.scope
         self.store.pass_time(request.when)
-        root = root_hash(request.tenant)
-        nodes = PromptNodes(_SECRET, root, prompt.token_ids, policy.block_size, self._geometry.layout)
+        nodes = self._nodes(request, prompt.token_ids)
         progress = self._restore(request, nodes) if scope.kind != "off" else Progress()
         history, admission = self._memory(request)
         names = nodes.block_names
@@ -167,17 +168,31 @@ class Simulator:
         return Progress(blocks=matcher.blocks, rest=matcher.rest, tip=tip, num_tokens=end)
 
     def _publish(self, request: TraceRequest, nodes: PromptNodes, progress: Progress, selection: Selection) -> int:
+        """The prompt, then its reply. Returns how many tokens were written."""
         planner = Planner(nodes, progress, self._geometry.state_kind, len(nodes.token_ids))
         # What was restored is not computed, so no checkpoint can be taken there.
         plan = planner.plan(selection, {at for at in selection.checkpoints if at > progress.num_tokens})
-        marks, ttl_s, per_token = request.prompt.marks, request.ttl_s, self._policy.seconds_per_token
+        written = self._store(request, planner, plan)
+        if request.save:
+            for name, ttl_s in marked_nodes(nodes, request.prompt.marks, request.ttl_s):
+                self.store.touch(name, request.when, 0, ttl_s)
+        if len(request.reply):
+            whole = self._nodes(request, np.concatenate([request.prompt.token_ids, request.reply]))
+            written += self._store(request, planner, planner.plan_reply(whole, selection))
+        return written
+
+    def _store(self, request: TraceRequest, planner: Planner, plan: Plan) -> int:
+        """Carries out a plan of `planner`. Returns how many tokens were written."""
+        nodes, marks, ttl_s = planner.nodes, request.prompt.marks, request.ttl_s
+        to_the_token, per_token = self._geometry.state_kind == "token", self._policy.seconds_per_token
+        planner.submitted.update(node.name for node in plan.nodes)
         entries = [
             NewEntry(
                 node,
                 self._bytes_of(node.num_tokens, node.kind),
                 per_token * saved,
-                ttl_at(node.end, marks, request.ttl_s),
-                nodes.token_bytes(node) if self._geometry.state_kind == "token" else None,
+                ttl_at(node.end, marks, ttl_s),
+                nodes.token_bytes(node) if to_the_token else None,
             )
             for node, saved in zip(plan.nodes, planner.saved_tokens(plan.nodes), strict=True)
         ]
@@ -185,9 +200,6 @@ class Simulator:
             return 0
         if not self.store.publish(entries, plan.tip, ttl_at(plan.num_tokens, marks, ttl_s), request.when):
             return 0
-        if request.save:
-            for name, marked_ttl_s in marked_nodes(nodes, marks, ttl_s):
-                self.store.touch(name, request.when, 0, marked_ttl_s)
         totals = self.totals
         for entry in entries:
             totals.written_bytes += entry.num_bytes
@@ -195,6 +207,10 @@ class Simulator:
                 self._written.add(entry.node.name)
                 totals.distinct_bytes += entry.num_bytes
         return sum(entry.node.num_tokens for entry in entries)
+
+    def _nodes(self, request: TraceRequest, token_ids: TokenIds) -> PromptNodes:
+        root, layout = root_hash(request.tenant), self._geometry.layout
+        return PromptNodes(_SECRET, root, token_ids, self._policy.block_size, layout)
 
     def _count(self, num_tokens: int, restored: int, selection: Selection, written: int) -> None:
         totals, store = self.totals, self.store

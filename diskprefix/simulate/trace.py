@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -13,14 +13,15 @@ import numpy.typing as npt
 from diskprefix.policy.scope import Scope
 from diskprefix.prompt import Prompt
 from diskprefix.simulate.geometry import Geometry
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, as_token_ids
 
 
 @dataclass(frozen=True, eq=False)
 class TraceRequest:
     """One request.
 
-    `when`: seconds since the trace began. `scope`: what the request itself asked for; None for the scope that is
+    `when`: seconds since the trace began. `reply`: the tokens that the model was given behind the prompt, empty if they
+    are not known. `scope`: what the request itself asked for; None for the scope that is
     simulated. `group`, `save` and `ttl_s` are those of `CacheOptions`. Requests of different tenants share nothing.
     `is_shared`: the tenant has neither key nor salt, as the one without a name always is. `remembered`: whether the
     prompt counts as a recent one for later requests; false for one that failed or was cancelled.
@@ -29,6 +30,7 @@ class TraceRequest:
     when: float
     prompt: Prompt
     output_tokens: int = 0
+    reply: TokenIds = field(default_factory=lambda: as_token_ids([]))
     scope: Scope | None = None
     group: bytes = b""
     tenant: str = ""

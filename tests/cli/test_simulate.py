@@ -25,6 +25,7 @@ from diskprefix.simulate.formats import read_trace
 from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.simulate.simulator import Policy, simulate
 from diskprefix.simulate.synthetic import CATALOG, interleaved
+from diskprefix.tokens import as_token_ids
 from tests.cli.conftest import Ended, Run
 from tests.cli.terminal import Terminal
 from tests.server.chat_model import write_tokenizer
@@ -138,6 +139,7 @@ def test_traces_of_all_kinds_are_replayed_in_one_go(run: Run, tmp_path: Path, to
             root=b"r" * 16,
             when=request.when,
             output_tokens=1,
+            reply=as_token_ids([]),
             prefill_ms=1.0,
             remembered=True,
         )
@@ -222,6 +224,7 @@ def record(path: Path, *, block_size: int, state_bytes: int = 0, bytes_per_token
             root=b"r" * 16,
             when=request.when,
             output_tokens=1,
+            reply=as_token_ids([]),
             prefill_ms=num_tokens / 2,
             remembered=True,
         )

@@ -1,4 +1,4 @@
-"""The engine keeps a reply's blocks where it is asked to: of the first choice, and only of replies that ended."""
+"""The engine keeps a reply with its prompt: that of the first choice, and only one that ended."""
 
 from __future__ import annotations
 
@@ -87,45 +87,61 @@ def next_turn(token_ids: TokenIds, reply: list[int]) -> TokenIds:
     return np.concatenate([token_ids, np.array([*reply, *range(3, 20)], dtype=np.int32)])
 
 
-def generated_ends(engine: Engine) -> list[int]:
-    """Where the generated nodes that are stored end; the store is in order."""
+def reply_ends(engine: Engine) -> list[int]:
+    """Where the stored nodes end that reach into replies. The store is in order, and all of it is exact."""
     engine.cache.settle()
     assert engine.cache.writer.flush(30)
     assert not verify_index(engine.cache.store).problems
     with engine.cache.store.snapshot() as snapshot:
         nodes = [decode_node(name, value) for name, value in snapshot.records("nodes")]
-    return sorted(node.end for node in nodes if node.generated)
+    assert not any(node.generated for node in nodes)
+    return sorted(node.end for node in nodes if node.end > PROMPT)
 
 
-def test_the_next_turn_goes_on_inside_the_reply_and_says_that_it_is_not_exact(engine: Engine) -> None:
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("scope", ["full", "auto:8", "500"])
+def test_the_next_turn_goes_on_from_the_last_computed_token_of_the_reply(
+    engine: Engine, scope: str, reuse: bool
+) -> None:
     token_ids = prompt(1)
-    first = run(engine, token_ids)
+    first = run(engine, token_ids, scope=scope, reuse=reuse)
     assert len(tokens_of(first)) == 40
-    second = report_of(run(engine, next_turn(token_ids, tokens_of(first))))
-    assert (second.restored, second.exact) == (5 * BLOCK, False)
+    assert report_of(first).saved == "queued"
+    assert reply_ends(engine) == [4 * BLOCK, 5 * BLOCK, PROMPT + 39]
+    whole = next_turn(token_ids, tokens_of(first))
+    second = run(engine, whole, scope=scope, reuse=reuse)
+    report = report_of(second)
+    assert (report.restored, report.source, report.exact) == (PROMPT + 39, "disk", True)
+    assert tokens_of(second) == tokens_of(run(engine, whole, scope="off"))
 
 
-def test_nothing_is_kept_of_a_reply_unless_it_is_asked_for(engine: Engine) -> None:
-    token_ids = prompt(2)
-    whole = next_turn(token_ids, tokens_of(run(engine, token_ids, reuse=False)))
-    assert generated_ends(engine) == []
-    second = report_of(run(engine, whole))
-    assert (second.restored, second.exact) == (len(token_ids), True)
+def test_a_reply_is_kept_up_to_as_many_tokens_as_the_scope_says(engine: Engine) -> None:
+    run(engine, prompt(7), scope=str(PROMPT + 20))
+    assert reply_ends(engine) == [4 * BLOCK, PROMPT + 20]
+
+
+@pytest.mark.parametrize("scope", ["off", str(PROMPT), str(2 * BLOCK)])
+def test_where_the_scope_does_not_reach_beyond_the_prompt_nothing_is_kept_of_its_reply(
+    engine: Engine, scope: str
+) -> None:
+    run(engine, prompt(2), scope=scope)
+    assert reply_ends(engine) == []
 
 
 def test_of_several_choices_the_first_is_kept_and_the_others_are_what_they_would_be_alone(engine: Engine) -> None:
     token_ids = prompt(3)
     together = run(engine, token_ids, n=3)
     assert [e.choice for e in together if isinstance(e, FinishEvent)] == [0, 1, 2]
-    assert generated_ends(engine) == [4 * BLOCK, 5 * BLOCK]
+    assert reply_ends(engine) == [4 * BLOCK, 5 * BLOCK, PROMPT + 39]
     for choice in range(3):
         alone = run(engine, token_ids, scope="off", seed=1 + choice)
         assert tokens_of(together, choice) == tokens_of(alone)
+    shared = [np.argmin(np.equal(tokens_of(together), tokens_of(together, choice))) for choice in (1, 2)]
     restored = [
-        report_of(run(engine, next_turn(token_ids, tokens_of(together, choice)), reuse=choice < 1)).restored
+        report_of(run(engine, next_turn(token_ids, tokens_of(together, choice)), scope="64")).restored
         for choice in range(3)
     ]
-    assert restored == [5 * BLOCK, len(token_ids), len(token_ids)]
+    assert restored == [PROMPT + 39, PROMPT + shared[0], PROMPT + shared[1]]
 
 
 @pytest.mark.parametrize("steps", [2, 20, 35])
@@ -133,7 +149,7 @@ def test_a_reply_that_is_cancelled_is_not_kept(engine: Engine, steps: int) -> No
     """One step of prefill, then one for each token: the prompt is saved by then, and a block complete."""
     with pytest.raises(Cancelled):
         run(engine, prompt(4), steps=steps)
-    assert generated_ends(engine) == []
+    assert reply_ends(engine) == []
     assert engine.cache.stats()["pending_bytes"] == 0
     again = report_of(run(engine, prompt(4)))
     assert (again.restored, again.exact) == (PROMPT, True)
@@ -141,12 +157,13 @@ def test_a_reply_that_is_cancelled_is_not_kept(engine: Engine, steps: int) -> No
 
 def test_a_reply_that_ends_by_itself_or_by_a_stop_string_is_kept_as_far_as_it_was_run(engine: Engine) -> None:
     token_ids = prompt(5)
-    free = run(engine, token_ids, reuse=False)
+    free = run(engine, token_ids, scope="off")
     reply = tokens_of(free)
     end = reply.index(next(token for token in reply[20:] if token not in reply[:20]))
     stop = engine.tokenizer.decode(reply[end : end + 1])
     stopped = tokens_of(run(engine, token_ids, stop=(stop,)))
-    assert generated_ends(engine) == list(range(4 * BLOCK, PROMPT + len(stopped), BLOCK))
+    last = PROMPT + len(stopped) - 1
+    assert reply_ends(engine) == sorted({*range(4 * BLOCK, last, BLOCK), last})
     at_once = run(engine, prompt(6), logit_bias={2: 100.0})
     assert tokens_of(at_once) == [2]
-    assert len(generated_ends(engine)) == len(range(4 * BLOCK, PROMPT + len(stopped), BLOCK))
+    assert reply_ends(engine) == sorted({*range(4 * BLOCK, last, BLOCK), last})

@@ -255,14 +255,12 @@ def test_tenants_share_no_part_of_a_block(runner: Runner) -> None:
 
 
 def test_a_part_of_a_reply_is_used(runner: Runner) -> None:
-    reuse = CacheOptions(scope=FULL.scope, reuse_generated=True)
     prompt = random_prompt(1, BLOCK + 4)
-    first = ask(runner, prompt, reuse, reply=2 * BLOCK)
+    first = ask(runner, prompt, FULL, reply=2 * BLOCK)
     reply = np.array(first.greedy, np.int32)
     turn = leaving(np.concatenate([prompt, reply]), len(prompt) + 7)
-    assert restored(runner, turn) == len(prompt)
-    report = ask(runner, turn, CacheOptions(scope=FULL.scope, reuse_generated=True, save=False)).report
-    assert (report.restored, report.exact) == (len(prompt) + 7, False)
+    report = ask(runner, turn).report
+    assert (report.restored, report.exact) == (len(prompt) + 7, True)
 
 
 def test_a_node_that_is_used_in_part_counts_as_used(runner: Runner) -> None:

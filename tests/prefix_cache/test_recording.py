@@ -29,13 +29,14 @@ from diskprefix.prefix_cache.recording import RecordedRequest, Recorder, joined
 from diskprefix.prompt import Mark, Prompt
 from diskprefix.settings import Settings
 from diskprefix.tenant import SHARED
-from diskprefix.tokens import TokenIds, common_prefix_length
+from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 
 BLOCK = 16
 ROOT, OTHER_ROOT, GROUP = b"r" * 16, b"o" * 16, b"\1" * 8
 FULL = CacheOptions(scope=Scope("full"))
 CHOSEN = Selection(scope=Scope("full"), prompt_tokens=50, reason="full")
 REPORT = CacheReport(selection=CHOSEN)
+NO_REPLY = as_token_ids([])
 
 
 def random_prompt(seed: int, num_tokens: int) -> TokenIds:
@@ -58,8 +59,11 @@ def note(
     *,
     root: bytes = ROOT,
     when: float = 1.0,
+    reply: TokenIds = NO_REPLY,
 ) -> None:
-    recorder.note(prompt, options, report, root=root, when=when, output_tokens=3, prefill_ms=4.5, remembered=True)
+    recorder.note(
+        prompt, options, report, root=root, when=when, output_tokens=3, reply=reply, prefill_ms=4.5, remembered=True
+    )
 
 
 def parsed(line: bytes) -> RecordedRequest:

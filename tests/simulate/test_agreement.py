@@ -72,6 +72,7 @@ class Turn:
     save: bool = True
     marked: bool = False
     is_raw: bool = False
+    reply: int = 0
     restarted: bool = False
 
 
@@ -83,13 +84,16 @@ class Conversations:
         self._random = np.random.default_rng(seed)
         self._systems = [self._message(SYSTEM, size) for size in (45, 70)]
         self._open: list[list[TokenIds]] = []
+        self._replies: list[TokenIds | None] = []
+        """What the model answered to each, behind the beginning of a reply that the template wrote."""
 
     def next(self, turn: Turn) -> TraceRequest:
         messages = self._messages(turn)
         self._open.append(messages)
+        self._replies.append(None)
         # The template may write another beginning of the reply than the one that the reply then has.
-        opening = as_token_ids([BEGIN, REPLY] if turn.size % 5 else [BEGIN, REPLY, 7, 7])
-        token_ids = np.concatenate([*messages, opening])
+        self._opening = as_token_ids([BEGIN, REPLY] if turn.size % 5 else [BEGIN, REPLY, 7, 7])
+        token_ids = np.concatenate([*messages, self._opening])
         boundaries = raw_boundaries(token_ids, (BEGIN, END))
         has_system = not turn.is_raw and turn.how != "unlike"
         if turn.is_raw:
@@ -128,7 +132,13 @@ class Conversations:
             return [*before[:-1], last]
         if turn.how in ("grow", "branch"):
             before += [self._message(REPLY, turn.size // 2), self._message(USER, turn.size)]
+        if turn.how == "answer" and (reply := self._replies[-1]) is not None:
+            before = [*self._open[-1], reply, self._message(USER, turn.size)]
         return before
+
+    def answered(self, token_ids: TokenIds) -> None:
+        """The model's reply to the last prompt, as the next turn has it."""
+        self._replies[-1] = np.concatenate([self._opening, token_ids, as_token_ids([END])])
 
     def _message(self, role: int, size: int) -> TokenIds:
         return np.concatenate([as_token_ids([BEGIN, role]), self._text(size), as_token_ids([END])])
@@ -137,7 +147,7 @@ class Conversations:
         return self._random.integers(TEXT, VOCAB, size).astype(np.int32)
 
 
-HOWS = "new", "grow", "grow", "grow", "branch", "edit", "within", "again", "unlike", "short"
+HOWS = "new", "grow", "grow", "answer", "answer", "branch", "edit", "within", "again", "unlike", "short"
 SCOPES = None, None, None, "auto:2", "full", "off", "40", "150", "auto:1"
 TURNS = st.builds(
     Turn,
@@ -150,6 +160,7 @@ TURNS = st.builds(
     save=st.sampled_from([True, True, True, True, False]),
     marked=st.sampled_from([False, False, False, True]),
     is_raw=st.sampled_from([False, False, False, True]),
+    reply=st.sampled_from([0, 1, 9, 40]),
     restarted=st.sampled_from([False, False, False, False, True]),
 )
 
@@ -199,9 +210,9 @@ class Daemon:
         self.runner.reopen()
         self._recorder = self._open_recorder()
 
-    def step(self, request: TraceRequest) -> Answer:
+    def step(self, request: TraceRequest, reply: int = 0) -> Answer:
         options = self.options(request)
-        answer = self.runner.run_prompt(request.prompt, options)
+        answer = self.runner.run_prompt(request.prompt, options, reply=reply)
         self.runner.flush()
         for root, prompts in self._histories:
             self._recorder.know(root, prompts)
@@ -212,7 +223,8 @@ class Daemon:
             answer.report,
             root=self.runner.cache.namespaces.get(options.tenant).root,
             when=1e9 + request.when,
-            output_tokens=0,
+            output_tokens=reply,
+            reply=computed(answer),
             prefill_ms=0.0,
             remembered=answer.is_published,
         )
@@ -246,6 +258,11 @@ class Daemon:
         return len(table.names), int(table.records["stored_bytes"].sum())
 
 
+def computed(answer: Answer) -> TokenIds:
+    """What of the reply was run through the model."""
+    return as_token_ids(answer.greedy[:-1])
+
+
 def seen(answer: Answer) -> Seen:
     return _seen(answer.report.restored, answer.report.selection)
 
@@ -277,7 +294,10 @@ def agreed(daemon: Daemon, seed: int, turns: Sequence[Turn]) -> list[Seen]:
         if turn.restarted:
             daemon.restart()
         request = conversations.next(turn)
-        happened.append(seen(daemon.step(request)))
+        answer = daemon.step(request, turn.reply)
+        conversations.answered(as_token_ids(answer.greedy))
+        request = replace(request, reply=computed(answer))
+        happened.append(seen(answer))
         said = foreseen(simulator.step(request))
         assert said == happened[-1], f"request {number}, {turn}"
     assert daemon.written_tokens == simulator.totals.written_tokens
@@ -285,6 +305,9 @@ def agreed(daemon: Daemon, seed: int, turns: Sequence[Turn]) -> list[Seen]:
     daemon.close()
     assert num_nodes == len(simulator.store)
     assert num_bytes == pytest.approx(simulator.store.used_bytes, rel=0.25), "pieces are rounded up to pages"
+    if any(turn.restarted and any(before.reply > 1 for before in turns[:at]) for at, turn in enumerate(turns)):
+        # After a restart, a recorder knows the prompts of before, and not their replies.
+        return happened
     replayer = Simulator(POLICY, geometry_of(daemon.runner))
     for number, request in enumerate(read_trace(daemon.recording)):
         assert foreseen(replayer.step(request)) == happened[number], f"request {number} as recorded, {turns[number]}"

@@ -222,7 +222,8 @@ def open_recorder(path: Path, block_size: int = BLOCK, min_tokens: int = BLOCK) 
 def record(path: Path, *prompts: Prompt, options: CacheOptions = DEFAULT, root: bytes = ROOT, **more: Any) -> Path:
     recorder = open_recorder(path)
     report = more.pop("report", CacheReport(selection=CHOSEN))
-    details = {"when": 100.0, "output_tokens": 5, "prefill_ms": 1.0, "remembered": True} | more
+    details: dict[str, Any] = {"when": 100.0, "output_tokens": 5, "prefill_ms": 1.0, "remembered": True}
+    details |= {"reply": as_token_ids([])} | more
     for prompt in prompts:
         recorder.note(prompt, options, report, root=root, **details)
     recorder.close()
@@ -263,7 +264,15 @@ def test_a_recording_says_what_its_daemon_was_like(tmp_path: Path) -> None:
         (CacheReport(selection=CHOSEN), 0.0),
     ):
         recorder.note(
-            prompt, DEFAULT, report, root=ROOT, when=200.0, output_tokens=5, prefill_ms=prefill_ms, remembered=True
+            prompt,
+            DEFAULT,
+            report,
+            root=ROOT,
+            when=200.0,
+            output_tokens=5,
+            reply=as_token_ids([]),
+            prefill_ms=prefill_ms,
+            remembered=True,
         )
     recorder.close()
     trace = read_trace(path)
