@@ -227,6 +227,8 @@ class CachedRequest:
             if layout.states and is_at_end_of_block and arena.num_tokens > self.restored.num_tokens:
                 self._take_states(arena)
             self._publish_blocks(arena, arena.num_tokens // nodes.block_size, least_s=_LEAVE_S)
+            if layout.state_kind == "token" and not is_at_end_of_block:
+                self._leave_partial_block(arena)
             if self._publisher.has_published:
                 self._saved = "queued"
 
@@ -347,6 +349,14 @@ class CachedRequest:
             missing, _ = self.planner.missing(num_blocks, self._states.positions)
             if missing:
                 self._submit(arena, self._wanted(arena, missing, least_s=least_s))
+
+    def _leave_partial_block(self, arena: KVArena) -> None:
+        """The tokens behind the last whole block, unless as many are stored."""
+        nodes, end = self.planner.nodes, arena.num_tokens
+        if end > self.restored.stored_tokens:
+            _, block = self.planner.missing(end // nodes.block_size, self._states.positions)
+            partial = nodes.partial_block(block.name if block else nodes.root, end)
+            self._submit(arena, self._wanted(arena, [partial], least_s=_LEAVE_S))
 
     def _submit(self, arena: KVArena, wanted: list[Wanted], ending: Ending | None = None) -> None:
         self.planner.submitted.update(want.node.name for want in wanted)

@@ -362,6 +362,31 @@ def test_a_cancelled_request_that_comes_again_goes_on_from_where_it_was(
     runner.close()
 
 
+def test_where_a_model_is_exact_at_every_token_nothing_of_it_is_computed_again(tmp_path: Path) -> None:
+    """It is cancelled in the middle of a block; later that block takes the place of its part."""
+    runner = open_runner("token", tmp_path)
+    token_ids = random_prompt(1, 6 * BLOCK + 3)
+    cold = runner.run(token_ids, "off", reply=3)
+    cached = runner.cache.begin(Prompt(token_ids), CacheOptions(scope=parse_scope("auto", param="scope")))
+    with torch.inference_mode():
+        runner.arena.truncate(0)
+        cached.restore(runner.arena)
+        runner.arena.forward(runner.model, torch.from_numpy(token_ids[: 2 * BLOCK + 5]).long().unsqueeze(0))
+    cached.after_step(runner.arena)
+    cached.leave(runner.arena)
+    assert cached.close().saved == "queued"
+    runner.reopen()
+    assert is_sound(runner.cache.store)
+    assert runner.cache.stats()["blocks"] == 3
+    again = runner.run(token_ids, "full", reply=3)
+    assert again.report.restored == 2 * BLOCK + 5
+    assert same(again, cold)
+    runner.flush()
+    assert runner.cache.stats()["blocks"] == 6 + 1, "the tail, and no part of a block"
+    assert is_sound(runner.cache.store)
+    runner.close()
+
+
 def test_it_goes_on_also_where_it_is_cancelled_again_and_again(tmp_path: Path) -> None:
     runner = open_runner("qwen3_next", tmp_path)
     prompt = Prompt(random_prompt(1, 6 * BLOCK + 3))
