@@ -180,6 +180,8 @@ def lives_of(folder: Path, kv: Path, alone: Alone, patch: pytest.MonkeyPatch) ->
             self.open()
 
         def open(self) -> None:
+            # A model is loaded without a fault.
+            self.bad_steps = 0
             self.driven = Driven(folder, self.kv)
             self.all_memory = self.driven.engine.pool.limit_bytes
 
