@@ -48,6 +48,11 @@ def same(a: Answer, b: Answer) -> bool:
     return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
 
 
+def logits_gone(name: str) -> bool:
+    """Whether the reply took the place of the prompt's end, with the logits there: one token is computed again."""
+    return name == "token"
+
+
 def stored_blocks(runner: Runner, token_ids: TokenIds) -> list[bool]:
     """Whether each block of the prompt is in the store."""
     cached = runner.cache.begin(Prompt(token_ids), FULL)
@@ -111,7 +116,7 @@ def test_a_prompt_larger_than_the_write_buffer_is_saved_whole(
     runner.reopen()
     warm = runner.run(prompt, "full", reply=4)
     assert same(cold, warm)
-    assert warm.report.restored == len(prompt)
+    assert warm.report.restored == len(prompt) - logits_gone(name)
     runner.close()
 
 
@@ -185,7 +190,7 @@ def test_where_the_memory_is_wanted_while_the_disk_is_slow_a_beginning_is_stored
     if name != "qwen3_next":
         assert again.report.restored == sum(blocks) * BLOCK
     runner.reopen()
-    assert runner.run(prompt, "full").report.restored == len(prompt)
+    assert runner.run(prompt, "full").report.restored == len(prompt) - logits_gone(name)
     runner.close()
 
 
@@ -244,7 +249,7 @@ def test_a_store_that_fails_in_the_middle_loses_what_comes_after_and_no_answer(
     assert not runner.cache.store.evictor.pinned()
     assert same(runner.run(prompt, "full", reply=2), cold)
     runner.reopen()
-    assert runner.run(prompt, "full").report.restored == len(prompt)
+    assert runner.run(prompt, "full").report.restored == len(prompt) - logits_gone(name)
     assert runner.cache.stats()["state"] == "ok"
     runner.close()
 
