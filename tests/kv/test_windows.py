@@ -257,6 +257,13 @@ def test_blocks_are_captured_before_they_slide_out(gemma: Model) -> None:
     assert all(payload == block_of(gemma, whole, position) for position, payload in saved.found)
 
 
+def test_a_block_that_is_not_complete_stays_however_long_it_is(gemma: Model) -> None:
+    """Longer than the window: it is captured as a whole."""
+    arena = KVArena(gemma.layout, gemma.model.device, block_size=500)
+    gemma.run(arena, [250] * 7 + [240, 250])
+    assert 0 < arena.complete_from <= 1500
+
+
 def test_what_the_buffer_has_no_room_for_is_dropped_when_memory_moves(gemma: Model) -> None:
     """And what is captured later has the bytes of its own place."""
     saved, whole = captured(gemma, lambda end: end < 600 or end > 2000)
