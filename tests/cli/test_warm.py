@@ -77,7 +77,7 @@ def test_what_was_warmed_is_a_hit(run: Run, daemon: DaemonProcess, tmp_path: Pat
         answer = client.post("/v1/chat/completions", json=body).json()
     assert answer["usage"]["prompt_tokens"] == row["prompt_tokens"]
     assert answer["prefix_cache"]["restored"] == row["prompt_tokens"], "all of it, with the next-token logits"
-    assert answer["prefix_cache"]["source"] == "disk"
+    assert answer["prefix_cache"]["source"] == "memory"
 
 
 def test_every_form_of_prompt_is_taken(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:
@@ -130,15 +130,16 @@ def test_a_prompt_that_is_known_already_is_only_read(run: Run, daemon: DaemonPro
     assert f"1 prompt of {tokens} tokens, {tokens} restored and 0 computed in " in ended.stdout
 
 
-def test_the_scope_decides_what_is_kept_whatever_the_body_says(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_the_scope_decides_what_is_kept_whatever_the_body_says(run: Run, chat_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "scope.jsonl"
     own = {"prefix_cache": {"scope": "auto", "window": 3, "save": False, "salt": "of-the-scope-test"}}
     path.write_text(json.dumps({"messages": question("scope"), **own}))
-    assert run("warm", path, "--url", daemon.url, "--scope", "32", "--json").exit_code == 0
-    (row,) = rows(run("warm", path, "--url", daemon.url, "--json"))
-    assert (row["restored"], row["saved"]) == (32, "queued")
-    (row,) = rows(run("warm", path, "--url", daemon.url, "--json"))
-    assert (row["restored"], row["saved"]) == (row["prompt_tokens"], "stored")
+    with running_daemon(chat_model, tmp_path / "kv", kv_memory_entries=0) as daemon:
+        assert run("warm", path, "--url", daemon.url, "--scope", "32", "--json").exit_code == 0
+        (row,) = rows(run("warm", path, "--url", daemon.url, "--json"))
+        assert (row["restored"], row["saved"]) == (32, "queued")
+        (row,) = rows(run("warm", path, "--url", daemon.url, "--json"))
+        assert (row["restored"], row["saved"]) == (row["prompt_tokens"], "stored")
 
 
 def test_what_is_too_short_to_keep_is_told(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:

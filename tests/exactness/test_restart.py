@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +91,11 @@ def inspected(folder: Path) -> list[Request]:
     return entries
 
 
-def hits_by_scope(folder: Path) -> Counter[str]:
-    counted: Counter[str] = Counter()
+def last_use_by_scope(folder: Path) -> dict[str, float]:
+    used: dict[str, float] = {}
     for entry in inspected(folder):
-        counted[entry["scope"]] += entry["hits"]
-    return counted
+        used[entry["scope"]] = max(used.get(entry["scope"], 0.0), entry["last_used_at"])
+    return used
 
 
 @pytest.mark.slow
@@ -115,12 +114,12 @@ def test_the_daemon_says_the_same_after_kill_minus_nine(chat_model: Path, tmp_pa
         saving = [ask(client, body) for body in bodies]
         daemon.wait_saved()
         daemon.stop(signal.SIGKILL)
-    hits_before = hits_by_scope(cache)
-    daemon = DaemonProcess(*serve_flags(chat_model, cache))
+    used_before = last_use_by_scope(cache)
+    daemon = DaemonProcess(*serve_flags(chat_model, cache, kv_memory_entries=0))
     with daemon, daemon.wait_ready().client() as client:
         restored = [ask(client, body) for body in bodies]
         daemon.stop(signal.SIGTERM)
-    hits_after = hits_by_scope(cache)
+    used_after = last_use_by_scope(cache)
 
     assert [reply["prefix_cache"]["miss_reason"] for reply in cold] == ["off"] * len(bodies)
     assert [reply["prefix_cache"]["restored"] for reply in cold] == [0] * len(bodies)
@@ -129,8 +128,8 @@ def test_the_daemon_says_the_same_after_kill_minus_nine(chat_model: Path, tmp_pa
     assert all(reply["prefix_cache"]["restored"] >= 256 for reply in restored)
     for replies in (saving, restored):
         assert [reply["choices"] for reply in replies] == [reply["choices"] for reply in cold]
-    assert hits_before.keys() == hits_after.keys() == {"full", "auto:8", "300"}
-    assert all(hits_after[scope] > hits_before[scope] for scope in hits_after), (hits_before, hits_after)
+    assert used_before.keys() == used_after.keys() == {"full", "auto:8", "300"}
+    assert all(used_after[scope] > used_before[scope] for scope in used_after), (used_before, used_after)
 
 
 KILLS = 4
