@@ -457,5 +457,5 @@ def test_a_running_daemon_restores_what_is_imported_beside_it(invoke: Invoke, ch
         warm = answered(daemon, "You are patient. ")
     assert cold["prefix_cache"]["restored"] == 0
     assert warm["prefix_cache"]["source"] == "disk"
-    assert warm["prefix_cache"]["restored"] == cold["usage"]["prompt_tokens"]
+    assert warm["prefix_cache"]["restored"] == cold["usage"]["prompt_tokens"] - 1, "the reply took the place of its end"
     assert warm["choices"] == cold["choices"]

@@ -42,7 +42,7 @@ LONGEST = 700
 TENANTS = (SHARED, SHARED, Tenant.of_key("somebody"))
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3_next"])
+@pytest.fixture(scope="module", params=["gemma3", "qwen3_next"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     dtype = torch.float32 if request.param == "qwen3_next" else torch.bfloat16
