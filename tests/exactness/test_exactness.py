@@ -167,13 +167,11 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All checkpoints of a prompt share one memory."""
-    read_states, shared = KVArena.read_states, dict[KVArena, memoryview]()
+    """All checkpoints of a prompt have the states of the first one."""
+    read_states, first = KVArena.read_states, dict[KVArena, memoryview]()
 
     def read(self: KVArena) -> memoryview:
-        states = read_states(self)
-        shared.setdefault(self, states)[:] = states
-        return shared[self]
+        return first.setdefault(self, read_states(self))
 
     monkeypatch.setattr(KVArena, "read_states", read)
 
