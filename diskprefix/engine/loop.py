@@ -8,26 +8,22 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 
 from diskprefix.cache_report import CacheReport
-from diskprefix.engine.detokenize import TextStream
-from diskprefix.engine.device import raise_if_lost, synchronize
+from diskprefix.engine.admission import memory_for, new_job
+from diskprefix.engine.device import raise_if_lost
+from diskprefix.engine.forward import forward
 from diskprefix.engine.inbox import Inbox, Ticket, error_event
 from diskprefix.engine.job import Choice, Job
-from diskprefix.engine.request import DoneEvent, Event, FinishEvent, FinishReason, GenerateRequest
-from diskprefix.engine.sampler import Sampler
+from diskprefix.engine.request import DoneEvent, Event, FinishEvent, FinishReason
 from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
-from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest
+from diskprefix.errors import DeviceLost
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.kv.pool import Slot
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.model import runner
-from diskprefix.printable import first_line
 
 log = logging.getLogger("diskprefix")
 
@@ -103,7 +99,7 @@ class Loop:
             numbered.remove(item)
             ticket = item[1]
             try:
-                state = self._memory_for(ticket.request)
+                state = memory_for(self._served, ticket.request, self._jobs)
             except Exception as error:  # noqa: BLE001 (it is told, and the engine thread must outlive any request)
                 self._refuse(ticket, error)
                 continue
@@ -126,33 +122,11 @@ class Loop:
         self._send(ticket, error_event(error, ticket.request))
         self._inbox.end(ticket)
 
-    def _memory_for(self, request: GenerateRequest) -> Slot | TransformersState | Literal["later"] | None:
-        """Returns the memory of a request; None if others must end first, "later" if only this one must wait.
-
-        Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for one that exceeds the positions or the
-        memory.
-        """
-        self._served.check_length(request)
-        token_ids = request.prompt.token_ids
-        if request.prompt.media or self._cache.layout.unsupported:
-            if any(isinstance(choice.state, TransformersState) for job in self._jobs for choice in job.choices):
-                return "later"
-            return TransformersState(self._model, request.prompt.media)
-        if request.cache.scope.kind == "off":
-            return self._pool.take(len(token_ids))
-        owner = self._cache.owner(request.cache.tenant)
-        found = self._pool.find(owner, token_ids)
-        if found is not None and found.is_worth_waiting_for:
-            return "later"
-        slot = self._pool.go_on(found, len(token_ids)) if found else self._pool.take(len(token_ids))
-        if slot is not None:
-            slot.owner = owner
-        return slot
-
     def _admit(self, ticket: Ticket, state: Slot | TransformersState) -> None:
         request, prompt = ticket.request, ticket.request.prompt
         try:
-            job = self._job(ticket)
+            job = new_job(self._served, ticket, self._num_arrived)
+            self._num_arrived += len(job.all_choices)
         except Exception as error:  # noqa: BLE001 (as above)
             if isinstance(state, Slot):
                 self._pool.release(state, keep=True)
@@ -179,31 +153,6 @@ class Loop:
                     self._fetcher.submit(self._fetch, job)
                     return
             self._begin(job)
-
-    def _job(self, ticket: Ticket) -> Job:
-        request = ticket.request
-        ids = torch.from_numpy(request.prompt.token_ids).to(self._model.device, torch.long).unsqueeze(0)
-        job = Job(ticket, self._cache.begin(request.prompt, request.cache), ids)
-        choices = [self._choice(job, index) for index in range(request.sampling.n)]
-        job.choices, job.unforked = choices[:1], choices[1:]
-        return job
-
-    def _choice(self, job: Job, index: int) -> Choice:
-        request, layout = job.request, self._cache.layout
-        self._num_arrived += 1
-        prompt_tokens = len(request.prompt.token_ids)
-        in_steps = not (layout.is_one_pass or layout.unsupported or request.prompt.media)
-        return Choice(
-            job=job,
-            index=index,
-            tenant=job.turn,
-            arrived=self._num_arrived,
-            prompt_tokens=prompt_tokens,
-            packs=self._served.packs and not request.prompt.media,
-            grid=self._cache.settings.block_size if in_steps else prompt_tokens,
-            sampler=Sampler(request.sampling, request.prompt.token_ids, self._model.device, index),
-            text=TextStream(self._served.tokenizer, request.sampling.stop),
-        )
 
     def _fetch(self, job: Job) -> None:
         """Runs on the fetching thread."""
@@ -247,7 +196,7 @@ class Loop:
         if not step:
             return
         started = time.perf_counter()
-        results = self._forward(step)
+        results = forward(self._model, step)
         elapsed, num_rows = time.perf_counter() - started, sum(chunk.num_rows for chunk in step)
         self._scheduler.advance(step)
         for chunk, result in zip(step, results, strict=True):
@@ -282,23 +231,6 @@ class Loop:
             # The others have nothing to begin from any more.
             self._preempted.extend(job.unforked)
             job.choices, job.unforked, job.source = job.all_choices, [], None
-
-    def _forward(self, step: list[Chunk[Choice]]) -> list[torch.Tensor | Exception]:
-        """Returns the next-token logits of each chunk, or what its own forward raised."""
-        try:
-            logits = runner.run(self._model, [_rows(chunk) for chunk in step])
-            synchronize(self._model.device)
-        except Exception as error:  # noqa: BLE001 (it is returned)
-            raise_if_lost(error)
-            if len(step) == 1:
-                return [_naming_media(error, step[0].sequence.job.request)]
-            log.warning("[engine] a step of %d sequences failed, now each alone: %s", len(step), first_line(error))
-        else:
-            return list(logits)
-        for chunk in step:
-            assert isinstance(chunk.sequence.state, KVArena)
-            chunk.sequence.state.truncate(chunk.start)
-        return [result for chunk in step for result in self._forward([chunk])]
 
     def _computed(self, chunk: Chunk[Choice], logits: torch.Tensor, seconds: float) -> None:
         choice, job = chunk.sequence, chunk.sequence.job
@@ -471,23 +403,3 @@ class Loop:
             raise
         except Exception as error:  # noqa: BLE001 (it is told, and the engine thread must outlive any request)
             self._fail(job, error)
-
-
-def _rows(chunk: Chunk[Choice]) -> runner.Rows:
-    choice = chunk.sequence
-    assert choice.state is not None
-    return runner.Rows(choice.state, choice.ids(chunk.start, chunk.end))
-
-
-def _naming_media(error: Exception, request: GenerateRequest) -> Exception:
-    """Turns what a model's own code raises over images and sounds into an `InvalidRequest` that names them."""
-    if not request.prompt.media or isinstance(error, DiskPrefixError) or is_out_of_memory(error):
-        return error
-    log.warning("[engine] %s: the model's own code fails over its media: %s", request.id, first_line(error))
-    failure = InvalidRequest(
-        f"messages: the model's own code fails over these images or sounds: {first_line(error)}",
-        param="messages",
-        code="unsupported_content",
-    )
-    failure.__cause__ = error
-    return failure

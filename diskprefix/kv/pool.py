@@ -89,10 +89,6 @@ class KVPool:
     def used_bytes(self) -> int:
         return sum(slot.arena.num_bytes for slot in self.slots) + sum(arena.num_bytes for arena in self._spare)
 
-    @property
-    def num_idle(self) -> int:
-        return sum(not slot.is_busy for slot in self.slots)
-
     def touch(self, num_bytes: int, max_tokens: int) -> None:
         """Takes memory ahead, before the first request. Raises `ContextTooLong` if there is less."""
         arena = self._new_arena()
@@ -174,11 +170,6 @@ class KVPool:
         idle = sorted((slot for slot in self.slots if not slot.is_busy), key=lambda slot: slot.used_at)
         for oldest in idle[: max(0, len(idle) - self.max_idle)]:
             self._forget(oldest)
-
-    def forget_idle(self) -> None:
-        """Forgets all sequences that ended."""
-        for slot in [slot for slot in self.slots if not slot.is_busy]:
-            self._forget(slot)
 
     def stats(self) -> dict[str, int]:
         """Sizes in bytes, numbers of sequences, and the tokens of those that ended."""

@@ -24,16 +24,6 @@ class Plan:
     num_tokens: int = 0
     has_entry: bool = True
 
-    def beginning(self, num_nodes: int, state: StateKind) -> Plan:
-        """Its first `num_nodes` nodes, as far as a later request can go on from them."""
-        nodes = self.nodes[:num_nodes]
-        if len(nodes) == len(self.nodes):
-            return self
-        while nodes and nodes[-1].kind == Kind.BLOCK and state not in _SLICEABLE:
-            # Nothing can go on from a block without the states at its end.
-            nodes = nodes[:-1]
-        return Plan(nodes, nodes[-1].name, nodes[-1].end) if nodes else Plan()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:

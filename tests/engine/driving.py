@@ -13,6 +13,7 @@ from diskprefix.engine.engine import Engine
 from diskprefix.engine.inbox import Inbox, Serve, error_event
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, TextEvent
+from diskprefix.kv.pool import KVPool
 
 
 class Cancelled(Exception):
@@ -110,6 +111,12 @@ def run_request(engine: Engine, request: GenerateRequest, *, steps: int | None =
         raise Cancelled
     assert client.done
     return client.events
+
+
+def forget_idle(pool: KVPool) -> None:
+    """Has the pool forget all sequences that ended."""
+    for slot in [slot for slot in pool.slots if not slot.is_busy]:
+        pool.release(slot, keep=False)
 
 
 def after_steps(patch: pytest.MonkeyPatch, steps: int, act: Callable[[], object]) -> None:

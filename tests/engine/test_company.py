@@ -25,7 +25,7 @@ from diskprefix.settings import Settings
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.tenant import SHARED, Tenant
 from diskprefix.tokens import TokenIds
-from tests.engine.driving import Client, after_steps, run_together, running, wait_until_idle
+from tests.engine.driving import Client, after_steps, forget_idle, run_together, running, wait_until_idle
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
 
@@ -269,7 +269,7 @@ def test_a_sequence_that_gives_up_its_memory_is_computed_again_and_its_reply_is_
     engine.pool.limit_bytes = 2 * bytes_for(engine.cache.layout, 1024) + bytes_for(engine.cache.layout, 100)
     requests = [request(tokens(1000, seed), max_tokens=120, n=1 + seed) for seed in range(2)]
     expected = [[alone(engine, one).tokens_of(choice) for choice in range(one.sampling.n)] for one in requests]
-    engine.pool.forget_idle()
+    forget_idle(engine.pool)
     engine.pool._spare.clear()
     caplog.set_level("INFO")
     clients = run_together(engine, requests)
@@ -305,7 +305,7 @@ def test_clients_that_leave_in_any_state_leave_the_others_alone(engine: Engine) 
     requests = [request(tokens(150 + 40 * seed, seed), max_tokens=10) for seed in range(6)]
     expected = [alone(engine, one).tokens for one in requests]
     for steps in range(1, 14):
-        engine.pool.forget_idle()
+        forget_idle(engine.pool)
         with pytest.MonkeyPatch.context() as patch, running(engine) as inbox:
             clients = [Client(inbox, replace(one, cache=replace(one.cache, save=False))) for one in requests]
             after_steps(patch, steps, clients[steps % 6].ticket.cancel)

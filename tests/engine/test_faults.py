@@ -22,7 +22,7 @@ from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.pool import KVPool
 from diskprefix.prefix_cache.cache import PrefixCache
 from diskprefix.prefix_cache.request import CachedRequest
-from tests.engine.driving import Client, after_steps, run_together, running, wait_until_idle
+from tests.engine.driving import Client, after_steps, forget_idle, run_together, running, wait_until_idle
 from tests.engine.test_company import POSITIONS, alone, load, request, tokens
 from tests.model import tiny
 
@@ -47,7 +47,7 @@ def replies(client: Client, n: int = 1) -> list[list[int]]:
 
 def limit_memory(engine: Engine, *num_tokens: int) -> None:
     """Room for sequences of so many tokens."""
-    engine.pool.forget_idle()
+    forget_idle(engine.pool)
     engine.pool._spare.clear()
     engine.pool.limit_bytes = sum(bytes_for(engine.cache.layout, count) for count in num_tokens)
 
@@ -356,7 +356,7 @@ def test_requests_that_wait_for_a_prompt_compute_it_if_it_is_not_computed(
 ) -> None:
     one = request(tokens(1500))
     expected = alone(engine, one).tokens
-    engine.pool.forget_idle()
+    forget_idle(engine.pool)
     bad = replace(one, sampling=replace(one.sampling, logit_bias={1: float("inf")}))
     with running(engine) as inbox:
         with inbox._changed:

@@ -30,7 +30,7 @@ from diskprefix.prefix_cache.restore import _Loader
 from diskprefix.prompt import Prompt
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.tenant import SHARED, Tenant
-from tests.engine.driving import Client
+from tests.engine.driving import Client, forget_idle
 from tests.engine.test_company import BIAS, load, tokens
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
@@ -257,7 +257,7 @@ def lives_of(folder: Path, kv: Path, alone: Alone, patch: pytest.MonkeyPatch) ->
             """Room for so many of the longest prompts."""
             pool = self.driven.engine.pool
             self.finish()
-            pool.forget_idle()
+            forget_idle(pool)
             pool._spare.clear()
             each = bytes_for(pool.layout, LONGEST + 60)
             pool.limit_bytes = self.all_memory if sequences is None else int(each * sequences)
@@ -303,7 +303,7 @@ def lives_of(folder: Path, kv: Path, alone: Alone, patch: pytest.MonkeyPatch) ->
             owned = [choice.slot for job in loop._jobs for choice in job.choices if choice.slot is not None]
             busy = [slot for slot in pool.slots if slot.is_busy]
             assert sorted(map(id, owned)) == sorted(map(id, busy))
-            assert pool.num_idle <= pool.max_idle
+            assert pool.stats()["entries"] <= pool.max_idle
             assert all(slot.num_computed == len(slot.token_ids) for slot in pool.slots if not slot.is_busy)
 
         def check_replies(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from diskprefix.engine.engine import Engine
 from diskprefix.kv.arena import bytes_for
 from diskprefix.tokens import TokenIds
-from tests.engine.driving import after_steps, run_together, running
+from tests.engine.driving import after_steps, forget_idle, run_together, running
 from tests.engine.test_company import BLOCK, alone, load, request, tokens
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
@@ -72,7 +72,7 @@ def test_choices_begin_at_the_prompts_end_however_far_the_first_has_come(engine:
     """In the memory of the one that has ended, or beside it."""
     one = request(tokens(PROMPT), n=2, max_tokens=REPLY, temperature=0.9, seed=4)
     expected = alone(engine, one)
-    engine.pool.forget_idle()
+    forget_idle(engine.pool)
     arenas = [engine.pool._new_arena() for _ in range(num_sequences)]
     for arena in arenas:
         arena.reserve(PROMPT + REPLY)
@@ -116,7 +116,7 @@ def test_a_prompt_longer_than_the_memory_of_its_windows_is_saved_whole(folder: P
     assert warm.done.usage.cached_tokens == 2799, "the reply took the place of the prompt's end"
     assert warm.tokens == cold.tokens == alone(engine, one).tokens
     longer = request(np.concatenate([tokens(2800)[:2777], tokens(30, 1)]), max_tokens=6)
-    engine.pool.forget_idle()
+    forget_idle(engine.pool)
     (turn,) = run_together(engine, [longer])
     assert turn.done.usage.cached_tokens == 2777
     assert turn.tokens == alone(engine, longer).tokens

@@ -17,6 +17,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.pool import LEAST_TOKENS, Found, KVPool, Slot
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.tokens import TokenIds
+from tests.engine.driving import forget_idle
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
 
@@ -340,6 +341,6 @@ def test_a_copy_for_another_choice_begins_at_the_marked_point(layouts: dict[str,
 def test_forgetting_leaves_what_runs(pool: KVPool) -> None:
     ended(pool, tokens(100, 1))
     running = hold(pool, tokens(100, 2))
-    pool.forget_idle()
+    forget_idle(pool)
     assert pool.slots == [running]
     assert pool.stats()["entries"] == 0
