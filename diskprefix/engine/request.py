@@ -36,11 +36,28 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """What a reply must be.
+
+    `source` is the JSON text of the schema, the regex (syntax of Rust's `regex`, without anchors), the grammar (Lark as
+    llguidance has it, or GBNF), or a JSON list of the strings to choose from; "" for any JSON object. With
+    `begins_after`, free text up to and with its first occurrence comes before: the end of reasoning.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    source: str
+    begins_after: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     id: str
     prompt: Prompt
     sampling: SamplingParams
     cache: CacheOptions
+    constraint: Constraint | None = None
+    shown_special_tokens: frozenset[str] = frozenset()
+    """Special tokens that appear in the text of the events; all others do not."""
 
 
 @dataclass(frozen=True)
