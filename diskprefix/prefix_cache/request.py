@@ -132,6 +132,7 @@ class CachedRequest:
         one is wanted here: the next step overwrites the states."""
         if self._bypass is not None or self._is_given_up():
             return
+        self.cache.writer.hold()
         with self._guarded("not all of the prompt is saved"):
             self._states.reserve(self._last_states_bytes(arena.num_tokens))
             if arena.num_tokens in self.selection.checkpoints:
@@ -147,6 +148,7 @@ class CachedRequest:
         was not restored took, in seconds. Until `KVArena.settle`, the arena may grow but must not be changed before the
         prompt's end.
         """
+        self.cache.writer.go_on()
         self.is_published = not self.prompt.media
         if self._bypass is not None:
             return

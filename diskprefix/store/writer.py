@@ -29,6 +29,8 @@ _TOUCH_INTERVAL_S = 1.0
 """Uses of nodes wait so long to be written together. A kill loses at most that much of hits and times of last use. The
 folder is checked at the same interval."""
 _LAST_WRITE_S = 10.0
+_MOST_HELD_S = 10.0
+"""A kill loses what was computed in that time."""
 
 Repair: TypeAlias = Callable[[Store, Mapping[bytes, RootRecord]], int]
 """Removes damaged records from a store and returns how many problems it repaired. The mapping holds the root records
@@ -64,6 +66,10 @@ class Writer:
         self.on_room: Callable[[], None] = _nothing
         """Called when there is more room in the buffer."""
         self._changed = threading.Condition()
+        self._held_at: float | None = None
+        """Since when the writing is held back, on the clock of `time.monotonic`."""
+        self._num_waiting = 0
+        """Callers who wait for everything to be written."""
         self._closing = False
         self.dropped = 0
         self.evicted = 0
@@ -101,6 +107,19 @@ class Writer:
             self.pending = MappingProxyType(dict(self.pending) | {n.name: n for n in publication.nodes})
             self._changed.notify_all()
 
+    def hold(self) -> None:
+        """Hold the writing back until `go_on`, because the model needs the processors for a prompt. It goes on anyway
+        after ten seconds, once half of the buffer is used, and if somebody waits for it."""
+        with self._changed:
+            if self._held_at is None:
+                self._held_at = time.monotonic()
+
+    def go_on(self) -> None:
+        """Write again."""
+        with self._changed:
+            self._held_at = None
+            self._changed.notify_all()
+
     def touch(self, name: bytes, when: float, ttl_s: float | None = None, *, hits: int = 1) -> None:
         """Record the use of a stored node and of the nodes that it continues. Uses are written together, later.
 
@@ -126,7 +145,12 @@ class Writer:
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything that was submitted is written. Returns False if the time runs out first."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue, timeout_s)
+            self._num_waiting += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not self._queue, timeout_s)
+            finally:
+                self._num_waiting -= 1
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, then stop. Returns False if the time ran out and publications were lost."""
@@ -156,8 +180,8 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._damaged or self._closing, _TOUCH_INTERVAL_S)
-                publication = self._queue[0] if self._queue else None
+                self._changed.wait_for(lambda: self._next() or self._damaged or self._closing, _TOUCH_INTERVAL_S)
+                publication = self._next()
                 damaged, self._damaged = self._damaged, {}
                 closing = self._closing
             for name, parent in damaged.items():
@@ -171,6 +195,15 @@ class Writer:
                 return
             if publication is None:
                 self._attempt(self._maintain)
+
+    def _next(self) -> Publication | None:
+        """Returns the publication to be written now."""
+        return self._queue[0] if self._queue and not self._is_held() else None
+
+    def _is_held(self) -> bool:
+        if self._held_at is None or self._closing or self._num_waiting:
+            return False
+        return self.pending_bytes <= self._buffer_bytes // 2 and time.monotonic() < self._held_at + _MOST_HELD_S
 
     def _attempt(self, step: Callable[[], None]) -> None:
         """Run a step. The thread goes on whatever it raises: a bug shows as a degraded cache and a logged traceback."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -305,3 +305,57 @@ def test_a_store_without_times_of_its_own_is_hardly_ever_looked_through(
     for now[0] in range(1000, 9000, 10):
         writer._expire()
     assert [b - a for a, b in pairwise(looks)][:2] == looks_after_s
+
+
+def order_of(store: Store) -> list[str]:
+    """What is done to the store from now on, in order."""
+    order: list[str] = []
+    publish, quarantine = store.publish, store.quarantine
+
+    def noting(publication: Publication) -> int:
+        order.append("publication")
+        return publish(publication)
+
+    def noting_too(name: bytes, parent: bytes) -> int:
+        order.append("quarantine")
+        return quarantine(name, parent)
+
+    store.publish, store.quarantine = noting, noting_too  # type: ignore[method-assign]
+    return order
+
+
+def wait_until(found: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_while_it_is_held_the_writer_does_all_but_writing_publications(store: Store) -> None:
+    writer = Writer(store, buffer_bytes=1 << 30)
+    order = order_of(store)
+    pub = publication(store, prompt(1, BLOCK))
+    writer.hold()
+    submit(writer, pub)
+    writer.quarantine(b"n" * 16, b"p" * 16)
+    wait_until(lambda: order)
+    writer.go_on()
+    wait_until(lambda: not writer.pending)
+    assert order == ["quarantine", "publication"]
+    assert writer.close(30)
+
+
+@pytest.mark.parametrize("reason", ["flush", "close", "half of the buffer", "ten seconds"])
+def test_a_held_writer_writes_all_the_same(store: Store, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    pub = publication(store, prompt(1, BLOCK))
+    if reason == "ten seconds":
+        monkeypatch.setattr(writer_module, "_MOST_HELD_S", 0.0)
+    writer = Writer(store, buffer_bytes=pub.payload_bytes if reason == "half of the buffer" else 1 << 30)
+    writer.hold()
+    submit(writer, pub)
+    if reason == "flush":
+        assert writer.flush(30)
+    elif reason != "close":
+        wait_until(lambda: not writer.pending)
+    assert writer.close(30)
+    assert is_whole(store, pub)
