@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from diskprefix.chat.boundaries import Offsets, common_chars
-from diskprefix.chat.messages import CacheControl, Conversation, Message, TextPart
+from diskprefix.chat.messages import CacheMark, Conversation, Message, TextPart
 from diskprefix.chat.template_input import (
     PART_SEPARATOR,
     TemplateInput,
@@ -53,15 +53,14 @@ def mark_targets(conversation: Conversation) -> list[MarkTarget]:
 
 
 def _targets_in(message: Message, index: int) -> list[MarkTarget]:
-    marks: list[tuple[int | None, CacheControl | None]] = []
-    if isinstance(message.content, list):
-        end, last = -len(PART_SEPARATOR), len(message.content) - 1
-        for j, part in enumerate(message.content):
-            if isinstance(part, TextPart):
-                end += len(PART_SEPARATOR) + len(part.text)
-                # The turn ends with its last part, unless tool calls follow.
-                marks.append((end if j < last or message.tool_calls else None, part.cache_control))
-    marks.append((None, message.cache_control))
+    marks: list[tuple[int | None, CacheMark | None]] = []
+    end, last = -len(PART_SEPARATOR), len(message.content) - 1
+    for j, part in enumerate(message.content):
+        if isinstance(part, TextPart):
+            end += len(PART_SEPARATOR) + len(part.text)
+            # The turn ends with its last part, unless tool calls follow.
+            marks.append((end if j < last or message.tool_calls else None, part.mark))
+    marks.append((None, message.mark))
     return [MarkTarget("messages", index, mark.ttl_s, num_chars) for num_chars, mark in marks if mark is not None]
 
 

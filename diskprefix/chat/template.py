@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from jinja2.exceptions import TemplateError
 
 from diskprefix.chat.boundaries import Offsets, neutralise, system_end, template_boundaries, template_markers
-from diskprefix.chat.content import UNSUPPORTED, Media, parts_for_template, read_media
+from diskprefix.chat.content import UNSUPPORTED, Media, parts_for_template, read_media, text_for_template
 from diskprefix.chat.marks import find_marks, mark_targets
-from diskprefix.chat.messages import Conversation, JsonObject
+from diskprefix.chat.messages import Conversation, Ending, JsonObject
+from diskprefix.chat.output.format import OutputFormat
+from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.template_input import TemplateInput, message_for_template, with_other_user_message
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.printable import printable_only, shown
@@ -40,6 +42,8 @@ _PREVIEW_CHARS = 100
 _PREVIEW_SCANNED_CHARS = 10_000
 _REASON_CHARS = 200
 _NOWHERE = (0, 0)
+_END_TOKENS = 32
+"""Enough to see whether the template opened a thought, and whether it closed it."""
 _PROBE_TEXT = "diskprefix"
 _SYSTEM: JsonObject = {"role": "system", "content": _PROBE_TEXT}
 
@@ -69,6 +73,8 @@ class PromptRenderer:
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         self._warned_of_tools = False
         self._takes_parts_only = self._loses_plain_text()
+        self.output_format: OutputFormat = PlainText()
+        """How the model writes reasoning and calls of tools."""
 
     def warm_up(self) -> None:
         """Compiles the template and fills the tokenizer's caches, so that the first request does not wait for that."""
@@ -86,23 +92,23 @@ class PromptRenderer:
         if media is not None:
             return self._chat_with_media(conversation, media)
         template_input = self._template_input(conversation)
-        rendered = self._render(template_input, conversation.add_generation_prompt)
+        rendered = self._render(template_input, conversation.ending)
         markers = self._markers_of(template_input.tools)
         neutral_parts, changed = neutralise(list(template_input), markers)
         neutral_input = TemplateInput(*neutral_parts)
-        neutral = self._try_render(neutral_input, conversation.add_generation_prompt) if changed else None
-        encoding = self._encode(rendered, add_special_tokens=self._adds_bos(rendered), param="messages")
+        neutral = self._try_render(neutral_input, conversation.ending) if changed else None
+        encoding = self._encode(rendered, add_special_tokens=self._adds_bos(rendered), param=conversation.path)
         token_ids = as_token_ids(encoding["input_ids"])
         offsets = encoding["offset_mapping"]
         boundaries = template_boundaries(token_ids, offsets, markers.values(), rendered, neutral)
-        probe = self._try_render(_probe(template_input), conversation.add_generation_prompt)
+        probe = self._try_render(_probe(template_input), "reply")
         marks: tuple[Mark, ...] = ()
         if targets := mark_targets(conversation):
             shown_as = template_input, rendered
             if neutral and len(neutral) == len(rendered):
                 # The text of a message must not pass for what the template writes at the end of a message.
                 shown_as = neutral_input, neutral
-            render = partial(self._try_render, add_generation_prompt=False)
+            render = partial(self._try_render, ending="none")
             marks = find_marks(targets, *shown_as, offsets, len(token_ids), render)
         return Prompt(
             token_ids=token_ids,
@@ -117,18 +123,19 @@ class PromptRenderer:
         assert self._media is not None, "a model without media has refused them"
         template_input = self._template_input(conversation)
         for message, sent in zip(template_input.messages, conversation.messages, strict=True):
-            message["content"] = parts_for_template(sent.content or "")
-        rendered = self._render(template_input, conversation.add_generation_prompt)
-        if rendered == self._try_render(_without_media(template_input), conversation.add_generation_prompt):
+            message["content"] = parts_for_template(sent.content) or text_for_template("")
+        rendered = self._render(template_input, conversation.ending)
+        if rendered == self._try_render(_without_media(template_input), conversation.ending):
             raise InvalidRequest(
-                "messages: the chat template leaves images and sounds out; use another one with --chat-template",
-                param="messages",
+                f"{conversation.path}: the chat template leaves images and sounds out; use another one with "
+                "--chat-template",
+                param=conversation.path,
                 code=UNSUPPORTED,
             )
         # The text alone may be too long; that is cheaper to find than to prepare the images.
-        self._encode(rendered, add_special_tokens=False, param="messages")
+        self._encode(rendered, add_special_tokens=False, param=conversation.path)
         prepared = self._media.prepare(rendered, media.images, media.audio)
-        self._check_positions(len(prepared.token_ids), "messages")
+        self._check_positions(len(prepared.token_ids), conversation.path)
         return Prompt(token_ids=prepared.token_ids, media=prepared.tensors)
 
     def _adds_bos(self, rendered: str) -> bool:
@@ -143,12 +150,12 @@ class PromptRenderer:
         """Whether the template takes lists of content parts only, and would leave out a plain text."""
         if self._media is None or not self._tokenizer.chat_template:
             return False
-        return not self._writes(_PROBE_TEXT) and self._writes(parts_for_template(_PROBE_TEXT))
+        return not self._writes(_PROBE_TEXT) and self._writes(text_for_template(_PROBE_TEXT))
 
     def _writes(self, content: str | list[JsonObject]) -> bool:
         """Whether the template writes the text of a message with this content."""
         try:
-            return _PROBE_TEXT in self._apply(TemplateInput([{"role": "user", "content": content}], None, {}), True)
+            return _PROBE_TEXT in self._apply(TemplateInput([{"role": "user", "content": content}], None, {}), "reply")
         except InvalidRequest:
             return False
 
@@ -171,6 +178,10 @@ class PromptRenderer:
             text = str(self._tokenizer.decode(ends))
         preview = _preview(text, text[_PREVIEW_CHARS:][-_PREVIEW_CHARS:])
         return Prompt(token_ids=token_ids, boundaries=self._boundaries_of_text(token_ids, offsets), text=preview)
+
+    def end_of(self, prompt: Prompt) -> str:
+        """Returns the last characters of a prompt, with its special tokens."""
+        return str(self._tokenizer.decode(prompt.token_ids[-_END_TOKENS:].tolist(), skip_special_tokens=False))
 
     def _boundaries_of_text(self, token_ids: TokenIds, offsets: Offsets | None) -> tuple[int, ...]:
         """Returns the positions behind special tokens and markers that the client wrote.
@@ -228,22 +239,22 @@ class PromptRenderer:
 
     def _template_input(self, conversation: Conversation) -> TemplateInput:
         tools, variables = conversation.tools, conversation.template_variables
-        template = self._template(tools)
+        template = self._template(tools, conversation.path)
         if tools and "tools" not in template and not self._warned_of_tools:
             self._warned_of_tools = True
             log.warning("a request offers tools, but the model's chat template ignores them; this is logged once")
         for name in self._reserved & variables.keys():
-            param = f"chat_template_kwargs.{name}"
+            param = f"{conversation.variables_path}.{name}"
             raise InvalidRequest(f"{param}: is set by the daemon and cannot be changed", param=param)
         developer_is_known = "developer" in template
         messages = [message_for_template(message, developer_is_known) for message in conversation.messages]
-        return TemplateInput(messages, tools, variables)
+        return TemplateInput(messages, tools, variables, conversation.path)
 
-    def _template(self, tools: list[JsonObject] | None) -> str:
+    def _template(self, tools: list[JsonObject] | None, path: str = "messages") -> str:
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions, or start the daemon with --chat-template FILE",
-                param="messages",
+                param=path,
                 code="no_chat_template",
             )
         return str(self._tokenizer.get_chat_template(tools=tools))
@@ -257,7 +268,8 @@ class PromptRenderer:
                 # An empty list selects the same template as the real tools.
                 some_tools: list[JsonObject] | None = None if tools is None else []
                 for listed in ([_SYSTEM, *messages], list(messages)):
-                    rendered = self._try_render(TemplateInput(listed, some_tools, {}), add_generation_prompt)
+                    ending: Ending = "reply" if add_generation_prompt else "none"
+                    rendered = self._try_render(TemplateInput(listed, some_tools, {}), ending)
                     if rendered:
                         return rendered
                 return ""
@@ -266,16 +278,19 @@ class PromptRenderer:
             self._markers[template] = {text: self._added[text] for text in texts}
         return self._markers[template]
 
-    def _render(self, template_input: TemplateInput, add_generation_prompt: bool) -> str:
+    def _render(self, template_input: TemplateInput, ending: Ending) -> str:
         """Renders, with content in the form that the template takes. Raises `InvalidRequest` as `_apply` does."""
         if self._takes_parts_only:
             messages = [
-                {**message, "content": parts_for_template(message["content"])} for message in template_input.messages
+                message | {"content": text_for_template(message["content"])}
+                if isinstance(message["content"], str)
+                else message
+                for message in template_input.messages
             ]
             template_input = template_input._replace(messages=messages)
-        return self._apply(template_input, add_generation_prompt)
+        return self._apply(template_input, ending)
 
-    def _apply(self, template_input: TemplateInput, add_generation_prompt: bool) -> str:
+    def _apply(self, template_input: TemplateInput, ending: Ending) -> str:
         """Raises `InvalidRequest` if the template refuses its input."""
         try:
             return str(
@@ -283,20 +298,22 @@ class PromptRenderer:
                     template_input.messages,
                     tools=template_input.tools,
                     tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
+                    add_generation_prompt=ending == "reply",
+                    continue_final_message=ending == "continue",
                     **template_input.variables,
                 )
             )
         except _TEMPLATE_FAULTS as error:
             reason = shown(" ".join(str(error).split()), _REASON_CHARS) or type(error).__name__
+            path = template_input.path
             raise InvalidRequest(
-                f"messages: the chat template refuses the messages: {reason}", param="messages", code="template_error"
+                f"{path}: the chat template refuses the messages: {reason}", param=path, code="template_error"
             ) from error
 
-    def _try_render(self, template_input: TemplateInput, add_generation_prompt: bool) -> str:
+    def _try_render(self, template_input: TemplateInput, ending: Ending) -> str:
         """Renders to find boundaries. Returns an empty text, which leads to no boundary, if the template refuses."""
         try:
-            return self._render(template_input, add_generation_prompt)
+            return self._render(template_input, ending)
         except InvalidRequest as error:
             log.debug("no boundaries are known: %s", error.message)
             return ""

@@ -22,6 +22,8 @@ class TemplateInput(NamedTuple):
     messages: list[JsonObject]
     tools: list[JsonObject] | None
     variables: JsonObject
+    path: str = "messages"
+    """Where the messages stood in the client's body."""
 
     @property
     def leading_system(self) -> list[JsonObject]:
@@ -32,27 +34,23 @@ class TemplateInput(NamedTuple):
 def message_for_template(message: Message, developer_is_known: bool) -> JsonObject:
     """Returns `message` as templates expect it. The role `developer` becomes `system` unless the template knows it."""
     role = "system" if message.role == "developer" and not developer_is_known else message.role
-    text = message.content
-    if not isinstance(text, str):
-        text = PART_SEPARATOR.join(part.text for part in text or () if isinstance(part, TextPart))
+    text = PART_SEPARATOR.join(part.text for part in message.content if isinstance(part, TextPart))
     rendered: JsonObject = {"role": role, "content": text}
     if message.tool_calls:
         rendered["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            rendered[name] = value
-    return rendered
+    said = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": message.reasoning}
+    return rendered | {name: value for name, value in said.items() if value is not None}
 
 
 def _tool_call(call: ToolCall) -> JsonObject:
     """Parses the arguments if they are JSON text: templates iterate over them or write them as JSON."""
-    arguments = call.function.arguments
+    arguments = call.arguments
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except ValueError:
             log.debug("the arguments of a tool call are not JSON; the template gets the text")
-    rendered = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    rendered = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
     return rendered if call.id is None else {"id": call.id, **rendered}
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
 from diskprefix.server.body import parse_json
-from diskprefix.server.params import cache_options
-from diskprefix.server.schemas import ChatRequest, CompletionRequest
+from diskprefix.server.protocols.openai_chat import ChatRequest
+from diskprefix.server.protocols.openai_completions import CompletionRequest
+from diskprefix.server.protocols.params import cache_options
 from diskprefix.simulate.trace import TraceRequest
 from diskprefix.tenant import SHARED
 

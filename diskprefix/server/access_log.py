@@ -48,6 +48,13 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 response_started = True
                 record.status = message["status"]
+                # The names that the clients of OpenAI and Anthropic read.
+                request_id = record.request_id.encode()
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", request_id),
+                    (b"request-id", request_id),
+                ]
             await send(message)
 
         try:
@@ -57,7 +64,7 @@ class AccessLog:
             if response_started:
                 raise
             hidden = DiskPrefixError("internal error; the daemon's log has the details", code="internal_error")
-            await error_response(hidden)(scope, receive, note_status)
+            await error_response(scope, hidden)(scope, receive, note_status)
 
     def _close(self, scope: Scope, record: LogContext, elapsed_s: float) -> None:
         route = getattr(scope.get("route"), "path", "other")

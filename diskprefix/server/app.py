@@ -11,15 +11,16 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from diskprefix.server import completions, status
+from diskprefix.server import answer, status
 from diskprefix.server.access_log import AccessLog
 from diskprefix.server.auth import OPEN_PATHS, Auth
 from diskprefix.server.browser_guard import BrowserGuard
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.errors import HANDLERS
 from diskprefix.server.keys import ApiKeys
-from diskprefix.server.replies import ChatCompletionChunk
-from diskprefix.server.schemas import ChatRequest, CompletionRequest
+from diskprefix.server.protocols.openai_chat import ChatRequest
+from diskprefix.server.protocols.openai_completions import CompletionRequest
+from diskprefix.server.protocols.openai_replies import ChatCompletionChunk
 from diskprefix.settings import Settings
 from diskprefix.version import __version__
 
@@ -65,7 +66,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.add_middleware(Auth, keys=keys)
     app.add_middleware(BrowserGuard, host=settings.host)
     app.add_middleware(AccessLog, metrics=daemon.metrics)
-    app.include_router(completions.router)
+    app.include_router(answer.router)
     app.include_router(status.router)
     _complete_openapi(app, with_keys=keys is not None)
     return app

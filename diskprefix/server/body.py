@@ -10,9 +10,9 @@ from fastapi.exceptions import HTTPException
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from diskprefix.chat.messages import REFUSED
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
+from diskprefix.server.protocols.fields import REFUSED
 from diskprefix.settings import format_size
 
 Model = TypeVar("Model", bound=BaseModel)

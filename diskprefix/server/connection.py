@@ -10,7 +10,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from diskprefix.errors import NotReady
-from diskprefix.server.errors import error_body
+from diskprefix.server.errors import fault_of, openai_error
 
 log = logging.getLogger("diskprefix")
 
@@ -107,7 +107,7 @@ def _refusal(max_connections: int) -> bytes:
         "try again later",
         code="too_many_connections",
     )
-    body = json.dumps(error_body(error)).encode()
+    body = json.dumps(openai_error(fault_of(error))).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
         f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -1,11 +1,12 @@
-"""Writes every error as OpenAI's error body: {"error": {"message", "type", "param", "code"}}, with its status."""
+"""Writes every error in the form of the API that was called, with its status."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -54,12 +55,55 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def error_body(error: DiskPrefixError) -> dict[str, Any]:
-    return _body(error.message, error.error_type, error.param, error.code)
+@dataclass(frozen=True)
+class Fault:
+    """What went wrong, in any form."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
 
 
-def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    return {"error": {"message": one_line(message), "type": kind, "param": param and shown(param), "code": code}}
+def fault_of(error: DiskPrefixError) -> Fault:
+    param = error.param and shown(error.param)
+    return Fault(error.http_status, one_line(error.message), error.error_type, param, error.code)
+
+
+def http_fault(status: int, detail: str) -> Fault:
+    """Returns an error of HTTP itself (route, method, size, content type), for which there is no exception class."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return Fault(status, one_line(detail), kind, None, _CODES.get(status))
+
+
+def openai_error(fault: Fault) -> dict[str, Any]:
+    return {"error": {"message": fault.message, "type": fault.type, "param": fault.param, "code": fault.code}}
+
+
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(fault: Fault, request_id: str) -> dict[str, Any]:
+    """Anthropic's form. It has no field for `param` and `code`; clients ignore what they do not know."""
+    kind = _ANTHROPIC_TYPES.get(fault.status, "invalid_request_error" if fault.status < 500 else "api_error")
+    error = {"type": kind, "message": fault.message, "param": fault.param, "code": fault.code}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+def _written(scope: Scope, fault: Fault) -> dict[str, Any]:
+    """Returns the error in the form of the API whose path was called."""
+    if scope["path"].startswith(_ANTHROPIC_PATH):
+        return anthropic_error(fault, log_context(Request(scope)).request_id)
+    return openai_error(fault)
 
 
 def one_line(message: str) -> str:
@@ -67,18 +111,17 @@ def one_line(message: str) -> str:
     return shown(message, _MOST_MESSAGE_CHARS)
 
 
-def error_response(error: DiskPrefixError) -> JSONResponse:
+def error_response(scope: Scope, error: DiskPrefixError) -> JSONResponse:
     headers = {}
     if isinstance(error, QueueFull | NotReady):
         wait_s = error.retry_after_s if isinstance(error, QueueFull) else NOT_READY_RETRY_AFTER_S
         headers["Retry-After"] = str(wait_s)
-    return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
+    return _response(scope, fault_of(error), headers)
 
 
-def http_error_body(status: int, detail: str) -> dict[str, Any]:
-    """Returns an error of HTTP itself (route, method, size, content type), for which there is no exception class."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return _body(detail, kind, None, _CODES.get(status))
+def _response(scope: Scope, fault: Fault, headers: Mapping[str, str] | None) -> JSONResponse:
+    response = LingeringResponse if fault.status == 413 else JSONResponse
+    return response(_written(scope, fault), fault.status, headers)
 
 
 async def refuse(
@@ -86,7 +129,7 @@ async def refuse(
 ) -> None:
     """Answers a request from a middleware, and notes the reason for the log."""
     log_context(Request(scope)).error = reason
-    await JSONResponse(http_error_body(status, reason), status, headers)(scope, receive, send)
+    await _response(scope, http_fault(status, reason), headers)(scope, receive, send)
 
 
 class LingeringResponse(JSONResponse):
@@ -114,7 +157,7 @@ async def _on_diskprefix_error(request: Request, error: Exception) -> Response:
     log_context(request).error = one_line(error.message)
     if error.http_status == 500:
         log.error("request failed: %s", one_line(error.message), exc_info=error)
-    return error_response(error)
+    return error_response(request.scope, error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -125,8 +168,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         detail = f"no such route: {method} {path}; /docs lists all routes"
     elif error.status_code == 405:
         detail = f"{path} does not allow {method}; it allows {headers.get('Allow', 'another method')}"
-    response = LingeringResponse if error.status_code == 413 else JSONResponse
-    return response(http_error_body(error.status_code, detail), error.status_code, headers)
+    return _response(request.scope, http_fault(error.status_code, detail), headers)
 
 
 async def _on_client_disconnect(_request: Request, _error: Exception) -> Response:
@@ -138,4 +180,4 @@ HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
     HTTPException: _on_http_exception,
     ClientDisconnect: _on_client_disconnect,
 }
-"""By class of the exception; they write every error with OpenAI's body."""
+"""By class of the exception."""

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from starlette.requests import ClientDisconnect
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-ReplyEvent: TypeAlias = TextEvent | FinishEvent | DoneEvent
+LiveEvent: TypeAlias = TextEvent | FinishEvent | DoneEvent
 
 MAX_WAITING_BYTES = 16 * 1024**2
 """What may wait for a client that reads more slowly than the engine generates; about 65 000 tokens of plain text.
@@ -107,10 +107,9 @@ def _size(event: Event | None) -> int:
 
 
 class Generation:
-    """An async iterator over a request's events, which ends after the `DoneEvent`. `start()` must be awaited before.
-
-    Both raise `ClientDisconnect` if the client left, and the engine's error if the request failed. `close()` must be
-    called in the end; it cancels what still runs, and may be called twice.
+    """A request in the engine, and its events. `next` raises `ClientDisconnect` if the client left, and the engine's
+    error if the request failed. `close()` must be called in the end; it cancels what still runs, and may be called
+    twice.
     """
 
     def __init__(
@@ -125,31 +124,26 @@ class Generation:
         self._ticket = inbox.submit(request, self._emit)
         self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
 
-    async def start(self) -> None:
-        """Waits for the first event: until the headers are sent, an error can still become an HTTP status."""
-        self._first = await self._next()
-
-    async def __aiter__(self) -> AsyncIterator[ReplyEvent]:
-        event = self._first
-        while not isinstance(event, DoneEvent):
-            yield event
-            event = await self._next()
-        self._on_done(event)
-        yield event
+    async def next(self, timeout_s: float) -> LiveEvent | None:
+        """Returns the next event, or None if there is none for `timeout_s` seconds. A `DoneEvent` is the last one."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                event = await self._events.get()
+        except TimeoutError:
+            return None
+        if event is None:
+            raise ClientDisconnect
+        if isinstance(event, ErrorEvent):
+            raise event.error
+        if isinstance(event, DoneEvent):
+            self._on_done(event)
+        return event
 
     def close(self) -> None:
         """Cancels what still runs and stops listening."""
         self._closed = True
         self._ticket.cancel()
         self._watch.cancel()
-
-    async def _next(self) -> ReplyEvent:
-        event = await self._events.get()
-        if event is None:
-            raise ClientDisconnect
-        if isinstance(event, ErrorEvent):
-            raise event.error
-        return event
 
     def _emit(self, event: Event) -> None:
         """Called in the engine's thread."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 
 from starlette.requests import HTTPConnection
 
@@ -17,6 +18,7 @@ CLIENT_CLOSED_REQUEST = 499
 class LogContext:
     """The facts about one request, filled in while it is served."""
 
+    request_id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex[:24]}")
     status: int = 500
     caller: Caller = NOBODY
     error: str | None = None

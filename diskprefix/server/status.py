@@ -16,7 +16,7 @@ from diskprefix.server.daemon import Daemon, Status
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.keys import ADMIN
 from diskprefix.server.log_context import log_context
-from diskprefix.server.replies import ModelCard, ModelList
+from diskprefix.server.protocols.openai_replies import ModelCard, ModelList
 from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
 

@@ -1,95 +1,48 @@
-"""Writes a response as server-sent events: OpenAI's chunks in OpenAI's order."""
+"""Sends a reply: as server-sent events, or as one JSON object. Both show early and often that the daemon is alive."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from diskprefix.engine.request import DoneEvent, FinishEvent, TextEvent
+from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.errors import error_body, one_line
-from diskprefix.server.generation import Generation, ReplyEvent
+from diskprefix.server.errors import error_response, one_line
+from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
-from diskprefix.server.replies import Api, Json, figures_reply, usage_reply
+from diskprefix.server.protocols.dialect import ReplyWriter, ServerSentEvent
+from diskprefix.server.protocols.reply import ReplyCollector, ReplyReader
 
 log = logging.getLogger("diskprefix")
 
-
-def encode_event(payload: Json) -> bytes:
-    """Returns one server-sent event. It is a single `data` line, because JSON text contains no raw newline."""
-    return b"data: " + json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-class ChunkWriter:
-    """Turns events into chunks.
-
-    The finish chunk of the last choice waits for the `DoneEvent`, because the last chunk of a stream has `prefix_cache`
-    and `timings`. With `include_usage`, one more chunk without choices follows and has them.
-    """
-
-    def __init__(self, envelope: Json, api: Api, include_usage: bool) -> None:
-        self._envelope = envelope | ({"usage": None} if include_usage else {})
-        self._api = api
-        self._include_usage = include_usage
-        self._sent_chars: dict[int, int] = {}
-        """By choice; only of choices that have begun."""
-        self._held: list[Json] = []
-
-    def chunks(self, event: ReplyEvent) -> list[Json]:
-        """Returns the chunks that can be sent after `event`."""
-        if isinstance(event, DoneEvent):
-            return self._last(event)
-        choice = self._choice(event)
-        if choice is None:
-            return []
-        ready, self._held = [*self._held, self._chunk([choice])], []
-        if isinstance(event, FinishEvent):
-            self._held = [ready.pop()]
-        return ready
-
-    def _choice(self, event: TextEvent | FinishEvent) -> Json | None:
-        """Returns the choice of a chunk; None while its text waits for the rest of a character or of a stop string."""
-        index = event.choice
-        if isinstance(event, FinishEvent):
-            return {"index": index, **self._api.end, "logprobs": None, "finish_reason": event.finish_reason}
-        first = index not in self._sent_chars
-        if not (event.text or event.logprobs or first):
-            return None
-        sent = self._sent_chars.get(index, 0)
-        self._sent_chars[index] = sent + len(event.text)
-        logprobs = self._api.logprobs(event.logprobs, sent) if event.logprobs else None
-        return {"index": index, **self._api.part(event.text, first), "logprobs": logprobs, "finish_reason": None}
-
-    def _last(self, done: DoneEvent) -> list[Json]:
-        figures = figures_reply(done)
-        if self._include_usage:
-            return [*self._held, {**self._chunk([]), "usage": usage_reply(done), **figures}]
-        return [{**chunk, **figures} for chunk in self._held or [self._chunk([])]]
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        return {**self._envelope, "choices": choices}
+KEEPALIVE_S = 8.0
+"""Clients and proxies give up after as little as ten seconds without a byte."""
+_FIRST_BYTES = b": diskprefix\n\n"
+"""A comment, which clients ignore. It is sent before the prompt is computed."""
 
 
 class EventStream(Response):
-    """Streams a generation. An error after the headers becomes an `error` event, and `[DONE]` is not sent."""
+    """Streams a reply. After the headers, an error is an event of the stream."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, writer: ChunkWriter) -> None:
+    def __init__(self, generation: Generation, reader: ReplyReader, writer: ReplyWriter, keepalive: bytes) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
+        self._reader = reader
         self._writer = writer
+        self._keepalive = keepalive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for data in self._data():
+            await send({"type": "http.response.body", "body": _FIRST_BYTES, "more_body": True})
+            async for data in self._data(scope):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientDisconnect:
@@ -97,12 +50,80 @@ class EventStream(Response):
         finally:
             self._generation.close()
 
-    async def _data(self) -> AsyncIterator[bytes]:
+    async def _data(self, scope: Scope) -> AsyncIterator[bytes]:
+        for sent in self._writer.begin():
+            yield sent.encode()
         try:
-            async for event in self._generation:
-                for chunk in self._writer.chunks(event):
-                    yield encode_event(chunk)
-            yield b"data: [DONE]\n\n"
+            event = None
+            while not isinstance(event, DoneEvent):
+                event = await self._generation.next(KEEPALIVE_S)
+                if event is None:
+                    yield self._keepalive
+                    continue
+                for reply_event in self._reader.read(event):
+                    if data := _encoded(self._writer.events(reply_event)):
+                        yield data
         except DiskPrefixError as error:
+            log_context(Request(scope)).error = one_line(error.message)
             log.error("a stream ended early: %s", one_line(error.message))
-            yield encode_event(error_body(error))
+            yield _encoded(self._writer.failure(error))
+
+
+def _encoded(events: Sequence[ServerSentEvent]) -> bytes:
+    return b"".join(event.encode() for event in events)
+
+
+class PatientResponse(Response):
+    """Sends a reply as one JSON object.
+
+    If it takes long, the status and the headers are sent before the reply is there, and then a blank from time to time:
+    JSON may begin with blanks, and a client that waits for headers, or for any byte, does not give up. The status is
+    200 then. If the request fails after that, the connection is closed before the end of the body, which clients take
+    for a failure of the connection: no error can pass for a reply.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, generation: Generation, reader: ReplyReader, writer: ReplyWriter) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self._generation = generation
+        self._reader = reader
+        self._writer = writer
+        self._has_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            collector = ReplyCollector()
+            event = None
+            while not isinstance(event, DoneEvent):
+                event = await self._generation.next(KEEPALIVE_S)
+                if event is None:
+                    await self._show_life(send)
+                    continue
+                for reply_event in self._reader.read(event):
+                    collector.add(reply_event)
+            self._generation.close()
+            await self._send_reply(JSONResponse(self._writer.whole(collector.reply)), scope, receive, send)
+        except DiskPrefixError as error:
+            log_context(Request(scope)).error = one_line(error.message)
+            if not self._has_begun:
+                await error_response(scope, error)(scope, receive, send)
+                return
+            log.error("a reply ended early: %s", one_line(error.message))
+        except ClientDisconnect:
+            log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
+        finally:
+            self._generation.close()
+
+    async def _show_life(self, send: Send) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": b"\n", "more_body": True})
+
+    async def _send_reply(self, whole: JSONResponse, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._has_begun:
+            await send({"type": "http.response.body", "body": whole.body, "more_body": False})
+        else:
+            await whole(scope, receive, send)

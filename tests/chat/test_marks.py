@@ -14,7 +14,7 @@ from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.prompt import Mark, Prompt
 from diskprefix.server.body import parse_json
-from diskprefix.server.schemas import ChatRequest
+from diskprefix.server.protocols.openai_chat import ChatRequest
 from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
 
 MARK = {"type": "ephemeral"}

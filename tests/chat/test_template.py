@@ -16,7 +16,7 @@ from diskprefix.policy.scope import parse_scope
 from diskprefix.policy.select import select
 from diskprefix.prompt import Prompt
 from diskprefix.server.body import parse_json
-from diskprefix.server.schemas import ChatRequest
+from diskprefix.server.protocols.openai_chat import ChatRequest
 from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"city": "Oslo"}}}

@@ -12,7 +12,7 @@ from diskprefix.chat.template import PromptRenderer
 from diskprefix.cli.request_bodies import read_body
 from diskprefix.errors import InvalidRequest
 from diskprefix.policy.scope import Scope
-from diskprefix.server.schemas import ChatRequest
+from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.tenant import SHARED
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE, write_tokenizer
 

@@ -23,7 +23,7 @@ from diskprefix.engine import inbox
 from diskprefix.engine.sampler import Sampler
 from diskprefix.model import media as engine_media
 from diskprefix.model.invariant import as_it_was
-from diskprefix.server.schemas import ChatRequest
+from diskprefix.server.protocols.openai_chat import ChatRequest
 from tests.server.media_models import (
     PARTS_ONLY,
     VISION_MODELS,
@@ -260,10 +260,10 @@ IMAGE = image_part(image_bytes())
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (audio_part(b""), "this model takes text and images, no audio (got input_audio)"),
+        (audio_part(b""), "this model takes text and images, no audio (got audio)"),
         (
             {"type": "file", "file": {"file_id": "x"}},
-            "no files; send its pages or frames as image_url parts (got file)",
+            "no files; send its pages or frames as images (got file)",
         ),
         ({"type": "video_url", "video_url": {"url": "x"}}, "no videos"),
     ],
@@ -287,7 +287,8 @@ def test_a_text_model_refuses_media_by_name(chat_model: Path, tmp_path: Path, pa
         server.wait_ready()
         error = refusal(server, text_part("see:"), part)
     assert (error["param"], error["code"]) == ("messages.0.content.1", "unsupported_content")
-    assert f"this model takes text only (got {part['type']})" in error["message"]
+    kind = {"image_url": "image", "input_audio": "audio"}.get(part["type"], part["type"])
+    assert f"this model takes text only (got {kind})" in error["message"]
 
 
 def url_part(url: str) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def test_a_bad_request_is_a_bad_request_error_with_its_param(client: OpenAI) -> 
 
 def test_a_bad_request_for_a_stream_is_raised_at_once(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=5000, stream=True)
+        client.chat.completions.create(model=MODEL, messages=MESSAGES * 500, stream=True)
     assert caught.value.code == "context_length_exceeded"
 
 

@@ -73,11 +73,16 @@ def test_a_killed_daemon_answers_from_disk_after_a_restart(chat_model: Path, cac
     assert again["choices"] == first["choices"]
 
 
+def next_data(lines: Iterator[str]) -> str:
+    """The next line of a stream that is no comment: the engine has begun."""
+    return next(line for line in lines if line.startswith("data: "))
+
+
 def test_a_running_request_is_finished_before_the_end(chat_model: Path, cache: Path) -> None:
     with running_daemon(chat_model, cache) as daemon:
         with httpx.stream("POST", daemon.url + CHAT, json=STREAM | {"max_tokens": 100}, timeout=60) as answer:
             lines = answer.iter_lines()
-            next(lines)
+            next_data(lines)
             daemon.process.send_signal(signal.SIGTERM)
             rest = list(lines)
         assert rest[-2] == "data: [DONE]"
@@ -89,7 +94,7 @@ def test_a_request_that_outlasts_the_grace_gets_an_error_event(chat_model: Path,
         url = daemon.url
         with httpx.stream("POST", url + CHAT, json=ENDLESS, timeout=60) as answer:
             lines = answer.iter_lines()
-            next(lines)
+            next_data(lines)
             daemon.process.send_signal(signal.SIGTERM)
             daemon.wait_for_line("stopping: ")
             with pytest.raises(httpx.ConnectError):
@@ -104,7 +109,7 @@ def test_a_second_interrupt_ends_the_daemon_at_once(chat_model: Path, cache: Pat
         running_daemon(chat_model, cache) as daemon,
         httpx.stream("POST", daemon.url + CHAT, json=ENDLESS, timeout=60) as answer,
     ):
-        next(answer.iter_lines())
+        next_data(answer.iter_lines())
         daemon.process.send_signal(signal.SIGINT)
         daemon.wait_for_line("stopping: ")
         assert daemon.stop(signal.SIGINT) == 130

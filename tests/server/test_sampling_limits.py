@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.server.params import sampling_params
-from diskprefix.server.schemas import ChatRequest
+from diskprefix.server.protocols.fields import SamplingFields
+from diskprefix.server.protocols.params import sampling_params
 from tests.server.daemon_process import DaemonProcess
 
 ROUTES: dict[str, dict[str, Any]] = {
@@ -91,5 +91,4 @@ def test_the_ends_of_all_ranges_together_are_served(
 
 
 def test_more_alternatives_than_tokens_are_as_many_as_there_are() -> None:
-    body = ChatRequest.model_validate(ROUTES["/v1/chat/completions"] | {"logprobs": True, "top_logprobs": 20})
-    assert sampling_params(body, vocab_size=8).logprobs == 8
+    assert sampling_params(SamplingFields(), 8, logprobs=20).logprobs == 8

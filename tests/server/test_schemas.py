@@ -14,8 +14,10 @@ from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import InvalidRequest
 from diskprefix.policy.scope import Scope
 from diskprefix.server.body import parse_json
-from diskprefix.server.params import cache_options, tenant_of
-from diskprefix.server.schemas import MAX_TTL_S, ChatRequest, CompletionRequest
+from diskprefix.server.protocols.fields import MAX_TTL_S
+from diskprefix.server.protocols.openai_chat import ChatRequest
+from diskprefix.server.protocols.openai_completions import CompletionRequest
+from diskprefix.server.protocols.params import cache_options, tenant_of
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.tenant import SHARED, Tenant
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from diskprefix.prompt import Prompt
 from diskprefix.server.body import parse_json
-from diskprefix.server.schemas import ChatRequest
+from diskprefix.server.protocols.openai_chat import ChatRequest
 from tests.chat.families.families import Family, renderer_of, tokenizer_of
 
 Message: TypeAlias = dict[str, Any]

@@ -1,0 +1,50 @@
+"""What the rest of the daemon knows of the format in which a model writes reasoning and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from diskprefix.chat.messages import JsonObject
+from diskprefix.chat.output.events import OutputDelta
+
+
+class OutputParser(Protocol):
+    """Parses one reply while it is written. Not thread-safe.
+
+    It never raises: what it cannot parse is content. How the text is cut into pieces makes no difference to what the
+    deltas hold when they are joined.
+    """
+
+    def feed(self, text: str) -> list[OutputDelta]:
+        """Returns what the next piece of the reply, `text`, adds."""
+
+    def finish(self) -> list[OutputDelta]:
+        """Returns what was still held back. The reply has ended; it may have been cut off anywhere."""
+
+
+class OutputFormat(Protocol):
+    """The format of one chat template. It is chosen and verified when the model is loaded. Thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """A name to be shown: "hermes", "mistral", "none", …"""
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Special tokens that the engine must write as text, because the parser reads them."""
+
+    @property
+    def reasoning_end(self) -> str | None:
+        """The text that ends reasoning; None: the template knows no reasoning."""
+
+    def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:
+        """Returns the parser of one reply.
+
+        `tools` are the request's tools, as OpenAI's API has them; without tools all calls are content. `prompt_end`
+        is the end of the rendered prompt, at least its last 64 characters: it shows whether the template opened a
+        thought.
+        """
+
+    def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
+        """Returns a Lark grammar, as llguidance reads it, of one call or (`many`) of one or more calls of `tools`."""

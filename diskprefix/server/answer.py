@@ -1,0 +1,160 @@
+"""The routes that generate. The steps are the same for every API; what differs is its `Dialect`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diskprefix.cache_options import CacheOptions
+from diskprefix.chat.content import holds_media
+from diskprefix.chat.messages import Conversation, JsonObject
+from diskprefix.chat.output.format import OutputFormat, OutputParser
+from diskprefix.chat.output.plain import PlainText
+from diskprefix.engine.request import DoneEvent, GenerateRequest
+from diskprefix.prompt import Prompt
+from diskprefix.server.body import read_json
+from diskprefix.server.daemon import Daemon
+from diskprefix.server.errors import ErrorBody
+from diskprefix.server.generation import Generation
+from diskprefix.server.log_context import log_context
+from diskprefix.server.protocols.dialect import Arrival, Asked, Dialect, Head
+from diskprefix.server.protocols.fields import RequestBody
+from diskprefix.server.protocols.openai_chat import Chat
+from diskprefix.server.protocols.openai_completions import Completions
+from diskprefix.server.protocols.openai_replies import ChatCompletion, ChatCompletionChunk, Completion
+from diskprefix.server.protocols.params import cache_options
+from diskprefix.server.protocols.reply import ReplyReader
+from diskprefix.server.serving import Serving
+from diskprefix.server.streaming import EventStream, PatientResponse
+
+B = TypeVar("B", bound=RequestBody)
+
+router = APIRouter(tags=["completions"])
+
+_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+
+
+def described(
+    body: type[BaseModel], whole: type[BaseModel], chunk: type[BaseModel], error: type[BaseModel] = ErrorBody
+) -> dict[str, Any]:
+    """Returns the OpenAPI description of a route. FastAPI cannot see the body: `read_json` reads it."""
+    return {
+        "response_model": None,
+        "responses": {
+            200: {
+                "model": whole,
+                "description": "The reply; with `stream: true` server-sent events.",
+                "content": {"text/event-stream": {"schema": {"$ref": f"#/components/schemas/{chunk.__name__}"}}},
+            },
+            **{status: {"model": error} for status in _ERRORS},
+        },
+        "openapi_extra": {
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}},
+            }
+        },
+    }
+
+
+@router.post(
+    "/v1/chat/completions",
+    summary="Chat",
+    **described(Chat.body, ChatCompletion, ChatCompletionChunk),
+)
+async def chat_completions(request: Request) -> Response:
+    """Reply to a conversation. The part of the prompt that is stored on disk is restored instead of computed."""
+    return await answer(request, Chat())
+
+
+@router.post("/v1/completions", summary="Text completion", **described(Completions.body, Completion, Completion))
+async def completions(request: Request) -> Response:
+    """Continue a text or a list of token ids. No chat template is applied."""
+    return await answer(request, Completions())
+
+
+async def answer(request: Request, dialect: Dialect[B]) -> Response:
+    """Reads a request, submits it, and returns what sends the reply.
+
+    Raises whatever keeps it from being submitted; an error after that is told in the reply.
+    """
+    daemon: Daemon = request.app.state.daemon
+    context = log_context(request)
+    with daemon.arriving(context.caller.tenant) as serving:
+        body = await read_json(request, dialect.body, daemon.settings.max_body_bytes)
+        serving.require_model(body.model)
+        cache = cache_options(
+            body, scope=serving.scope, caller=context.caller.tenant, reuse_generated=daemon.settings.reuse_generated
+        )
+        asked = await dialect.read(body, Arrival(serving=serving, tenant=cache.tenant))
+        prompt = await _prompt(daemon, serving, asked, cache)
+    head = Head(
+        id=f"{dialect.id_prefix}{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=serving.model_name,
+        fingerprint=serving.fingerprint,
+        prompt_tokens=len(prompt.token_ids),
+        request_id=context.request_id,
+        clamped_to=_clamped_to(asked, prompt, serving.engine.max_positions),
+    )
+    writer, stream = dialect.writer(body, head), bool(body.stream)
+    # With images in them, they are too large to be kept while the reply is generated.
+    del body
+    reader = _reader(serving, asked, prompt, dialect.call_id_prefix)
+    generate = GenerateRequest(id=head.id, prompt=prompt, sampling=asked.sampling, cache=cache)
+    del asked, prompt
+
+    def on_done(done: DoneEvent) -> None:
+        context.done = done
+        daemon.metrics.count_generation(done)
+
+    generation = Generation(serving.inbox, generate, request.receive, on_done)
+    if stream:
+        return EventStream(generation, reader, writer, dialect.keepalive)
+    return PatientResponse(generation, reader, writer)
+
+
+async def _prompt(daemon: Daemon, serving: Serving, asked: Asked, cache: CacheOptions) -> Prompt:
+    """Renders the prompt in a thread, and waits until the tenant's stored prompts are known."""
+    wanted = asked.prompt
+    has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)
+
+    def make_prompt() -> tuple[Prompt, Future[None] | None]:
+        renderer = serving.renderer
+        prompt = renderer.chat(wanted) if isinstance(wanted, Conversation) else renderer.completion(wanted)
+        return prompt, None if prompt.media else serving.engine.cache.load(cache.tenant)
+
+    prompt, loading = await daemon.prepare(make_prompt, has_media=has_media)
+    if loading is not None:
+        # It takes long for a tenant who was not here lately. Others may wait for it too when this client goes away.
+        await asyncio.shield(asyncio.wrap_future(loading))
+    return prompt
+
+
+def _clamped_to(asked: Asked, prompt: Prompt, max_positions: int) -> int | None:
+    """Returns how many tokens fit, if the request asks for more."""
+    room, max_tokens = max_positions - len(prompt.token_ids), asked.sampling.max_tokens
+    return None if max_tokens is None or max_tokens <= room else room
+
+
+def _reader(serving: Serving, asked: Asked, prompt: Prompt, call_id_prefix: str) -> ReplyReader:
+    """Returns what reads the reply. Without a conversation, all of it is content."""
+    output_format: OutputFormat = PlainText()
+    tools: Sequence[JsonObject] = ()
+    if isinstance(asked.prompt, Conversation):
+        output_format, tools = serving.renderer.output_format, asked.prompt.tools or ()
+    prompt_end = serving.renderer.end_of(prompt)
+
+    def new_parser() -> OutputParser:
+        return output_format.parser(tools, prompt_end)
+
+    return ReplyReader(new_parser, call_id_prefix, many_calls=asked.tool_choice.many)

@@ -1,0 +1,138 @@
+"""What the modules of this package have in common: each maps one API to a neutral request, and a neutral reply back.
+
+`server/answer.py` does everything else, and knows no API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
+
+from diskprefix.chat.messages import Conversation, JsonObject
+from diskprefix.engine.request import SamplingParams
+from diskprefix.errors import DiskPrefixError
+from diskprefix.server.protocols.fields import RequestBody
+from diskprefix.server.protocols.reply import Reply, ReplyEvent
+from diskprefix.tenant import Tenant
+
+if TYPE_CHECKING:
+    from diskprefix.server.serving import Serving
+
+Json: TypeAlias = dict[str, Any]
+B = TypeVar("B", bound=RequestBody)
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Which of the offered tools may be called, and whether one must be.
+
+    `names` of None are all tools. Without `many`, a reply has one call at most.
+    """
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    names: frozenset[str] | None = None
+    many: bool = True
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """What the text of a reply must be. `path` is where the client said so.
+
+    `source` is JSON text of a schema, a regular expression, a grammar in Lark, or a JSON list of texts.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    source: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a request asks for, whatever its API. A text or token ids as `prompt` are continued as they are.
+
+    The reply to a text is not parsed for reasoning and calls.
+    """
+
+    prompt: Conversation | str | list[int]
+    sampling: SamplingParams
+    tool_choice: ToolChoice = ToolChoice()
+    text_format: TextFormat | None = None
+    return_progress: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What a dialect may need besides the body."""
+
+    serving: Serving
+    tenant: Tenant
+    """The user whom the request's key and salt name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What is known of a reply before it begins."""
+
+    id: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+    fingerprint: str
+    prompt_tokens: int
+    request_id: str
+    clamped_to: int | None = None
+    """Most tokens of a choice, if the request asked for more than the model has positions for."""
+
+
+@dataclass(frozen=True)
+class ServerSentEvent:
+    """An event of a stream. `data` that is an object is written as JSON; without `name` it is an unnamed event."""
+
+    data: JsonObject | str
+    name: str | None = None
+
+    def encode(self) -> bytes:
+        """Returns its bytes. JSON text contains no raw newline, so there is a single `data` line."""
+        name = f"event: {self.name}\n" if self.name else ""
+        data = self.data
+        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+        return f"{name}data: {text}\n\n".encode()
+
+
+class ReplyWriter(Protocol):
+    """Writes one reply: `whole`, or as a stream `begin`, `events` for each neutral event, and in the end `end`."""
+
+    def whole(self, reply: Reply) -> Json:
+        """Returns the body of a response that is not streamed."""
+
+    def begin(self) -> Sequence[ServerSentEvent]:
+        """Returns what is sent at once, before anything is computed. The stream's first bytes are sent in any case."""
+
+    def events(self, event: ReplyEvent) -> Sequence[ServerSentEvent]:
+        """Returns what can be sent after `event`; after the `DoneEvent`, which is the last one, all that is left."""
+
+    def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
+        """Returns what ends a stream in which something failed."""
+
+
+class Dialect(Protocol[B]):
+    """One API that asks for replies."""
+
+    id_prefix: str
+    """Of the ids of replies."""
+    call_id_prefix: str
+    """Of the ids of tool calls."""
+    keepalive: bytes
+    """What is sent in a stream while there is nothing to send."""
+
+    @property
+    def body(self) -> type[B]:
+        """The model of the request's body."""
+
+    async def read(self, body: B, arrival: Arrival) -> Asked:
+        """Returns what a body asks for. Raises `InvalidRequest`, with the path of the field, for what is not served."""
+
+    def writer(self, body: B, head: Head) -> ReplyWriter:
+        """Returns what writes the reply. It must not keep `body`: with images in it, it is too large for that."""

@@ -1,0 +1,54 @@
+"""What every reply tells besides its text, in any API: what the cache did, and where the time went."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from diskprefix.cache_report import MissReason, Saved, Source
+from diskprefix.engine.request import DoneEvent
+from diskprefix.policy.select import Reason
+
+
+class CacheReply(BaseModel):
+    """What the disk cache did for this request. `diskprefix/server/README.md` explains the words."""
+
+    scope: str = Field(description="The scope that was used, in its canonical form.", examples=["auto:30"])
+    restored: int = Field(description="Prompt tokens whose state was restored, not computed; 0 for a miss.")
+    source: Source = Field(default="none", description="Present for a hit: `disk`, or `memory` before it was written.")
+    miss_reason: MissReason | None = Field(default=None, description="Present for a miss.")
+    diverged_at: int | None = Field(
+        default=None, description="Present with `diverged`: the first token that differs from every recent prompt."
+    )
+    boundary: int = Field(description="Prompt tokens, from the first one on, that this request keeps in the cache.")
+    boundary_reason: Reason = Field(description="Why so many.", examples=["continues"])
+    saved: Saved = Field(
+        description="`queued` for the writer, `stored` already, `dropped` (no room for it) or `none` (nothing to save)."
+    )
+    exact: bool = Field(
+        default=True, description="Present if false: the state of a reply was restored, which a prefill may not equal."
+    )
+
+
+def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:
+    """Returns the objects that are ours: what the cache did, and where the time went, in milliseconds."""
+    timings: dict[str, Any] = {name: round(value, 2) for name, value in asdict(done.timings).items()}
+    if clamped_to is not None:
+        timings["max_tokens_clamped"] = clamped_to
+    return {"prefix_cache": _cache_reply(done), "timings": timings}
+
+
+def _cache_reply(done: DoneEvent) -> dict[str, Any]:
+    """Returns the response's `prefix_cache` object: short enough for one line of a screen."""
+    report, selection = done.cache, done.cache.selection
+    reply: dict[str, Any] = {"scope": str(selection.scope), "restored": report.restored}
+    if report.miss_reason is None:
+        reply["source"] = report.source
+    else:
+        reply["miss_reason"] = report.miss_reason
+    if report.diverged_at is not None:
+        reply["diverged_at"] = report.diverged_at
+    reply |= {"boundary": selection.kept, "boundary_reason": selection.reason, "saved": report.saved}
+    return reply if report.exact else reply | {"exact": False}

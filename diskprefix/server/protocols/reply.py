@@ -1,0 +1,172 @@
+"""A reply, whatever its API: from the engine's events to content, reasoning and calls, as a stream or as a whole."""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.output.format import OutputParser
+from diskprefix.engine.request import DoneEvent, Event, FinishEvent, TextEvent, TokenLogprob
+
+EndReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True)
+class CallBegin:
+    """A tool call begins. `index` counts the calls of a choice."""
+
+    index: int
+    id: str
+    name: str
+
+
+ReplyDelta: TypeAlias = ReasoningDelta | ContentDelta | CallBegin | ToolCallDelta
+
+
+@dataclass(frozen=True)
+class DeltaEvent:
+    """New parts of a choice, in order. Both may be empty at the beginning of a choice.
+
+    `tokens` are the tokens that were sampled since the last event of this choice, if their log probabilities were
+    asked for. Their text may be part of a later delta.
+    """
+
+    choice: int
+    deltas: tuple[ReplyDelta, ...]
+    tokens: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class EndEvent:
+    """The end of a choice."""
+
+    choice: int
+    reason: EndReason
+
+
+ReplyEvent: TypeAlias = DeltaEvent | EndEvent | DoneEvent
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call. `arguments` are the JSON text of an object, if the model wrote one."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the replies to a request, as a whole."""
+
+    index: int
+    content: str
+    reasoning: str
+    calls: tuple[Call, ...]
+    tokens: tuple[TokenLogprob, ...]
+    reason: EndReason
+
+
+@dataclass(frozen=True)
+class Reply:
+    """All choices, by index, and what the request took."""
+
+    choices: list[Choice]
+    done: DoneEvent
+
+
+class ReplyReader:
+    """Turns the engine's events of one request into those of a reply. `new_parser` makes the parser of one choice."""
+
+    def __init__(self, new_parser: Callable[[], OutputParser], call_id_prefix: str, *, many_calls: bool = True) -> None:
+        self._new_parser = new_parser
+        self._call_id_prefix = call_id_prefix
+        self._many_calls = many_calls
+        self._parsers: dict[int, OutputParser] = {}
+        self._called: set[int] = set()
+        """The choices that called a tool."""
+
+    def read(self, event: Event) -> list[ReplyEvent]:
+        """Returns what an event of the engine means."""
+        if isinstance(event, TextEvent):
+            return self._text(event)
+        if isinstance(event, FinishEvent):
+            return self._finish(event)
+        return [event] if isinstance(event, DoneEvent) else []
+
+    def _text(self, event: TextEvent) -> list[ReplyEvent]:
+        is_first = event.choice not in self._parsers
+        parser = self._parsers.setdefault(event.choice, self._new_parser()) if is_first else self._parsers[event.choice]
+        deltas = self._deltas(event.choice, parser.feed(event.text))
+        return [DeltaEvent(event.choice, deltas, event.logprobs)] if deltas or event.logprobs or is_first else []
+
+    def _finish(self, event: FinishEvent) -> list[ReplyEvent]:
+        parser = self._parsers.get(event.choice)
+        deltas = self._deltas(event.choice, parser.finish()) if parser else ()
+        reason: EndReason = event.finish_reason
+        if reason == "stop" and event.choice in self._called:
+            reason = "tool_calls"
+        held: list[ReplyEvent] = [DeltaEvent(event.choice, deltas)] if deltas else []
+        return [*held, EndEvent(event.choice, reason)]
+
+    def _deltas(self, choice: int, deltas: list[OutputDelta]) -> tuple[ReplyDelta, ...]:
+        named: list[ReplyDelta] = []
+        for delta in deltas:
+            if isinstance(delta, ToolCallBegin | ToolCallDelta) and delta.index and not self._many_calls:
+                continue
+            if isinstance(delta, ToolCallBegin):
+                self._called.add(choice)
+                call_id = f"{self._call_id_prefix}{uuid.uuid4().hex[:24]}"
+                named.append(CallBegin(delta.index, call_id, delta.name))
+            else:
+                named.append(delta)
+        return tuple(named)
+
+
+class ReplyCollector:
+    """Puts the events of a reply together."""
+
+    def __init__(self) -> None:
+        self._events: defaultdict[int, list[DeltaEvent]] = defaultdict(list)
+        self._reasons: dict[int, EndReason] = {}
+        self._done: DoneEvent | None = None
+
+    def add(self, event: ReplyEvent) -> None:
+        if isinstance(event, DoneEvent):
+            self._done = event
+        elif isinstance(event, EndEvent):
+            self._reasons[event.choice] = event.reason
+        elif isinstance(event, DeltaEvent):
+            self._events[event.choice].append(event)
+
+    @property
+    def reply(self) -> Reply:
+        """The reply, once its `DoneEvent` was added."""
+        assert self._done is not None, "the reply is not over"
+        choices = [_choice(index, self._events[index], self._reasons[index]) for index in sorted(self._reasons)]
+        return Reply(choices, self._done)
+
+
+def _choice(index: int, events: list[DeltaEvent], reason: EndReason) -> Choice:
+    deltas = [delta for event in events for delta in event.deltas]
+    arguments: defaultdict[int, list[str]] = defaultdict(list)
+    for delta in deltas:
+        if isinstance(delta, ToolCallDelta):
+            arguments[delta.index].append(delta.arguments)
+    return Choice(
+        index,
+        content="".join(delta.text for delta in deltas if isinstance(delta, ContentDelta)),
+        reasoning="".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)),
+        calls=tuple(
+            Call(delta.id, delta.name, "".join(arguments[delta.index]))
+            for delta in deltas
+            if isinstance(delta, CallBegin)
+        ),
+        tokens=tuple(token for event in events for token in event.tokens),
+        reason=reason,
+    )
