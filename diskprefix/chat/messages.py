@@ -90,12 +90,17 @@ class Conversation:
     """What a prompt is rendered from.
 
     `tools` have the form of OpenAI's chat API, in which chat templates expect them, and no marks; `tool_marks` holds
-    those, each with the index of its tool. `template_variables` are handed to the chat template by name.
+    those, each with the index of its tool, and `tool_paths` where the schema of each tool's arguments stood.
+    `reasoning_effort` and `thinking` are told to templates that know them; `template_variables` are handed to the chat
+    template by name, and win.
     """
 
     messages: Sequence[Message]
     tools: list[JsonObject] | None = None
     tool_marks: Sequence[tuple[int, CacheMark]] = ()
+    tool_paths: Sequence[str] = ()
+    reasoning_effort: str | None = None
+    thinking: bool | None = None
     template_variables: JsonObject = field(default_factory=dict)
     ending: Ending = "reply"
     path: str = "messages"

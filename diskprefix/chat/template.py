@@ -19,7 +19,12 @@ from diskprefix.chat.marks import find_marks, mark_targets
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.output.plain import PlainText
-from diskprefix.chat.template_input import TemplateInput, message_for_template, with_other_user_message
+from diskprefix.chat.template_input import (
+    TemplateInput,
+    message_for_template,
+    variables_for_template,
+    with_other_user_message,
+)
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.printable import printable_only, shown
 from diskprefix.prompt import Mark, Prompt, raw_boundaries
@@ -238,17 +243,17 @@ class PromptRenderer:
                 )
 
     def _template_input(self, conversation: Conversation) -> TemplateInput:
-        tools, variables = conversation.tools, conversation.template_variables
+        tools = conversation.tools
         template = self._template(tools, conversation.path)
         if tools and "tools" not in template and not self._warned_of_tools:
             self._warned_of_tools = True
             log.warning("a request offers tools, but the model's chat template ignores them; this is logged once")
-        for name in self._reserved & variables.keys():
+        for name in self._reserved & conversation.template_variables.keys():
             param = f"{conversation.variables_path}.{name}"
             raise InvalidRequest(f"{param}: is set by the daemon and cannot be changed", param=param)
         developer_is_known = "developer" in template
         messages = [message_for_template(message, developer_is_known) for message in conversation.messages]
-        return TemplateInput(messages, tools, variables, conversation.path)
+        return TemplateInput(messages, tools, variables_for_template(conversation, template), conversation.path)
 
     def _template(self, tools: list[JsonObject] | None, path: str = "messages") -> str:
         if not self._tokenizer.chat_template:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from diskprefix.chat.messages import JsonObject, Message, TextPart, ToolCall
+from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart, ToolCall
 
 log = logging.getLogger("diskprefix")
 
@@ -40,6 +40,16 @@ def message_for_template(message: Message, developer_is_known: bool) -> JsonObje
         rendered["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     said = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": message.reasoning}
     return rendered | {name: value for name, value in said.items() if value is not None}
+
+
+def variables_for_template(conversation: Conversation, template: str) -> JsonObject:
+    """Returns the variables that a template gets. How much to think is told to those that have a variable for it."""
+    effort, thinking = conversation.reasoning_effort, conversation.thinking
+    if effort == "none":
+        thinking = False
+    known: JsonObject = {"reasoning_effort": effort, "enable_thinking": thinking, "thinking": thinking}
+    said = {name: value for name, value in known.items() if value is not None and name in template}
+    return said | conversation.template_variables
 
 
 def _tool_call(call: ToolCall) -> JsonObject:

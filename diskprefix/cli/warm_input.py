@@ -22,7 +22,8 @@ _LINES, _JSON = (".jsonl", ".ndjson"), ".json"
 _OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "logprobs", "top_logprobs"}
 _OF_SAMPLING |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 _OF_REPLIES = {"stream", "stream_options", "n", "best_of", "echo", "suffix", "stop", "max_tokens"}
-_OF_REPLIES |= {"max_completion_tokens", "response_format", "modalities"}
+_OF_REPLIES |= {"max_completion_tokens", "response_format", "structured_outputs", "modalities", "audio"}
+_OF_REPLIES |= {"parallel_tool_calls", "web_search_options", "return_progress"}
 NOT_OF_PROMPTS = {"model"} | _OF_SAMPLING | _OF_REPLIES
 """Fields of a request that do not change its prompt. Without them a body for another model, or for another kind of
 reply, can be warmed too."""

@@ -11,13 +11,16 @@ import torch
 
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.inbox import Ticket
-from diskprefix.engine.request import GenerateRequest, Timings, Usage
+from diskprefix.engine.request import GenerateRequest, ProgressEvent, Timings, Usage
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.sequence import Sequence
 from diskprefix.kv.pool import Slot
 from diskprefix.model.runner import State
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.tokens import TokenIds, as_token_ids
+
+PROGRESS_S = 1.0
+"""Least time between two reports of progress."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -77,6 +80,7 @@ class Job:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     num_generated: int = 0
+    reported_at: float = float("-inf")
 
     @property
     def request(self) -> GenerateRequest:
@@ -96,6 +100,15 @@ class Job:
         if not self.num_generated:
             self.first_token_at = self.last_token_at
         self.num_generated += 1
+
+    def report_progress(self, processed: int) -> None:
+        """Tells how much of the prompt is there, if that is wanted: once a second at most, and at the end."""
+        total, now = len(self.request.prompt.token_ids), time.perf_counter()
+        if not self.request.reports_progress or (processed < total and now - self.reported_at < PROGRESS_S):
+            return
+        self.reported_at = now
+        elapsed_ms = (now - self.started) * 1e3
+        self.ticket.emit(ProgressEvent(total, self.cached.restored.num_tokens, processed, elapsed_ms))
 
     def usage(self, cached_tokens: int) -> Usage:
         return Usage(

@@ -179,6 +179,7 @@ class Loop:
             if choice.slot is not None:
                 choice.slot.num_computed = restored.num_tokens
                 choice.slot.num_exact = choice.prompt_tokens if restored.exact else 0
+            job.report_progress(restored.num_tokens)
             if job.ticket.cancelled:
                 self._leave(job)
             elif restored.logits is not None and restored.num_tokens == choice.prompt_tokens:
@@ -239,6 +240,7 @@ class Loop:
             choice.slot.num_computed = chunk.end
         if chunk.start < choice.prompt_tokens:
             job.prefill_s += seconds
+            job.report_progress(chunk.end)
             if choice.index == 0 and isinstance(arena, KVArena) and not job.is_published:
                 job.cached.after_step(arena)
         elif choice.index == 0 and isinstance(arena, KVArena):

@@ -58,6 +58,8 @@ class GenerateRequest:
     constraint: Constraint | None = None
     shown_special_tokens: frozenset[str] = frozenset()
     """Special tokens that appear in the text of the events; all others do not."""
+    reports_progress: bool = False
+    """Whether `ProgressEvent`s are wanted."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,19 @@ class TextEvent:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """How much of the prompt is there, in tokens: `cached` were restored, `processed` are those and what is computed.
+
+    `elapsed_ms` runs from the beginning of the request in the engine.
+    """
+
+    total: int
+    cached: int
+    processed: int
+    elapsed_ms: float
 
 
 @dataclass(frozen=True)
@@ -122,4 +137,4 @@ class ErrorEvent:
     error: DiskPrefixError
 
 
-Event: TypeAlias = TextEvent | FinishEvent | DoneEvent | ErrorEvent
+Event: TypeAlias = ProgressEvent | TextEvent | FinishEvent | DoneEvent | ErrorEvent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -16,16 +15,17 @@ from starlette.responses import Response
 
 from diskprefix.cache_options import CacheOptions
 from diskprefix.chat.content import holds_media
-from diskprefix.chat.messages import Conversation, JsonObject
+from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.format import OutputFormat, OutputParser
 from diskprefix.chat.output.plain import PlainText
-from diskprefix.engine.request import DoneEvent, GenerateRequest
+from diskprefix.engine.request import Constraint, DoneEvent, GenerateRequest
 from diskprefix.prompt import Prompt
 from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import log_context
+from diskprefix.server.protocols.constraint import constraint_of
 from diskprefix.server.protocols.dialect import Arrival, Asked, Dialect, Head
 from diskprefix.server.protocols.fields import RequestBody
 from diskprefix.server.protocols.openai_chat import Chat
@@ -97,8 +97,9 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
         )
         asked = await dialect.read(body, Arrival(serving=serving, tenant=cache.tenant))
         prompt = await _prompt(daemon, serving, asked, cache)
+        reader, generate = await asyncio.to_thread(_request, serving, asked, prompt, cache, dialect)
     head = Head(
-        id=f"{dialect.id_prefix}{uuid.uuid4().hex}",
+        id=generate.id,
         created=int(time.time()),
         model=serving.model_name,
         fingerprint=serving.fingerprint,
@@ -108,10 +109,7 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     )
     writer, stream = dialect.writer(body, head), bool(body.stream)
     # With images in them, they are too large to be kept while the reply is generated.
-    del body
-    reader = _reader(serving, asked, prompt, dialect.call_id_prefix)
-    generate = GenerateRequest(id=head.id, prompt=prompt, sampling=asked.sampling, cache=cache)
-    del asked, prompt
+    del body, asked
 
     def on_done(done: DoneEvent) -> None:
         context.done = done
@@ -146,15 +144,31 @@ def _clamped_to(asked: Asked, prompt: Prompt, max_positions: int) -> int | None:
     return None if max_tokens is None or max_tokens <= room else room
 
 
-def _reader(serving: Serving, asked: Asked, prompt: Prompt, call_id_prefix: str) -> ReplyReader:
-    """Returns what reads the reply. Without a conversation, all of it is content."""
-    output_format: OutputFormat = PlainText()
-    tools: Sequence[JsonObject] = ()
-    if isinstance(asked.prompt, Conversation):
-        output_format, tools = serving.renderer.output_format, asked.prompt.tools or ()
+def _request(
+    serving: Serving, asked: Asked, prompt: Prompt, cache: CacheOptions, dialect: Dialect[B]
+) -> tuple[ReplyReader, GenerateRequest]:
+    """Returns what the engine gets, and what reads the reply. Without a conversation, all of the reply is content.
+
+    Raises `InvalidRequest` for a constraint that cannot be compiled, which may take a second.
+    """
+    is_chat, choice = isinstance(asked.prompt, Conversation), asked.tool_choice
+    output_format: OutputFormat = serving.renderer.output_format if is_chat else PlainText()
+    tools = choice.allowed(asked.prompt.tools or ()) if isinstance(asked.prompt, Conversation) else []
     prompt_end = serving.renderer.end_of(prompt)
+    generate = GenerateRequest(
+        id=f"{dialect.id_prefix}{uuid.uuid4().hex}",
+        prompt=prompt,
+        sampling=asked.sampling,
+        cache=cache,
+        constraint=constraint_of(asked, output_format, prompt_end, _unchecked),
+        shown_special_tokens=output_format.special_tokens,
+        reports_progress=asked.return_progress,
+    )
 
     def new_parser() -> OutputParser:
         return output_format.parser(tools, prompt_end)
 
-    return ReplyReader(new_parser, call_id_prefix, many_calls=asked.tool_choice.many)
+    return ReplyReader(new_parser, dialect.call_id_prefix, many_calls=choice.many), generate
+
+
+def _unchecked(constraint: Constraint, *, param: str) -> None: ...

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
-from diskprefix.server.protocols.fields import REFUSED
+from diskprefix.server.protocols.strict import REFUSED
 from diskprefix.settings import format_size
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, TypeAlias
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, FinishEvent, GenerateRequest, TextEvent
+from diskprefix.engine.request import (
+    DoneEvent,
+    ErrorEvent,
+    Event,
+    FinishEvent,
+    GenerateRequest,
+    ProgressEvent,
+    TextEvent,
+)
 from diskprefix.errors import DiskPrefixError
 
 if TYPE_CHECKING:
@@ -21,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-LiveEvent: TypeAlias = TextEvent | FinishEvent | DoneEvent
+LiveEvent: TypeAlias = ProgressEvent | TextEvent | FinishEvent | DoneEvent
 
 MAX_WAITING_BYTES = 16 * 1024**2
 """What may wait for a client that reads more slowly than the engine generates; about 65 000 tokens of plain text.

@@ -22,6 +22,7 @@ from diskprefix.store.eviction import recorded_ttl
 from diskprefix.tenant import SHARED, Tenant
 
 USER = {"role": "user", "content": "hello"}
+NAMED = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -121,10 +122,40 @@ def refusal(**fields: Any) -> InvalidRequest:
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
         ({"tools": {"type": "function"}}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": 5}, "tool_choice"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [NAMED]}}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+            "tool_choice.allowed_tools.tools",
+        ),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        ({"reasoning_effort": "hard"}, "reasoning_effort"),
+        ({"continue_final_message": "yes"}, "continue_final_message"),
+        ({"return_progress": 1}, "return_progress"),
         ({"modalities": ["text", "audio"]}, "modalities.1"),
+        ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
+        ({"web_search_options": {}}, "web_search_options"),
         ({"functions": []}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
@@ -232,7 +263,7 @@ def test_the_value_at_fault_is_shown_if_it_is_short() -> None:
 
 
 def test_fields_that_other_servers_know_are_ignored_and_null_means_absent() -> None:
-    ignored = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "reasoning_effort": "low", "new": [1]}
+    ignored = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "verbosity": "low", "new": [1]}
     nulls = dict.fromkeys(("temperature", "stop", "tools", "seed", "stream_options", "prefix_cache", "logit_bias"))
     body = chat(**ignored, **nulls)
     assert body.temperature is None

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.engine.request import SamplingParams
-from diskprefix.errors import DiskPrefixError
+from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.printable import shown
 from diskprefix.server.protocols.fields import RequestBody
 from diskprefix.server.protocols.reply import Reply, ReplyEvent
+from diskprefix.server.protocols.structured_outputs import TextFormat
 from diskprefix.tenant import Tenant
 
 if TYPE_CHECKING:
@@ -28,24 +30,30 @@ B = TypeVar("B", bound=RequestBody)
 class ToolChoice:
     """Which of the offered tools may be called, and whether one must be.
 
-    `names` of None are all tools. Without `many`, a reply has one call at most.
+    `names` of None are all tools. Without `many`, a reply has one call at most. `path` is where the client said so.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
     names: frozenset[str] | None = None
     many: bool = True
+    path: str = "tool_choice"
 
+    def allowed(self, tools: Sequence[JsonObject]) -> list[JsonObject]:
+        """Returns the tools that may be called."""
+        if self.mode == "none":
+            return []
+        return [tool for tool in tools if self.names is None or tool["function"]["name"] in self.names]
 
-@dataclass(frozen=True)
-class TextFormat:
-    """What the text of a reply must be. `path` is where the client said so.
-
-    `source` is JSON text of a schema, a regular expression, a grammar in Lark, or a JSON list of texts.
-    """
-
-    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
-    source: str
-    path: str
+    def check(self, tools: Sequence[JsonObject]) -> None:
+        """Raises `InvalidRequest` if a tool is named that is not offered, or one must be called and there is none."""
+        offered = {tool["function"]["name"] for tool in tools}
+        if missing := sorted((self.names or frozenset()) - offered):
+            raise InvalidRequest(
+                f"{self.path}: names {shown(missing[0])!r}, which is not among the tools of the request",
+                param=self.path,
+            )
+        if self.mode == "required" and not self.allowed(tools):
+            raise InvalidRequest(f"{self.path}: asks for a tool call, but no tool is offered", param=self.path)
 
 
 @dataclass(frozen=True, kw_only=True)

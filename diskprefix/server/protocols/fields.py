@@ -11,10 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
-    Discriminator,
     Field,
     WithJsonSchema,
     field_validator,
@@ -22,18 +19,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from diskprefix.chat.messages import CacheMark
-from diskprefix.errors import SettingsError
+from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.policy.scope import MAX_VALUE, parse_scope
+from diskprefix.server.protocols.strict import REFUSED, Body
+from diskprefix.server.protocols.structured_outputs import StructuredOutputs, TextFormat
 from diskprefix.settings import parse_duration
-
-REFUSED = "refused"
-"""The type of errors whose message says all, and must not be completed with the value at fault."""
-
-
-class Body(BaseModel):
-    """A JSON object that is read strictly: "5" is not taken for 5, nor true for 1, and NaN is refused."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class CacheControl(Body, extra="forbid"):
@@ -69,19 +59,6 @@ class Unmarkable(Body):
     """An object that cannot carry a mark. A mark on it is refused, because it would have no effect."""
 
     cache_control: Annotated[None, BeforeValidator(_no_mark)] = Field(default=None, description="Not allowed here.")
-
-
-def by_json_type(expected: str) -> Discriminator:
-    """Chooses a member of a union by the JSON type of the value: `~text`, `~list` or `~object`.
-
-    `expected` completes the error for other types: "must be ...".
-    """
-    tags: dict[type, str] = {str: "~text", list: "~list", dict: "~object"}
-    return Discriminator(
-        lambda value: tags.get(type(value)),
-        custom_error_type="type",
-        custom_error_message=f"Input should be {expected}",
-    )
 
 
 MAX_COUNT = 2**31 - 1
@@ -205,3 +182,15 @@ class RequestBody(CacheFields, SamplingFields):
 
     model: str | None = Field(default=None, description="Name of the served model. Absent: the served model.")
     stream: bool | None = Field(default=None, description="Send the reply as server-sent events while it is made.")
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="What the text of the reply must be: vLLM's field."
+    )
+
+    def text_format_beside(self, own: TextFormat | None) -> TextFormat | None:
+        """Returns what the text must be. `own` is what the API's own field says.
+
+        Raises `InvalidRequest` if both say something.
+        """
+        if own is not None and self.structured_outputs is not None:
+            raise InvalidRequest(f"structured_outputs: is not allowed beside {own.path}", param="structured_outputs")
+        return own if self.structured_outputs is None else self.structured_outputs.text_format

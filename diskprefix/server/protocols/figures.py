@@ -32,6 +32,23 @@ class CacheReply(BaseModel):
     )
 
 
+class TimingsReply(BaseModel):
+    """Milliseconds, except the last two."""
+
+    queue_ms: float
+    lookup_ms: float
+    restore_ms: float
+    prefill_ms: float
+    ttft_ms: float = Field(description="From arrival in the queue to the first token.")
+    decode_ms: float
+    decode_tokens_per_s: float
+    max_tokens_clamped: int = Field(
+        default=0,
+        description="Present if prompt and `max_tokens` exceed the model's positions: a choice could have so many "
+        "tokens.",
+    )
+
+
 def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:
     """Returns the objects that are ours: what the cache did, and where the time went, in milliseconds."""
     timings: dict[str, Any] = {name: round(value, 2) for name, value in asdict(done.timings).items()}

@@ -7,22 +7,18 @@ from typing import Literal, cast
 
 from pydantic import ConfigDict, Field, field_validator
 
-from diskprefix.chat.messages import Conversation, JsonObject
+from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.output.events import ContentDelta, ReasoningDelta
 from diskprefix.engine.request import TokenLogprob
 from diskprefix.errors import InvalidRequest
-from diskprefix.server.protocols.dialect import Arrival, Asked, Head, Json
-from diskprefix.server.protocols.fields import Body, Count
+from diskprefix.server.protocols.dialect import Arrival, Asked, Head, Json, ToolChoice
+from diskprefix.server.protocols.fields import Count
+from diskprefix.server.protocols.openai_choice import ResponseFormat, ToolChoiceBody, ToolChoiceField
 from diskprefix.server.protocols.openai_fields import OpenAIBody
 from diskprefix.server.protocols.openai_messages import MessageBody, ToolAsSent, marks_of, without_marks
 from diskprefix.server.protocols.openai_stream import KEEPALIVE, OpenAIWriter
 from diskprefix.server.protocols.reply import CallBegin, Choice, DeltaEvent, EndEvent, ReplyDelta
-
-
-class ResponseFormat(Body):
-    """The format of the reply."""
-
-    type: Literal["text"] = Field(description="`text`; constrained JSON output is not supported.")
+from diskprefix.server.protocols.structured_outputs import TextFormat
 
 
 class ChatRequest(OpenAIBody):
@@ -37,11 +33,28 @@ class ChatRequest(OpenAIBody):
     logprobs: bool | None = Field(default=None, description="Return the log probability of every token of the reply.")
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description="And of its most likely alternatives.")
     tools: list[ToolAsSent] | None = Field(default=None, description="Functions offered to the model by its template.")
-    tool_choice: Literal["auto", "none"] | None = Field(default=None, description="`none` leaves the tools out.")
-    response_format: ResponseFormat | None = Field(default=None, description="Only `text`.")
-    modalities: list[Literal["text"]] | None = Field(default=None, description="Only `text`.")
+    tool_choice: ToolChoiceField | None = Field(
+        default=None, description="`auto`, `none`, `required`, a function, or `allowed_tools`."
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="`false`: at most one call in a reply.")
+    response_format: ResponseFormat | None = Field(default=None, description="JSON, or JSON of a schema.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="Told to chat templates that know it; `none` also turns thinking off."
+    )
     chat_template_kwargs: JsonObject | None = Field(default=None, description="Variables for the chat template.")
-    add_generation_prompt: bool = Field(default=True, description="End the prompt with the start of a reply.")
+    add_generation_prompt: bool | None = Field(
+        default=None, description="`false`: the prompt does not end with the start of a reply."
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="The reply goes on with the last message. Absent: it does so if that is an assistant's text.",
+    )
+    return_progress: bool | None = Field(
+        default=None, description="Tell in the stream how much of the prompt is computed, as `prompt_progress`."
+    )
+    modalities: list[Literal["text"]] | None = Field(default=None, description="Only `text`.")
+    audio: None = Field(default=None, description="Not supported.")
+    web_search_options: None = Field(default=None, description="Not supported.")
     functions: None = Field(default=None, description="Not supported (deprecated by OpenAI): use `tools`.")
     function_call: None = Field(default=None, description="Not supported (deprecated by OpenAI): use `tool_choice`.")
 
@@ -49,7 +62,8 @@ class ChatRequest(OpenAIBody):
     @classmethod
     def _only_a_tool_call_needs_no_content(cls, messages: list[MessageBody]) -> list[MessageBody]:
         for index, message in enumerate(messages):
-            if message.content is None and not (message.role == "assistant" and message.tool_calls):
+            says_more = message.role == "assistant" and (message.tool_calls or message.neutral("").reasoning)
+            if message.content is None and not says_more:
                 param = f"messages.{index}.content"
                 raise InvalidRequest(f"{param}: is required in a message of role {message.role}", param=param)
         return messages
@@ -62,9 +76,47 @@ class ChatRequest(OpenAIBody):
             messages=[message.neutral(f"messages.{index}") for index, message in enumerate(self.messages)],
             tools=[without_marks(tool) for tool in tools] or None,
             tool_marks=tuple(marks_of(tools)),
+            tool_paths=[f"tools.{index}.function.parameters" for index in range(len(tools))],
+            reasoning_effort=self.reasoning_effort,
             template_variables=self.chat_template_kwargs or {},
-            ending="reply" if self.add_generation_prompt else "none",
+            ending=self._ending,
         )
+
+    @property
+    def choice(self) -> ToolChoice:
+        """Raises `InvalidRequest` for a tool that is not offered."""
+        many = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, ToolChoiceBody):
+            choice = self.tool_choice.neutral(many=many)
+        else:
+            choice = ToolChoice(self.tool_choice or "auto", many=many)
+        choice.check(cast("list[JsonObject]", self.tools or []))
+        return choice
+
+    @property
+    def text_format(self) -> TextFormat | None:
+        return self.text_format_beside(None if self.response_format is None else self.response_format.text_format)
+
+    @property
+    def _ending(self) -> Ending:
+        last = self.messages[-1]
+        if self.continue_final_message:
+            self._require_continuable(last)
+            return "continue"
+        if self.add_generation_prompt is False:
+            return "none"
+        is_begun = last.role == "assistant" and last.content and not last.tool_calls
+        if is_begun and self.add_generation_prompt is None and self.continue_final_message is None:
+            return "continue"
+        return "reply"
+
+    def _require_continuable(self, last: MessageBody) -> None:
+        """Raises `InvalidRequest` if the reply cannot go on with the last message."""
+        param = "continue_final_message"
+        if self.add_generation_prompt:
+            raise InvalidRequest(f"{param}: is not allowed beside add_generation_prompt", param=param)
+        if last.role != "assistant" or not last.content or last.tool_calls:
+            raise InvalidRequest(f"{param}: needs a last message of role assistant with text alone", param=param)
 
 
 class Chat:
@@ -79,7 +131,13 @@ class Chat:
         max_tokens = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(arrival.serving.renderer.vocab_size, max_tokens, logprobs)
-        return Asked(prompt=body.conversation, sampling=sampling)
+        return Asked(
+            prompt=body.conversation,
+            sampling=sampling,
+            tool_choice=body.choice,
+            text_format=body.text_format,
+            return_progress=bool(body.return_progress and body.stream),
+        )
 
     def writer(self, body: ChatRequest, head: Head) -> OpenAIWriter:
         return ChatWriter(head, include_usage=body.include_usage, with_logprobs=bool(body.logprobs))

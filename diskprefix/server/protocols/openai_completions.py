@@ -12,10 +12,10 @@ from diskprefix.chat.output.events import ContentDelta
 from diskprefix.engine.request import TokenLogprob
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.protocols.dialect import Arrival, Asked, Head, Json
-from diskprefix.server.protocols.fields import REFUSED, by_json_type
 from diskprefix.server.protocols.openai_fields import OpenAIBody
 from diskprefix.server.protocols.openai_stream import KEEPALIVE, OpenAIWriter
 from diskprefix.server.protocols.reply import Choice, DeltaEvent, EndEvent
+from diskprefix.server.protocols.strict import REFUSED, by_json_type
 
 
 def _only_prompt(value: object) -> object:
@@ -55,7 +55,7 @@ class Completions:
         if body.best_of not in (None, body.n or 1):
             raise InvalidRequest("best_of: must be equal to n", param="best_of")
         sampling = body.sampling(arrival.serving.renderer.vocab_size, body.max_tokens, body.logprobs)
-        return Asked(prompt=body.prompt, sampling=sampling)
+        return Asked(prompt=body.prompt, sampling=sampling, text_format=body.text_format_beside(None))
 
     def writer(self, body: CompletionRequest, head: Head) -> OpenAIWriter:
         return CompletionWriter(head, include_usage=body.include_usage, with_logprobs=body.logprobs is not None)

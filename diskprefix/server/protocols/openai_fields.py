@@ -10,14 +10,13 @@ from diskprefix.engine.request import SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.protocols.fields import (
     MAX_STOPS,
-    Body,
     Count,
     RequestBody,
     StopString,
     Unmarkable,
-    by_json_type,
 )
 from diskprefix.server.protocols.params import sampling_params
+from diskprefix.server.protocols.strict import Body, by_json_type
 
 Stop: TypeAlias = Annotated[
     Annotated[StopString, Tag("~text")] | Annotated[list[StopString], Field(max_length=MAX_STOPS), Tag("~list")],

@@ -19,7 +19,8 @@ from diskprefix.chat.messages import (
     TextPart,
     ToolCall,
 )
-from diskprefix.server.protocols.fields import Body, CacheControl, Markable, Unmarkable, by_json_type
+from diskprefix.server.protocols.fields import CacheControl, Markable, Unmarkable
+from diskprefix.server.protocols.strict import Body, TextOrObject, by_json_type
 
 
 class TextPartBody(Markable):
@@ -87,17 +88,13 @@ Content: TypeAlias = Annotated[
     Annotated[str, Tag("~text")] | Annotated[list[PartBody], Tag("~list")],
     by_json_type("a string or a list of content parts"),
 ]
-Arguments: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[JsonObject, Tag("~object")],
-    by_json_type("JSON text or an object"),
-]
 
 
 class FunctionCall(Unmarkable):
     """The function that the assistant called."""
 
     name: str = Field(min_length=1, description="Name of the function.")
-    arguments: Arguments = Field(description="Its arguments: JSON text, as OpenAI sends it, or an object.")
+    arguments: TextOrObject = Field(description="Its arguments: JSON text, as OpenAI sends it, or an object.")
 
 
 class ToolCallBody(Unmarkable):

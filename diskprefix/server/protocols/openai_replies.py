@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from diskprefix.engine.request import Timings
-from diskprefix.server.protocols.figures import CacheReply
+from diskprefix.server.protocols.figures import CacheReply, TimingsReply
 from diskprefix.server.protocols.reply import EndReason
 
 
@@ -114,7 +113,7 @@ class Reply(BaseModel):
     )
     usage: UsageReply | None = None
     prefix_cache: CacheReply | None = None
-    timings: Timings | None = None
+    timings: TimingsReply | None = None
 
 
 class ChatCompletion(Reply):

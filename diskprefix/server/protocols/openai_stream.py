@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from diskprefix.engine.request import DoneEvent
+from diskprefix.engine.request import DoneEvent, ProgressEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.errors import fault_of, openai_error
 from diskprefix.server.protocols.dialect import Head, Json, ServerSentEvent
@@ -61,6 +61,8 @@ class OpenAIWriter(ABC):
     def events(self, event: ReplyEvent) -> Sequence[ServerSentEvent]:
         if isinstance(event, DoneEvent):
             return [*map(ServerSentEvent, self._last(event)), DONE]
+        if isinstance(event, ProgressEvent):
+            return [ServerSentEvent(self._chunk(None, {}, None) | {"prompt_progress": _progress(event)})]
         if isinstance(event, EndEvent):
             ready, self._held = self._held, [self._chunk(event.choice, self.end_choice(event), event.reason)]
         else:
@@ -100,4 +102,14 @@ def usage_reply(done: DoneEvent) -> Json:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _progress(event: ProgressEvent) -> Json:
+    """As llama.cpp's server has it."""
+    return {
+        "total": event.total,
+        "cache": event.cached,
+        "processed": event.processed,
+        "time_ms": round(event.elapsed_ms, 2),
     }

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.output.format import OutputParser
-from diskprefix.engine.request import DoneEvent, Event, FinishEvent, TextEvent, TokenLogprob
+from diskprefix.engine.request import DoneEvent, Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
 
 EndReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -48,7 +48,7 @@ class EndEvent:
     reason: EndReason
 
 
-ReplyEvent: TypeAlias = DeltaEvent | EndEvent | DoneEvent
+ReplyEvent: TypeAlias = ProgressEvent | DeltaEvent | EndEvent | DoneEvent
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ReplyReader:
             return self._text(event)
         if isinstance(event, FinishEvent):
             return self._finish(event)
-        return [event] if isinstance(event, DoneEvent) else []
+        return [event] if isinstance(event, ProgressEvent | DoneEvent) else []
 
     def _text(self, event: TextEvent) -> list[ReplyEvent]:
         is_first = event.choice not in self._parsers

@@ -1,0 +1,85 @@
+"""From what a request asks of its reply to a constraint of the engine, and the check that it can be met."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Protocol
+
+from diskprefix.chat.messages import Conversation, JsonObject
+from diskprefix.chat.output.events import ReasoningDelta
+from diskprefix.chat.output.format import OutputFormat
+from diskprefix.engine.request import Constraint
+from diskprefix.errors import InvalidRequest
+from diskprefix.server.protocols.dialect import Asked
+from diskprefix.server.protocols.structured_outputs import TextFormat
+
+_START = re.compile(r"^start\b(?=\s*:)", re.MULTILINE)
+
+
+class Check(Protocol):
+    """Raises `InvalidRequest`, with a path below `param`, for a constraint that cannot be compiled."""
+
+    def __call__(self, constraint: Constraint, *, param: str) -> None: ...
+
+
+def constraint_of(asked: Asked, output_format: OutputFormat, prompt_end: str, check: Check) -> Constraint | None:
+    """Returns what the reply must be; None: anything.
+
+    A reply that may call tools but need not is constrained only where the client asks for JSON: then it is either that,
+    or calls. Raises `InvalidRequest` for what cannot be compiled; this may take a second.
+    """
+    if not isinstance(asked.prompt, Conversation):
+        return None if asked.text_format is None else _checked_text(asked.text_format, None, check)
+    tools, choice = asked.tool_choice.allowed(asked.prompt.tools or ()), asked.tool_choice
+    thinks = _is_thinking(output_format, prompt_end)
+    thought_end = output_format.reasoning_end
+    if choice.mode == "required":
+        # At once, unless the template has opened a thought: a model that is to call must not begin to answer.
+        grammar = output_format.call_grammar(tools, many=choice.many)
+        return _checked_calls(
+            asked.prompt,
+            Constraint(kind="grammar", source=grammar, begins_after=thought_end if thinks else None),
+            check,
+        )
+    if asked.text_format is None:
+        return None
+    if thought_end and not thinks and prompt_end.rstrip().endswith(thought_end):
+        # The template has closed the thought: this model was told not to think.
+        thought_end = None
+    constraint = _checked_text(asked.text_format, thought_end, check)
+    if not tools or constraint.kind not in ("json_schema", "json_object"):
+        return constraint
+    grammar = _either(output_format.call_grammar(tools, many=choice.many), constraint)
+    return _checked_calls(asked.prompt, Constraint(kind="grammar", source=grammar, begins_after=thought_end), check)
+
+
+def _is_thinking(output_format: OutputFormat, prompt_end: str) -> bool:
+    """Whether the prompt ends inside a thought."""
+    parser = output_format.parser((), prompt_end)
+    return any(isinstance(delta, ReasoningDelta) for delta in [*parser.feed("x"), *parser.finish()])
+
+
+def _checked_text(wanted: TextFormat, begins_after: str | None, check: Check) -> Constraint:
+    constraint = Constraint(kind=wanted.kind, source=wanted.source, begins_after=begins_after)
+    check(constraint, param=wanted.path)
+    return constraint
+
+
+def _checked_calls(conversation: Conversation, constraint: Constraint, check: Check) -> Constraint:
+    """Raises `InvalidRequest`, with the path of the schema at fault if it is that of one tool's arguments."""
+    try:
+        check(constraint, param="tools")
+    except InvalidRequest:
+        for tool, path in zip(conversation.tools or (), conversation.tool_paths, strict=False):
+            schema = tool["function"].get("parameters") or {}
+            check(Constraint(kind="json_schema", source=json.dumps(schema)), param=path)
+        raise
+    return constraint
+
+
+def _either(calls: str, text: Constraint) -> str:
+    """Returns the grammar of what `calls` describes, or the JSON of `text`."""
+    schema: JsonObject = json.loads(text.source) if text.kind == "json_schema" else {"type": "object"}
+    compact = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+    return f"{_START.sub('calls', calls)}\nstart: calls | json_text\njson_text: %json {json.dumps(schema | compact)}\n"

@@ -1,0 +1,37 @@
+"""The base of all bodies, and what pydantic needs to name the place of an error."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag
+
+from diskprefix.chat.messages import JsonObject
+
+REFUSED = "refused"
+"""The type of errors whose message says all, and must not be completed with the value at fault."""
+
+
+class Body(BaseModel):
+    """A JSON object that is read strictly: "5" is not taken for 5, nor true for 1, and NaN is refused."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+def by_json_type(expected: str) -> Discriminator:
+    """Chooses a member of a union by the JSON type of the value: `~text`, `~list` or `~object`.
+
+    `expected` completes the error for other types: "must be ...".
+    """
+    tags: dict[type, str] = {str: "~text", list: "~list", dict: "~object"}
+    return Discriminator(
+        lambda value: tags.get(type(value)),
+        custom_error_type="type",
+        custom_error_message=f"Input should be {expected}",
+    )
+
+
+TextOrObject: TypeAlias = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[JsonObject, Tag("~object")],
+    by_json_type("JSON text or an object"),
+]
