@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 
-from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.job import Choice, Job
 from diskprefix.engine.request import GenerateRequest
@@ -54,6 +53,7 @@ def new_job(served: ServedModel, ticket: Ticket, num_arrived: int) -> Job:
 
 def _choice(served: ServedModel, job: Job, index: int, arrived: int) -> Choice:
     request, layout = job.request, served.cache.layout
+    constraint = None if request.constraint is None else served.constraints.begin(request.constraint)
     prompt_tokens = len(request.prompt.token_ids)
     in_steps = not (layout.is_one_pass or layout.unsupported or request.prompt.media)
     return Choice(
@@ -64,6 +64,6 @@ def _choice(served: ServedModel, job: Job, index: int, arrived: int) -> Choice:
         prompt_tokens=prompt_tokens,
         packs=served.packs and not request.prompt.media,
         grid=served.cache.settings.block_size if in_steps else prompt_tokens,
-        sampler=Sampler(request.sampling, request.prompt.token_ids, served.model.device, index),
-        text=TextStream(served.tokenizer, request.sampling.stop),
+        sampler=Sampler(request.sampling, request.prompt.token_ids, served.model.device, index, constraint),
+        text=served.text_stream(request),
     )

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
 
-class TextStream:
-    """Text of one reply. Holds back an incomplete character, and text that may be the start of a stop string."""
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Returns the ids of a tokenizer's special tokens by their texts."""
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return {token.content: i for i, token in added.items() if token.special}
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+
+class TextStream:
+    """Text of one reply. Holds back an incomplete character, and text that may be the start of a stop string.
+
+    `hidden` tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...], hidden: Collection[int]) -> None:
         self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._hidden = hidden
+        self._stream = DecodeStream(skip_special_tokens=False)
         self._undecoded: list[int] = []
         self._stop = stop
         self._held = ""
@@ -20,6 +31,8 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Returns the text that `token` makes final, perhaps "". Sets `stopped` when a stop string is complete."""
+        if token in self._hidden:
+            return ""
         self._undecoded.append(token)
         text = self._step(token)
         if text is None:
@@ -29,7 +42,7 @@ class TextStream:
 
     def finish(self) -> str:
         """Returns the text that is still held when the reply ends without a stop string."""
-        rest = self._backend.decode(self._undecoded, skip_special_tokens=True) if self._undecoded else ""
+        rest = self._backend.decode(self._undecoded, skip_special_tokens=False) if self._undecoded else ""
         held, self._held = self._held, ""
         return held + rest
 
@@ -42,8 +55,8 @@ class TextStream:
         try:
             text: str | None = self._stream.step(self._backend, token)
         except Exception:  # noqa: BLE001 (tokenizers raises nothing narrower)
-            text = self._backend.decode(self._undecoded, skip_special_tokens=True)
-            self._stream = DecodeStream(ids=list(self._undecoded), skip_special_tokens=True)
+            text = self._backend.decode(self._undecoded, skip_special_tokens=False)
+            self._stream = DecodeStream(ids=list(self._undecoded), skip_special_tokens=False)
         return text
 
     def _release(self, text: str) -> str:

@@ -276,7 +276,8 @@ class Loop:
         job.count_token()
         logprobs = choice.sampler.logprobs(logits, token)
         is_last = len(choice.reply) + 1 == self._served.reply_limit(job.request)
-        event, reason = self._served.token_event(choice.index, token, logprobs, choice.text, is_last=is_last)
+        end: FinishReason | None = "stop" if choice.sampler.is_complete else "length" if is_last else None
+        event, reason = self._served.token_event(choice.index, token, logprobs, choice.text, end)
         job.ticket.emit(event)
         if choice.index == 0 and not job.is_published and isinstance(choice.state, KVArena):
             job.is_published = True

@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from diskprefix.engine.constraint import ConstrainedReply
 from diskprefix.engine.request import SamplingParams, TokenLogprob
 from diskprefix.errors import DiskPrefixError, InvalidRequest, NonFiniteLogits
 from diskprefix.tokens import TokenIds
@@ -38,7 +39,15 @@ class PresenceFrequencyPenalty(LogitsProcessor):  # type: ignore[misc]
 class Sampler:
     """Chooses the tokens of one reply. `choice` is its index among the request's `n`."""
 
-    def __init__(self, params: SamplingParams, prompt: TokenIds, device: torch.device, choice: int = 0) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: TokenIds,
+        device: torch.device,
+        choice: int = 0,
+        constraint: ConstrainedReply | None = None,
+    ) -> None:
+        self._constraint = constraint
         self._greedy = params.temperature == 0
         self._processors = _processors(params, len(prompt))
         self._num_logprobs = params.logprobs
@@ -49,13 +58,36 @@ class Sampler:
             self._generator.manual_seed((params.seed + choice) % 2**63)
         self._ids = torch.from_numpy(prompt).to(device, torch.long).unsqueeze(0) if self._processors else None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the constraint lets nothing follow what was sampled."""
+        return self._constraint is not None and self._constraint.is_complete
+
     def sample(self, logits: torch.Tensor) -> int:
         """Returns the next token for next-token `logits`, shape [vocab].
 
         Raises `NonFiniteLogits` for logits with NaN or +inf or with nothing but -inf, and `InvalidRequest` where only
-        the request's sampling parameters make the scores so.
+        the request's sampling parameters or its constraint make the scores so.
         """
+        chosen = self._sample(logits) if self._constraint is None else self._sample_allowed(logits, self._constraint)
+        if self._ids is not None:
+            self._ids = torch.cat([self._ids, chosen], dim=-1)
+        return int(chosen)
+
+    def _sample_allowed(self, logits: torch.Tensor, constraint: ConstrainedReply) -> torch.Tensor:
+        forbidden = constraint.forbidden().to(logits.device)
+        chosen = self._sample(logits, forbidden)
+        while not constraint.accept(int(chosen)):
+            forbidden[int(chosen)] = True
+            chosen = self._sample(logits, forbidden)
+        return chosen
+
+    def _sample(self, logits: torch.Tensor, forbidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns a token, int64 of shape [1, 1]. `forbidden`: bool of shape [vocab]."""
         scores = logits.float().unsqueeze(0)
+        if forbidden is not None:
+            # Bias and penalties, which come next, leave -inf as it is.
+            scores = scores.masked_fill(forbidden, -torch.inf)
         if self._ids is not None:
             scores = self._processors(self._ids, scores)
         if self._greedy:
@@ -69,9 +101,7 @@ class Sampler:
             raise _explained(logits)
         if not self._greedy:
             chosen = torch.multinomial(probabilities, 1, generator=self._generator)
-        if self._ids is not None:
-            self._ids = torch.cat([self._ids, chosen], dim=-1)
-        return int(chosen)
+        return chosen
 
     def logprobs(self, logits: torch.Tensor, token: int) -> tuple[TokenLogprob, ...]:
         """Returns the model's own log probabilities of the chosen token and of the likeliest alternatives, without
@@ -89,8 +119,8 @@ def _explained(logits: torch.Tensor) -> DiskPrefixError:
     values = logits.float()
     if values.max().isfinite():
         return InvalidRequest(
-            "the sampling parameters leave no finite score for any token; choose penalties, biases and a temperature "
-            "nearer to their defaults"
+            "the sampling parameters leave no finite score for any token that may come next; choose penalties, biases "
+            "and a temperature nearer to their defaults"
         )
     return NonFiniteLogits(
         "the model computed logits that are not finite (NaN or infinity); its weights may be damaged, or its dtype too "

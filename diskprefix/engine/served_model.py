@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diskprefix.cache_report import CacheReport
-from diskprefix.engine.detokenize import TextStream
+from diskprefix.engine.constraint import ConstraintCompiler
+from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.job import Job
 from diskprefix.engine.request import FinishReason, GenerateRequest, TextEvent, TokenLogprob
 from diskprefix.engine.scheduler import MAX_ROWS
@@ -73,6 +74,8 @@ class ServedModel:
         self.startup_timings: dict[str, float] = {}
         """Seconds by step of loading."""
         self._eos = _eos_ids(self.model, self.tokenizer)
+        self._special_tokens = special_tokens(self.tokenizer)
+        self.constraints = ConstraintCompiler(self.tokenizer, self._eos, _vocab_size(self.model))
         self.pool = self._make_pool()
         if cache.layout.unsupported:
             self._require_uncached()
@@ -94,6 +97,7 @@ class ServedModel:
 
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""
+        self.constraints.close()
         if self.recorder is not None:
             self.recorder.close()
         return self.cache.close(timeout_s)
@@ -115,16 +119,31 @@ class ServedModel:
         return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
 
     def token_event(
-        self, choice: int, token: int, logprobs: tuple[TokenLogprob, ...], text: TextStream, *, is_last: bool
+        self,
+        choice: int,
+        token: int,
+        logprobs: tuple[TokenLogprob, ...],
+        text: TextStream,
+        end: FinishReason | None,
     ) -> tuple[TextEvent, FinishReason | None]:
-        """Returns the event of one token of a reply, and why the reply ends with it, if it does."""
+        """Returns the event of one token of a reply, and why the reply ends with it, if it does.
+
+        `end` is why the reply ends here whatever the token is, None if it does not.
+        """
         if token in self._eos:
-            return TextEvent(choice, text.finish(), (token,)), "stop"
+            shown = text.push(token) if token in self._special_tokens.values() else ""
+            return TextEvent(choice, shown + text.finish(), (token,)), "stop"
         new_text = text.push(token)
-        reason: FinishReason | None = "stop" if text.stopped else "length" if is_last else None
-        if reason == "length":
+        reason: FinishReason | None = "stop" if text.stopped else end
+        if reason is not None and not text.stopped:
             new_text += text.finish()
         return TextEvent(choice, new_text, (token,), tuple(self._with_text(item) for item in logprobs)), reason
+
+    def text_stream(self, request: GenerateRequest) -> TextStream:
+        """Returns where the text of one reply to a request comes from."""
+        shown = request.shown_special_tokens
+        hidden = {token for text, token in self._special_tokens.items() if text not in shown}
+        return TextStream(self.tokenizer, request.sampling.stop, hidden)
 
     def record(self, job: Job, report: CacheReport) -> None:
         """Notes a request that is over, where requests are recorded."""
@@ -187,6 +206,11 @@ class ServedModel:
 def _max_positions(model: PreTrainedModel) -> int:
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None) or _UNLIMITED_POSITIONS
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    """Returns the number of logits."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

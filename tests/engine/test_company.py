@@ -15,7 +15,7 @@ import torch
 from diskprefix.app import load_engine
 from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.engine import Engine
-from diskprefix.engine.request import GenerateRequest, SamplingParams
+from diskprefix.engine.request import Constraint, GenerateRequest, SamplingParams
 from diskprefix.errors import ContextTooLong, DiskPrefixError
 from diskprefix.kv.arena import bytes_for
 from diskprefix.model import runner
@@ -32,6 +32,7 @@ from tests.model import tiny
 BLOCK, POSITIONS = 64, 4096
 BIAS = {2: -100.0}
 """No reply ends by itself."""
+WORDS = Constraint(kind="regex", source="([a-z]{3} )+")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,13 @@ def tokens(num_tokens: int, seed: int = 0) -> TokenIds:
 
 
 def request(
-    token_ids: TokenIds, *, scope: str = "full", tenant: Tenant = SHARED, save: bool = True, **params: Any
+    token_ids: TokenIds,
+    *,
+    scope: str = "full",
+    tenant: Tenant = SHARED,
+    save: bool = True,
+    constraint: Constraint | None = None,
+    **params: Any,
 ) -> GenerateRequest:
     sampling: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "logit_bias": BIAS} | params
     return GenerateRequest(
@@ -78,6 +85,7 @@ def request(
         prompt=Prompt(token_ids),
         sampling=SamplingParams(**sampling),
         cache=CacheOptions(scope=parse_scope(scope, param="scope"), tenant=tenant, save=save),
+        constraint=constraint,
     )
 
 
@@ -94,6 +102,7 @@ def test_each_request_gets_the_reply_that_it_gets_alone(engine: Engine) -> None:
         request(tokens(300, 3), n=3, temperature=0.8, seed=1, frequency_penalty=0.5),
         request(tokens(65, 4), repetition_penalty=1.3, logprobs=2),
         request(tokens(1, 5), max_tokens=40),
+        request(tokens(80, 6), n=2, temperature=1.0, seed=2, constraint=WORDS),
     ]
     clients = run_together(engine, requests)
     for one, client in zip(requests, clients, strict=True):
@@ -267,7 +276,10 @@ def test_a_sequence_that_gives_up_its_memory_is_computed_again_and_its_reply_is_
     engine = load(folder if kind == "token" else grid_folder, tmp_path / "kv")
     engine.pool._spare.clear()
     engine.pool.limit_bytes = 2 * bytes_for(engine.cache.layout, 1024) + bytes_for(engine.cache.layout, 100)
-    requests = [request(tokens(1000, seed), max_tokens=120, n=1 + seed) for seed in range(2)]
+    requests = [
+        request(tokens(1000), max_tokens=120),
+        request(tokens(1000, 1), max_tokens=120, n=2, temperature=1.0, seed=2, constraint=WORDS),
+    ]
     expected = [[alone(engine, one).tokens_of(choice) for choice in range(one.sampling.n)] for one in requests]
     forget_idle(engine.pool)
     engine.pool._spare.clear()

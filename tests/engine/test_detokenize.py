@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from diskprefix.engine.detokenize import TextStream
-from tests.model.tiny import tokenizer
+from diskprefix.engine.detokenize import TextStream, special_tokens
+from tests.model.tiny import SPECIAL_TOKENS, tokenizer
 
 _tokenizer: Any = tokenizer()
 
@@ -21,7 +21,7 @@ def ids(text: str) -> list[int]:
 
 def stream(text: str, *stop: str) -> tuple[str, bool]:
     """The text of a reply that stops where a stop string is complete."""
-    out = TextStream(_tokenizer, stop)
+    out = TextStream(_tokenizer, stop, ())
     pieces = []
     for token in ids(text):
         pieces.append(out.push(token))
@@ -36,7 +36,7 @@ def test_pieces_join_to_the_whole_text(text: str) -> None:
 
 
 def test_a_character_of_several_tokens_is_never_shown_in_part() -> None:
-    out = TextStream(_tokenizer, ())
+    out = TextStream(_tokenizer, (), ())
     tokens = ids("😀")
     assert len(tokens) == 4
     assert [out.push(token) for token in tokens] == ["", "", "", "😀"]
@@ -67,10 +67,17 @@ def test_stopping_equals_cutting_the_whole_text(text: str, stops: list[str]) -> 
     assert not any(stop in shown for stop in stops)
 
 
-def test_special_tokens_have_no_text() -> None:
-    out = TextStream(_tokenizer, ())
-    assert out.push(_tokenizer.eos_token_id) == ""
+def test_only_special_tokens_that_are_not_hidden_have_text() -> None:
+    special = special_tokens(_tokenizer)
+    assert set(special) == set(SPECIAL_TOKENS)
+    out = TextStream(_tokenizer, (), {special["<|im_end|>"]})
+    pieces = [out.push(token) for token in ids("a<|im_end|>b<|im_start|>c")]
+    assert pieces == ["a", "", "b", "<|im_start|>", "c"]
     assert out.finish() == ""
+
+
+def test_a_stop_string_is_found_in_special_tokens_that_are_shown() -> None:
+    assert stream("a<|im_start|>b", "<|im_start|>b") == ("a", True)
 
 
 _WORDS = ["▁a", "b", "▁", "▁the", "日", "é", "🦀"]
@@ -90,7 +97,7 @@ def byte_fallback() -> Any:
 
 def streamed(*pieces: str | int, stop: tuple[str, ...] = ()) -> str:
     """The text of words (as in the vocabulary) and bytes."""
-    out = TextStream(_byte_fallback, stop)
+    out = TextStream(_byte_fallback, stop, ())
     tokens = [1 + piece if isinstance(piece, int) else 257 + _WORDS.index(piece) for piece in pieces]
     return "".join(out.push(token) for token in tokens) + out.finish()
 

@@ -18,7 +18,15 @@ from diskprefix.app import load_engine
 from diskprefix.cache_options import CacheOptions
 from diskprefix.engine import served_model as generate
 from diskprefix.engine.engine import Engine
-from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
+from diskprefix.engine.request import (
+    Constraint,
+    DoneEvent,
+    Event,
+    FinishEvent,
+    GenerateRequest,
+    SamplingParams,
+    TextEvent,
+)
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, NonFiniteLogits, StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.model import memory
@@ -69,6 +77,8 @@ def run(
     *,
     scope: str = "full",
     steps: int | None = None,
+    constraint: Constraint | None = None,
+    shown: frozenset[str] = frozenset(),
     **params: Any,
 ) -> list[Event]:
     request = GenerateRequest(
@@ -76,6 +86,8 @@ def run(
         prompt=Prompt(token_ids),
         sampling=SamplingParams(**({"temperature": 0, "max_tokens": 12} | params)),
         cache=CacheOptions(scope=parse_scope(scope, param="scope")),
+        constraint=constraint,
+        shown_special_tokens=shown,
     )
     return run_request(engine, request, steps=steps)
 
@@ -129,6 +141,35 @@ def test_the_reply_ends_at_max_tokens_or_at_the_positions(engine: Engine) -> Non
 def test_the_end_of_sequence_token_stops_and_has_no_text(engine: Engine) -> None:
     events = run(engine, prompt(20), logit_bias={2: 100.0})
     assert events[:-1] == [TextEvent(0, "", (2,)), FinishEvent(0, "stop")]
+
+
+def test_special_tokens_have_a_text_where_the_request_asks_for_it(engine: Engine) -> None:
+    asked = frozenset({"<|im_start|>", "<|im_end|>", "<|no such token|>"})
+    for shown, text in ((asked, "<|im_start|><|im_end|>"), (frozenset[str](), "")):
+        grammar = Constraint(kind="grammar", source="start: <|im_start|>+")
+        events = run(engine, prompt(20), constraint=grammar, shown=shown, logit_bias={2: 100.0})
+        assert tokens_of(events) == [1, 2]
+        assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "reason"),
+    [
+        ({}, "abcab", "stop"),
+        ({"max_tokens": 5}, "abcab", "stop"),
+        ({"max_tokens": 4}, "abca", "length"),
+        ({"stop": ("ca",)}, "ab", "stop"),
+        ({"stop": ("bX",)}, "abcab", "stop"),
+    ],
+    ids=str,
+)
+def test_a_constrained_reply_ends_where_nothing_may_follow_and_where_any_reply_ends(
+    engine: Engine, params: dict[str, Any], text: str, reason: str
+) -> None:
+    events = run(engine, prompt(20), constraint=Constraint(kind="regex", source="abcab"), **params)
+    assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text
+    assert events[-2] == FinishEvent(0, reason)  # type: ignore[arg-type]
+    assert done(events).usage.completion_tokens == len(tokens_of(events))
 
 
 def test_a_stop_string_ends_the_reply(engine: Engine) -> None:

@@ -20,7 +20,15 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Loop
-from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
+from diskprefix.engine.request import (
+    Constraint,
+    ErrorEvent,
+    Event,
+    FinishEvent,
+    GenerateRequest,
+    SamplingParams,
+    TextEvent,
+)
 from diskprefix.errors import CacheError
 from diskprefix.kv import arena
 from diskprefix.kv.arena import KVArena, bytes_for
@@ -104,9 +112,14 @@ class Asked:
     sampling: tuple[tuple[str, Any], ...]
 
     def request(self, cache: CacheOptions) -> GenerateRequest:
-        sampling = SamplingParams(logit_bias=BIAS, **dict(self.sampling))
+        sampling = dict(self.sampling)
+        constraint = sampling.pop("constraint", None)
         return GenerateRequest(
-            id="r", prompt=Prompt(np.array(self.token_ids, np.int32)), sampling=sampling, cache=cache
+            id="r",
+            prompt=Prompt(np.array(self.token_ids, np.int32)),
+            sampling=SamplingParams(logit_bias=BIAS, **sampling),
+            cache=cache,
+            constraint=constraint,
         )
 
 
@@ -157,6 +170,7 @@ SAMPLING = st.sampled_from(
         {"temperature": 1.0, "seed": 5, "n": 3, "logprobs": 0},
         {"temperature": 0.7, "seed": 1, "n": 2, "frequency_penalty": 0.6, "presence_penalty": 0.2},
         {"temperature": 0, "n": 2, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "seed": 3, "n": 2, "constraint": Constraint(kind="regex", source="([a-z]{3} )+")},
     ]
 )
 

@@ -1,0 +1,179 @@
+"""Which tokens a reply may go on with: llguidance parses what was written, and computes the masks of what may follow.
+
+A mask depends on the tokens before it only. It is computed on a thread of its own, while the engine computes the logits
+that it is for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+
+from diskprefix.engine.grammar import LIMITS, explained, grammar_of
+from diskprefix.engine.request import Constraint
+from diskprefix.errors import InvalidRequest
+from diskprefix.printable import first_line
+
+_THREADS = 2
+
+
+class ConstraintCompiler:
+    """Compiles constraints for the tokenizer of one model. Safe for use from several threads."""
+
+    def __init__(self, tokenizer: Any, eos: Collection[int], vocab_size: int) -> None:
+        """`vocab_size` is the number of logits."""
+        self.vocab_size = vocab_size
+        self._hf_tokenizer = tokenizer
+        self._eos = eos
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="masks")
+
+    @property
+    def tokenizer(self) -> LLTokenizer:
+        """Made at first use: it takes a second for a large vocabulary. Raises `InvalidRequest` if it cannot be made."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._read_tokenizer()
+            return self._tokenizer
+
+    def check(self, constraint: Constraint, *, param: str) -> None:
+        """Raises `InvalidRequest` for a constraint that cannot be compiled, with its place: a path below `param`.
+
+        This may take a second, so it is not for the event loop.
+        """
+        self.matcher(constraint, param=param)
+
+    def matcher(self, constraint: Constraint, *, param: str = "constraint") -> LLMatcher:
+        """Returns a matcher at its beginning. Raises as `check`."""
+        tokenizer = self.tokenizer
+        matcher = LLMatcher(tokenizer, grammar_of(constraint, param), log_level=0, limits=LIMITS)
+        # What no text satisfies compiles, but has no first token.
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise explained(constraint, param, matcher.get_error())
+        return matcher
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, constraint: Constraint) -> ConstrainedReply:
+        """Returns a reply at its beginning. It compiles the constraint on another thread."""
+        return ConstrainedReply(self, self._threads, constraint)
+
+    def all_but_end(self) -> torch.Tensor:
+        """Returns the mask of free text, which cannot be the end of the reply: True for tokens that end it."""
+        forbidden = torch.zeros(self.vocab_size, dtype=torch.bool)
+        forbidden[[token for token in self._eos if token < self.vocab_size]] = True
+        return forbidden
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        known = len(self._hf_tokenizer)
+        eos = sorted(token for token in self._eos if token < known) or None
+        try:
+            return from_tokenizer(self._hf_tokenizer, n_vocab=max(known, self.vocab_size), eos_token=eos)
+        except Exception as error:  # llguidance raises ValueError, and tokenizers raises nothing narrower
+            raise InvalidRequest(
+                f"this model's tokenizer cannot be used to constrain a reply: {first_line(error)}", code="unsupported"
+            ) from error
+
+
+class ConstrainedReply:
+    """One reply under a constraint. Before each token `forbidden` is asked for, then `accept` is told the token.
+
+    Both raise `InvalidRequest` for a constraint that is too complex at this point, or does not compile.
+    """
+
+    def __init__(self, compiler: ConstraintCompiler, threads: ThreadPoolExecutor, constraint: Constraint) -> None:
+        self._compiler = compiler
+        self._threads = threads
+        self._matcher: LLMatcher
+        """Set by the first task; later it is used by one thread at a time, because each waits for the one before."""
+        self._before = _FreeText(constraint.begins_after) if constraint.begins_after else None
+        self._next: Future[torch.Tensor] = threads.submit(self._start, constraint)
+        self.is_complete = False
+        """Whether the reply can only end here."""
+
+    def forbidden(self) -> torch.Tensor:
+        """Returns a mask, True for each token that must not come next, bool of shape [vocab_size]. The caller may
+        change it."""
+        if self._before is not None:
+            return self._compiler.all_but_end()
+        return self._next.result()
+
+    def accept(self, token: int) -> bool:
+        """Goes on behind a token that is not forbidden.
+
+        Returns False, and stays where it was, for a token that ends the free text and goes on with what the constraint
+        does not allow. Another one must be chosen then.
+        """
+        if self._before is not None:
+            return self._accept_free(self._before, token)
+        self._advance([token])
+        return True
+
+    def _accept_free(self, before: _FreeText, token: int) -> bool:
+        tokenizer = self._compiler.tokenizer
+        rest = before.rest_behind(tokenizer.decode_bytes([token]))
+        if rest is None:
+            return True
+        self._next.result()
+        tokens = tokenizer.tokenize_bytes(rest)
+        if self._matcher.validate_tokens(tokens) < len(tokens):
+            return False
+        self._before = None
+        if tokens:
+            self._advance(tokens)
+        return True
+
+    def _advance(self, tokens: list[int]) -> None:
+        if not self._matcher.consume_tokens(tokens):
+            raise _too_complex(self._matcher)
+        self.is_complete = self._matcher.is_stopped()
+        if not self.is_complete:
+            self._next = self._threads.submit(self._mask)
+
+    def _start(self, constraint: Constraint) -> torch.Tensor:
+        self._matcher = self._compiler.matcher(constraint)
+        return self._mask()
+
+    def _mask(self) -> torch.Tensor:
+        return forbidden_by(self._matcher, self._compiler.vocab_size)
+
+
+def forbidden_by(matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
+    """Returns which tokens may not come next, bool of shape [vocab_size]. Raises `InvalidRequest` where that is too
+    complex to compute."""
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    if matcher.is_error():
+        raise _too_complex(matcher)
+    return torch.from_numpy(np.unpackbits(bits, count=vocab_size, bitorder="little") == 0)
+
+
+def _too_complex(matcher: LLMatcher) -> InvalidRequest:
+    reason = matcher.get_error().partition("\n")[0]
+    return InvalidRequest(f"the reply cannot be constrained any further: {reason}", code="constraint_too_complex")
+
+
+class _FreeText:
+    """The text before a constraint, up to the first occurrence of `end`."""
+
+    def __init__(self, end: str) -> None:
+        self._end = end.encode()
+        self._tail = b""
+
+    def rest_behind(self, piece: bytes) -> bytes | None:
+        """Adds a piece. Returns what follows `end` if it has come: then the piece is not added. None if it has not."""
+        text = self._tail + piece
+        at = text.find(self._end)
+        if at >= 0:
+            return text[at + len(self._end) :]
+        self._tail = text[max(0, len(text) - len(self._end) + 1) :]
+        return None

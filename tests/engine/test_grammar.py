@@ -1,0 +1,159 @@
+"""Constraints that cannot be compiled: what the client is told, and that hostile ones cost little."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from diskprefix.engine.constraint import ConstraintCompiler
+from diskprefix.engine.request import Constraint
+from diskprefix.errors import InvalidRequest
+from tests.model import tiny
+
+OBJECT = {"type": "object", "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[ConstraintCompiler]:
+    compiler = ConstraintCompiler(tiny.tokenizer(), {2}, 300)
+    yield compiler
+    compiler.close()
+
+
+def refusal(compiler: ConstraintCompiler, kind: Any, source: str) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        compiler.check(Constraint(kind=kind, source=source), param="format.it")
+    error = caught.value
+    assert error.message.startswith(f"{error.param}: ")
+    assert "\n" not in error.message
+    assert len(error.message) < 500
+    return error
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "message"),
+    [
+        ({"type": "array", "uniqueItems": True}, "", "uniqueItems"),
+        ({"properties": {"a": {"items": {"not": {}}}}}, ".properties.a.items", "not"),
+        ({"properties": {"a": {"anyOf": [{}, {"type": "flot"}]}}}, ".properties.a.anyOf.1", "flot"),
+        ({"properties": {"a": {"pattern": "(?=x)"}}}, ".properties.a", "look"),
+        ({"$defs": {"d": {"contains": {}}}, "properties": {"a": {"$ref": "#/$defs/d"}}}, ".$defs.d", "contains"),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, ".properties.a", "none"),
+        ({"properties": {"a": {"$ref": "https://example.com/a"}}}, ".properties.a", "example.com"),
+        ({"properties": {"a": {"format": "no-such"}}}, ".properties.a", "no-such"),
+        ({"properties": {"a": {"minLength": -1}}}, ".properties.a", "minLength"),
+        (
+            {**OBJECT, "properties": {"a": {"type": "integer", "minimum": 2, "maximum": 1}}, "required": ["a"]},
+            ".properties.a",
+            "minimum",
+        ),
+        ({"properties": {"a": {"oneOf": [{"type": "object"}, {}]}}}, ".properties.a", "oneOf"),
+        ({"properties": {"a": {"type": "object", "minProperties": 2}}}, ".properties.a", "minProperties"),
+        ({"properties": 3}, "", "properties"),
+        ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "", "uniqueItems"),
+        (False, "", "object"),
+    ],
+    ids=json.dumps,
+)
+def test_a_schema_that_cannot_be_compiled_is_refused_with_its_place(
+    compiler: ConstraintCompiler, schema: Any, place: str, message: str
+) -> None:
+    error = refusal(compiler, "json_schema", json.dumps(schema))
+    assert error.param == f"format.it{place}"
+    assert message in error.message
+
+
+def test_of_two_places_at_fault_the_first_is_named(compiler: ConstraintCompiler) -> None:
+    schema = {"properties": {"a": {}, "b": {"uniqueItems": True}, "c": {"uniqueItems": True}}}
+    assert refusal(compiler, "json_schema", json.dumps(schema)).param == "format.it.properties.b"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", "{"),
+        ("json_schema", '"text"'),
+        ("json_schema", '{"enum": [NaN]}'),
+        ("regex", "(a"),
+        ("regex", "(?=a)b"),
+        ("choice", "[]"),
+        ("choice", '["a", 1]'),
+        ("choice", "a"),
+        ("grammar", ""),
+        ("grammar", "start: missing"),
+        ("grammar", 'root ::= "a'),
+        ("grammar", "start: <|no_such_token|>"),
+        ("grammar", "\x00"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(compiler: ConstraintCompiler, kind: Any, source: str) -> None:
+    assert refusal(compiler, kind, source).param == "format.it"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#"}}}, "required": ["a"]},
+        {"type": ["object", "null"], "required": ["a"], "minProperties": 1, "title": "t", "x-mine": 1, "default": {}},
+        {"type": "integer"},
+        {},
+    ],
+    ids=json.dumps,
+)
+def test_what_schemas_of_tools_hold_is_compiled(compiler: ConstraintCompiler, schema: Any) -> None:
+    compiler.check(Constraint(kind="json_schema", source=json.dumps(schema)), param="format.it")
+
+
+def test_keywords_that_change_nothing_are_no_error_and_constrain_nothing(compiler: ConstraintCompiler) -> None:
+    with_notes = {**OBJECT, "description": "d", "deprecated": True, "examples": [{}], "$comment": "c"}
+    compiler.check(Constraint(kind="json_schema", source=json.dumps(with_notes)), param="format.it")
+
+
+DEEP = 100_000
+REFUSED = {
+    "deep lists": ("json_schema", '{"enum": ' + "[" * DEEP + "]" * DEEP + "}", "recursion"),
+    "deep schema": ("json_schema", '{"items": ' * 5000 + "{}" + "}" * 5000, "recursion"),
+    "a schema too deep for llguidance": ("json_schema", '{"items": ' * 300 + "{}" + "}" * 300, "recursion"),
+    "reference to itself": ("json_schema", '{"$ref": "#"}', "no text satisfies it"),
+    "references in a circle": (
+        "json_schema",
+        '{"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}',
+        "no text satisfies it",
+    ),
+    "a product of choices": (
+        "json_schema",
+        json.dumps({"allOf": [{"anyOf": [{"minimum": i}, {"maximum": i}]} for i in range(40)]}),
+        "too large",
+    ),
+    "deep regex": ("regex", "(" * DEEP + "a" + ")" * DEEP, "nested"),
+    "deep grammar": ("grammar", "start: " + "(" * DEEP + '"a"' + ")" * DEEP, "deeply nested"),
+    "deep other grammar": ("grammar", "root ::= " + "(" * DEEP + '"a"' + ")" * DEEP, "recursion"),
+    "rule of itself": ("grammar", "start: start", "no text satisfies it"),
+    "terminal of itself": ("grammar", "start: A\nA: A", "circular"),
+    "too long": ("choice", json.dumps(["a" * 1000] * 1000), "characters; at most"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hostile_constraints_are_refused(compiler: ConstraintCompiler, name: str) -> None:
+    kind, source, message = REFUSED[name]
+    assert message in refusal(compiler, kind, source).message
+
+
+LARGE = {
+    "long text": ("json_schema", '{"minLength": 1000000000, "type": "string"}'),
+    "long list": ("json_schema", '{"minItems": 1000000000, "type": "array"}'),
+    "regex of many states": ("regex", "((a{1000}){1000}){1000}"),
+    "regex that counts back": ("regex", "(.*a.{500}){20}"),
+    "many choices": ("choice", json.dumps([f"option {i}" for i in range(3000)])),
+    "many names": ("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(500)}})),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_constraints_are_compiled(compiler: ConstraintCompiler, name: str) -> None:
+    kind, source = LARGE[name]
+    compiler.check(Constraint(kind=kind, source=source), param="format.it")  # type: ignore[arg-type]
