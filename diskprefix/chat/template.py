@@ -184,6 +184,20 @@ class PromptRenderer:
         preview = _preview(text, text[_PREVIEW_CHARS:][-_PREVIEW_CHARS:])
         return Prompt(token_ids=token_ids, boundaries=self._boundaries_of_text(token_ids, offsets), text=preview)
 
+    def text_of(self, conversation: Conversation) -> str:
+        """Returns what the template writes, without images and sounds. Raises `InvalidRequest` as `chat` does."""
+        return self._render(self._template_input(conversation), conversation.ending)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Returns the token ids of any text, however long."""
+        encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return [int(token_id) for token_id in encoding["input_ids"]]
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        """Returns the text of tokens, special ones included. Raises `InvalidRequest` for an unknown token id."""
+        self._check_vocabulary(token_ids, param="tokens")
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
     def end_of(self, prompt: Prompt) -> str:
         """Returns the last characters of a prompt, with its special tokens."""
         return str(self._tokenizer.decode(prompt.token_ids[-_END_TOKENS:].tolist(), skip_special_tokens=False))
@@ -234,12 +248,12 @@ class PromptRenderer:
             param=param,
         )
 
-    def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
+    def _check_vocabulary(self, token_ids: Sequence[int], param: str = "prompt") -> None:
         for index, token_id in enumerate(token_ids):
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidRequest(
-                    f"prompt.{index}: {token_id} is not a token id of this model (0 to {self.vocab_size - 1})",
-                    param=f"prompt.{index}",
+                    f"{param}.{index}: {token_id} is not a token id of this model (0 to {self.vocab_size - 1})",
+                    param=f"{param}.{index}",
                 )
 
     def _template_input(self, conversation: Conversation) -> TemplateInput:

@@ -11,7 +11,7 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from diskprefix.server import answer, status
+from diskprefix.server import answer, models, status, tokenizing
 from diskprefix.server.access_log import AccessLog
 from diskprefix.server.auth import OPEN_PATHS, Auth
 from diskprefix.server.browser_guard import BrowserGuard
@@ -21,6 +21,7 @@ from diskprefix.server.keys import ApiKeys
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.server.protocols.openai_completions import CompletionRequest
 from diskprefix.server.protocols.openai_replies import ChatCompletionChunk
+from diskprefix.server.tokenizing import DetokenizeRequest, TokenizeRequest
 from diskprefix.settings import Settings
 from diskprefix.version import __version__
 
@@ -29,7 +30,13 @@ prompt whose beginning was seen before is restored instead of computed, bit for 
 
 Every response says what the cache did (`prefix_cache`) and where the time went (`timings`)."""
 
-_OUTSIDE_FASTAPI: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, ChatCompletionChunk)
+_OUTSIDE_FASTAPI: tuple[type[BaseModel], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    ChatCompletionChunk,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 """Models that FastAPI does not see: bodies are read by `read_json`, and chunks are events of a stream."""
 
 
@@ -67,6 +74,8 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.add_middleware(BrowserGuard, host=settings.host)
     app.add_middleware(AccessLog, metrics=daemon.metrics)
     app.include_router(answer.router)
+    app.include_router(models.router)
+    app.include_router(tokenizing.router)
     app.include_router(status.router)
     _complete_openapi(app, with_keys=keys is not None)
     return app

@@ -1,4 +1,4 @@
-"""Requires an API key before the body of a request is read. `/health` answers without a key, but tells less."""
+"""Requires an API key before the body of a request is read. `/` and `/health` answer without a key, but tell less."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from diskprefix.server.errors import refuse
 from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys
 from diskprefix.server.log_context import log_context
 
-OPEN_PATHS = frozenset({"/health"})
-"""For load balancers and service managers, which have no key."""
+OPEN_PATHS = frozenset({"/", "/health"})
+"""For load balancers and service managers, which have no key, and for clients that look whether anybody is here."""
 
 
 class Auth:
@@ -25,7 +25,7 @@ class Auth:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        authorization = Headers(scope=scope).get("authorization")
+        authorization = _authorization(Headers(scope=scope))
         caller = ANYBODY if self._keys is None else self._keys.caller(authorization)
         if caller is None and scope["path"] in OPEN_PATHS:
             caller = NOBODY
@@ -36,3 +36,9 @@ class Auth:
         missing = "an API key is needed: send the header Authorization: Bearer KEY"
         reason = "the API key is not one of this daemon's" if authorization else missing
         await refuse(scope, receive, send, 401, reason, {"WWW-Authenticate": "Bearer"})
+
+
+def _authorization(headers: Headers) -> str | None:
+    """Returns the header with the key. Anthropic's clients send the key alone, in a header of its own."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (key and f"Bearer {key}")

@@ -1,4 +1,4 @@
-"""The routes that show the daemon's state: `/health`, `/props`, `/metrics` and `/v1/models`."""
+"""The routes that show the daemon's state: `/`, `/health`, `/props` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from diskprefix.server.daemon import Daemon, Status
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.keys import ADMIN
 from diskprefix.server.log_context import log_context
-from diskprefix.server.protocols.openai_replies import ModelCard, ModelList
 from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
 
@@ -120,6 +119,7 @@ def _model_props(serving: Serving) -> dict[str, Any]:
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "has_chat_template": bool(serving.engine.tokenizer.chat_template),
+        "output_format": serving.renderer.output_format.name,
         "identity": serving.engine.identity,
         "system_fingerprint": serving.fingerprint,
     }
@@ -141,23 +141,15 @@ async def metrics(request: Request) -> Response:
     return Response(await daemon.metrics.render(daemon.serving), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/v1/models", summary="List models", responses=_NOT_READY)
-async def list_models(request: Request) -> ModelList:
-    """The one model that is served."""
-    return ModelList(data=[_card(_daemon(request).require_serving())])
+class Welcome(BaseModel):
+    """Who answers here."""
+
+    name: str = "diskprefix"
+    docs: str = "/docs"
 
 
-@router.get(
-    "/v1/models/{model_name:path}",
-    summary="Retrieve a model",
-    responses={404: {"model": ErrorBody}, **_NOT_READY},
-)
-async def retrieve_model(model_name: str, request: Request) -> ModelCard:
-    """The served model by its name."""
-    serving = _daemon(request).require_serving()
-    serving.require_model(model_name)
-    return _card(serving)
-
-
-def _card(serving: Serving) -> ModelCard:
-    return ModelCard(id=serving.model_name, created=serving.loaded_at, max_model_len=serving.engine.max_positions)
+@router.head("/", include_in_schema=False)
+@router.get("/", summary="Welcome")
+async def welcome() -> Welcome:
+    """200 as soon as the daemon listens: some clients look here first."""
+    return Welcome()

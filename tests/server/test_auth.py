@@ -24,11 +24,10 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 ALICE, BOB, ADMIN = "alice-0123456789abcdef", "bob-0123456789abcdef", "admin-0123456789abcdef"
 NAMELESS = "nameless-0123456789abcdef"
 PROTECTED = (
-    *("/props", "/metrics", "/docs", "/openapi.json", "/v1/models", "/v1/models/tiny-chat", "/v1/nothing", "/"),
+    *("/props", "/metrics", "/docs", "/openapi.json", "/v1/models", "/v1/models/tiny-chat", "/v1/nothing"),
     *(
         "/health/",
         "/HEALTH",
-        "//health",
         "/health/../props",
         "/docs/oauth2-redirect",
         "/static-offline-docs/favicon.png",
@@ -78,7 +77,7 @@ def assert_unauthorized(answer: httpx.Response) -> None:
 
 
 @pytest.mark.parametrize(
-    "headers", [{}, bearer("alice-0123456789abcdeF"), {"Authorization": ALICE}, {"X-API-Key": ALICE}]
+    "headers", [{}, bearer("alice-0123456789abcdeF"), {"Authorization": ALICE}, {"X-API-Key": f"Bearer {ALICE}"}]
 )
 def test_every_route_but_health_needs_a_key(client: httpx.Client, headers: dict[str, str]) -> None:
     for path in PROTECTED:
@@ -87,6 +86,14 @@ def test_every_route_but_health_needs_a_key(client: httpx.Client, headers: dict[
         assert_unauthorized(client.post(path, json=HELLO, headers=headers))
         assert_unauthorized(client.request("OPTIONS", path, headers=headers))
     assert client.get("/health", headers=headers).status_code == 200
+    assert client.get("/", headers=headers).json() == {"name": "diskprefix", "docs": "/docs"}
+    assert client.head("/", headers=headers).status_code == 200
+
+
+def test_a_key_comes_in_the_header_of_openai_or_of_anthropic(client: httpx.Client) -> None:
+    for headers in (bearer(ALICE), {"X-API-Key": ALICE}, bearer(ALICE) | {"X-API-Key": "x"}):
+        assert client.get("/v1/models", headers=headers).status_code == 200
+    assert_unauthorized(client.get("/v1/models", headers=bearer("x") | {"X-API-Key": ALICE}))
 
 
 def test_each_key_of_the_file_is_taken(client: httpx.Client) -> None:

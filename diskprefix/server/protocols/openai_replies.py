@@ -135,20 +135,3 @@ class Completion(Reply):
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
-
-
-class ModelCard(BaseModel):
-    """The served model."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "diskprefix"
-    max_model_len: int = Field(description="Positions: prompt and reply together, in tokens.")
-
-
-class ModelList(BaseModel):
-    """The answer of `GET /v1/models`: the one served model."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]

@@ -1,0 +1,116 @@
+"""`GET /v1/models`: the served model, with what other servers' clients look for."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+
+from diskprefix.server.daemon import Daemon
+from diskprefix.server.errors import ErrorBody
+from diskprefix.server.serving import Serving
+
+router = APIRouter(tags=["daemon"])
+
+_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorBody}}
+
+_PARAMETERS = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs", "top_logprobs"),
+    *("logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("response_format", "structured_outputs"),
+)
+
+
+class Architecture(BaseModel):
+    """In the form of OpenRouter."""
+
+    input_modalities: list[str] = Field(description="`text`, and `image` or `audio` for models that take them.")
+    output_modalities: list[str]
+
+
+class Meta(BaseModel):
+    """In the form of llama.cpp's server."""
+
+    n_ctx_train: int
+    n_ctx: int
+    n_vocab: int
+
+
+class ModelCard(BaseModel):
+    """The served model. Several fields say the same, because clients of other servers know it by other names."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "diskprefix"
+    max_model_len: int = Field(description="Positions: prompt and reply together, in tokens. The name of vLLM.")
+    context_length: int = Field(description="The same: the name of OpenRouter.")
+    context_window: int = Field(description="The same: the name of Groq.")
+    max_context_length: int = Field(description="The same: the name of LM Studio and Mistral.")
+    meta: Meta
+    architecture: Architecture
+    capabilities: list[str] = Field(
+        description="`completion`, `chat` (it has a chat template), `tool_use` (which knows tools), `reasoning` (and "
+        "thoughts), `vision`, `audio`."
+    )
+    supported_parameters: list[str] = Field(description="Fields of requests that have an effect, as OpenRouter has it.")
+
+
+class ModelList(BaseModel):
+    """The answer of `GET /v1/models`: the one served model."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+def card(serving: Serving) -> ModelCard:
+    positions, media = serving.engine.max_positions, sorted(serving.engine.media.kinds) if serving.engine.media else []
+    template = str(serving.engine.tokenizer.chat_template or "")
+    offered = {
+        "completion": True,
+        "chat": bool(template),
+        "tool_use": "tools" in template,
+        "reasoning": serving.renderer.output_format.reasoning_end is not None,
+        "vision": "image" in media,
+        "audio": "audio" in media,
+    }
+    capabilities = [name for name, is_offered in offered.items() if is_offered]
+    of_tools = ["tools", "tool_choice", "parallel_tool_calls"] if offered["tool_use"] else []
+    of_thoughts = ["reasoning_effort"] if offered["reasoning"] else []
+    return ModelCard(
+        id=serving.model_name,
+        created=serving.loaded_at,
+        max_model_len=positions,
+        context_length=positions,
+        context_window=positions,
+        max_context_length=positions,
+        meta=Meta(n_ctx_train=positions, n_ctx=positions, n_vocab=serving.renderer.vocab_size),
+        architecture=Architecture(input_modalities=["text", *reversed(media)], output_modalities=["text"]),
+        capabilities=capabilities,
+        supported_parameters=[*_PARAMETERS, *of_tools, *of_thoughts],
+    )
+
+
+def _serving(request: Request) -> Serving:
+    daemon: Daemon = request.app.state.daemon
+    return daemon.require_serving()
+
+
+@router.get("/v1/models", summary="List models", responses=_NOT_READY)
+async def list_models(request: Request) -> ModelList:
+    """The one model that is served."""
+    return ModelList(data=[card(_serving(request))])
+
+
+@router.get(
+    "/v1/models/{model_name:path}",
+    summary="Retrieve a model",
+    responses={404: {"model": ErrorBody}, **_NOT_READY},
+)
+async def retrieve_model(model_name: str, request: Request) -> ModelCard:
+    """The served model by its name."""
+    serving = _serving(request)
+    serving.require_model(model_name)
+    return card(serving)

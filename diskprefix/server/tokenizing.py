@@ -1,0 +1,104 @@
+"""`POST /tokenize`, `/detokenize` and `/apply-template`, in the form of llama.cpp's server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from diskprefix.chat.template import PromptRenderer
+from diskprefix.server.body import read_json
+from diskprefix.server.daemon import Daemon
+from diskprefix.server.errors import ErrorBody
+from diskprefix.server.log_context import log_context
+from diskprefix.server.protocols.openai_chat import ChatRequest
+from diskprefix.server.protocols.strict import Body
+
+B = TypeVar("B", bound=Body)
+
+router = APIRouter(tags=["tokens"])
+
+_MOST_CHARS = 1 << 22
+"""To encode a megabyte of text takes a second and a hundred megabytes of memory."""
+_MOST_TOKENS = 1 << 20
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`."""
+
+    content: str = Field(max_length=_MOST_CHARS, description="The text.")
+    add_special: bool = Field(default=False, description="With the tokens that the tokenizer adds, such as BOS.")
+    parse_special: Literal[True] = Field(default=True, description="Texts of special tokens become these tokens.")
+    with_pieces: bool = Field(default=False, description="With the text of each token.")
+
+
+class TokenizeReply(BaseModel):
+    """The tokens of a text."""
+
+    tokens: list[Any] = Field(description="Token ids, or with `with_pieces` objects with `id` and `piece`.")
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    tokens: list[int] = Field(max_length=_MOST_TOKENS, description="Token ids.")
+
+
+class DetokenizeReply(BaseModel):
+    """The text of tokens, special ones included."""
+
+    content: str
+
+
+class TemplateReply(BaseModel):
+    """What the chat template writes for a conversation."""
+
+    prompt: str
+
+
+def _described(body: type[Body], reply: type[BaseModel]) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+    return {
+        "response_model": None,
+        "responses": {200: {"model": reply}, 400: {"model": ErrorBody}, 503: {"model": ErrorBody}},
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+    }
+
+
+async def _answer(request: Request, body: type[B], work: Callable[[PromptRenderer, B], dict[str, Any]]) -> Response:
+    """Reads the body, and does the work in a thread, within the bounds of the queue."""
+    daemon: Daemon = request.app.state.daemon
+    with daemon.arriving(log_context(request).caller.tenant) as serving:
+        read = await read_json(request, body, daemon.settings.max_body_bytes)
+        return JSONResponse(await daemon.prepare(lambda: work(serving.renderer, read), has_media=False))
+
+
+@router.post("/tokenize", summary="Text to tokens", **_described(TokenizeRequest, TokenizeReply))
+async def tokenize(request: Request) -> Response:
+    """The tokens of a text."""
+
+    def work(renderer: PromptRenderer, body: TokenizeRequest) -> dict[str, Any]:
+        tokens: list[Any] = renderer.tokenize(body.content, add_special_tokens=body.add_special)
+        if body.with_pieces:
+            tokens = [{"id": token, "piece": renderer.detokenize([token])} for token in tokens]
+        return {"tokens": tokens}
+
+    return await _answer(request, TokenizeRequest, work)
+
+
+@router.post("/detokenize", summary="Tokens to text", **_described(DetokenizeRequest, DetokenizeReply))
+async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
+    return await _answer(
+        request, DetokenizeRequest, lambda renderer, body: {"content": renderer.detokenize(body.tokens)}
+    )
+
+
+@router.post("/apply-template", summary="Conversation to prompt", **_described(ChatRequest, TemplateReply))
+async def apply_template(request: Request) -> Response:
+    """The prompt of a conversation as a text, without images and sounds. Nothing is computed."""
+    return await _answer(request, ChatRequest, lambda renderer, body: {"prompt": renderer.text_of(body.conversation)})
