@@ -18,7 +18,7 @@ from diskprefix.chat.content import holds_media
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.format import OutputFormat, OutputParser
 from diskprefix.chat.output.plain import PlainText
-from diskprefix.engine.request import Constraint, DoneEvent, GenerateRequest
+from diskprefix.engine.request import DoneEvent, GenerateRequest
 from diskprefix.prompt import Prompt
 from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
@@ -160,7 +160,7 @@ def _request(
         prompt=prompt,
         sampling=asked.sampling,
         cache=cache,
-        constraint=constraint_of(asked, output_format, prompt_end, _unchecked),
+        constraint=constraint_of(asked, output_format, prompt_end, serving.engine.constraints.check),
         shown_special_tokens=output_format.special_tokens,
         reports_progress=asked.return_progress,
     )
@@ -169,6 +169,3 @@ def _request(
         return output_format.parser(tools, prompt_end)
 
     return ReplyReader(new_parser, dialect.call_id_prefix, many_calls=choice.many), generate
-
-
-def _unchecked(constraint: Constraint, *, param: str) -> None: ...

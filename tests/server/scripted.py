@@ -17,6 +17,7 @@ import httpx
 import uvicorn
 
 from diskprefix.cache_report import CacheReport
+from diskprefix.engine.constraint import ConstraintCompiler
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, TextEvent, Timings, Usage
@@ -132,6 +133,7 @@ class ScriptedEngine:
 
         progress("reading the tokenizer")
         self.tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        self.constraints = ConstraintCompiler(self.tokenizer, {self.tokenizer.eos_token_id}, VOCAB_SIZE)
         return cast("Engine", self)
 
     def serve(self, inbox: Inbox) -> None:

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from diskprefix.cache_options import group_of
-from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
+from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError, ModelError, StoreUnavailable
 from diskprefix.server import body as reading
 from diskprefix.tenant import SHARED
@@ -38,6 +38,7 @@ from tests.server.test_media import one_thread
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture
@@ -284,6 +285,18 @@ def test_a_large_body_has_the_longer_to_arrive_the_more_of_it_has(
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
+def test_a_stream_begins_before_the_engine_has_anything_to_say(server: AppServer, engine: ScriptedEngine) -> None:
+    engine.script = until_cancelled
+    with open_raw(server, HELLO | {"stream": True}) as connection:
+        received = b""
+        while b"\n: " not in received:
+            part = connection.recv(4096)
+            assert part, received
+            received += part
+        assert received.startswith(b"HTTP/1.1 200 OK")
+    assert engine.cancelled.wait(30)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_during_prefill_cancels_its_request(
     server: AppServer, engine: ScriptedEngine, stream: bool
@@ -514,6 +527,54 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
     assert (sampling.logit_bias, sampling.logprobs, sampling.presence_penalty) == ({5: -100.0}, 3, 1.0)
     assert str(request.cache.scope) == "auto:8"
     assert request.cache.reuse_generated
+
+
+def test_what_the_reply_must_be_reaches_the_engine(server: AppServer, engine: ScriptedEngine) -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    fields = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}, "return_progress": True}
+    with server.client() as client:
+        assert client.post(CHAT, json=HELLO | fields | {"stream": True}).status_code == 200
+        assert client.post(CHAT, json=HELLO | fields).status_code == 200
+        assert client.post("/v1/completions", json={"prompt": "x", "structured_outputs": {"regex": "a"}}).is_success
+    constraints = [request.constraint for request in engine.requests]
+    of_schema = Constraint(kind="json_schema", source=json.dumps(schema))
+    assert constraints == [of_schema, of_schema, Constraint(kind="regex", source="a")]
+    assert [request.reports_progress for request in engine.requests] == [True, False, False], "in streams only"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "weird"}}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_model_cannot_do_is_a_400_before_anything_is_queued(
+    server: AppServer, engine: ScriptedEngine, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    with server.client() as client:
+        answer = client.post(CHAT, json=HELLO | fields | {"stream": stream})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert engine.requests == []
+
+
+def test_every_response_has_the_id_of_its_request(server: AppServer) -> None:
+    with server.client() as client:
+        answers = [client.post(CHAT, json=HELLO), client.post(CHAT, json={}), client.get("/v1/nothing")]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert len(set(ids)) == len(ids)
+    assert ids == [answer.headers["request-id"] for answer in answers]
 
 
 def test_what_a_request_asks_of_the_cache_reaches_the_engine(server: AppServer, engine: ScriptedEngine) -> None:

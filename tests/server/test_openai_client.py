@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,6 +109,40 @@ def test_completions(client: OpenAI, prompt: Any) -> None:
     assert reply.object == "text_completion"
     assert reply.usage is not None
     assert reply.usage.completion_tokens == 6
+
+
+def test_a_reply_follows_a_schema_whole_and_streamed(client: OpenAI) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"river": {"enum": ["Rhine", "Elbe"]}}}
+    schema["required"] = ["river"]
+    schema["additionalProperties"] = False
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    fields: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "response_format": form, "seed": 3, "n": 3}
+    whole = [choice.message.content or "" for choice in client.chat.completions.create(**fields).choices]
+    texts = [""] * 3
+    for chunk in client.chat.completions.create(**fields, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    for text in (*whole, *texts):
+        assert json.loads(text) in ({"river": "Rhine"}, {"river": "Elbe"})
+
+
+def test_progress_is_told_while_the_prompt_is_computed(client: OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Name three rivers. " * 150}]
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        max_tokens=1,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"return_progress": True},
+    )
+    chunks = list(stream)
+    extras = [chunk.model_extra or {} for chunk in chunks]
+    told = [extra["prompt_progress"] for extra in extras if "prompt_progress" in extra]
+    assert chunks[-1].usage is not None
+    assert {progress["total"] for progress in told} == {chunks[-1].usage.prompt_tokens}
+    assert [progress["processed"] for progress in told] == sorted({progress["processed"] for progress in told})
+    assert (told[0]["processed"], told[-1]["processed"]) == (told[0]["cache"], told[-1]["total"])
 
 
 def test_tools_are_passed_to_the_chat_template(client: OpenAI) -> None:
