@@ -177,18 +177,18 @@ class Store(StoreFile):
             return evicted
         # The free pages are too young, or an open reader may still read them, or they are too scattered for a payload.
         # Only in the last case it helps to evict more, so the others are waited out first.
-        if not self.environment.wait_for_readers():
-            raise StoreUnavailable(
-                f"{self.path}: an open reader keeps evicted pages from being reused; end the process that reads "
-                "(a suspended `diskprefix inspect`?)"
-            )
-        self.evictor.let_freed_pages_age()
-        if self._try_write(publication):
-            return evicted
-        evicted += self.evictor.make_room(2 * need + 2**20, publication.used_names)
-        if self._try_write(publication):
-            return evicted
-        raise StoreFull(f"no room for {format_size(need)} in {self.path}; raise --kv-cache-budget")
+        room = need
+        while True:
+            if not self.environment.wait_for_readers():
+                raise StoreUnavailable(
+                    f"{self.path}: an open reader keeps evicted pages from being reused; end the process that reads "
+                    "(a suspended `diskprefix inspect`?)"
+                )
+            self.evictor.let_freed_pages_age()
+            if self._try_write(publication):
+                return evicted
+            room = 2 * room + 2**20
+            evicted += self.evictor.make_room(room, publication.used_names)
 
     def touch(self, uses: Mapping[bytes, Use]) -> None:
         """Record the use of nodes, given by their names, and of their ancestors. Missing nodes are ignored."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diskprefix.errors import StoreFull
 from diskprefix.store import evictor
 from diskprefix.store.store import Publication, Store
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
@@ -97,4 +98,29 @@ def test_a_node_that_is_continued_after_it_was_chosen_stays(
     store.evictor.expire(100)
     assert is_whole(store, child)
     assert not is_whole(store, pub)
+    store.close()
+
+
+@pytest.mark.parametrize("refusals", [3, 1000])
+def test_where_free_pages_are_too_scattered_for_a_payload_more_is_evicted_each_time(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
+    """LMDB finds no run of pages for the first so many times, as after thousands of publications in a small store."""
+    pubs = [saved(store, clock, seed) for seed in range(3)]
+    clock.now += 11
+    fresh = publication(store, prompt(9, BLOCK), payload_bytes=1_000_000)
+    write, left = store._try_write, [refusals]
+
+    def refuse(pub: Publication) -> bool:
+        left[0] -= 1
+        return left[0] < 0 and write(pub)
+
+    monkeypatch.setattr(store, "_try_write", refuse)
+    if refusals > 3:
+        with pytest.raises(StoreFull):
+            store.publish(fresh)
+    else:
+        assert store.publish(fresh) > 0
+        assert is_whole(store, fresh)
+        assert any(is_whole(store, pub) for pub in pubs)
     store.close()
