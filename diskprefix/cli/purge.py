@@ -64,7 +64,8 @@ def purge(
 
     ENTRY is an id, or the beginning of one, as inspect shows it. The blocks of a prompt are removed with it, except
     those that other saved prompts or blocks need, and so are the recent prompts that begin with it. --model and --salt
-    also remove all recent prompts and the record of the model or tenant, so nothing of it can be found any more.
+    also remove all recent prompts, the notes (stored responses) and the record of the model or tenant, so nothing of it
+    can be found any more.
 
     The file keeps its size, and the removed bytes stay in it until their room is used again. `diskprefix compact`
     writes the file anew without them. A running daemon drops what it remembers of them at its next request.
@@ -136,6 +137,11 @@ def _amounts(num_entries: int, num_blocks: int, num_bytes: int) -> str:
     return f"{counted(num_entries, 'saved prompt')}, {counted(num_blocks, 'block')}, {format_size(num_bytes)}"
 
 
+def _others(num_prompts: int, num_notes: int) -> str:
+    prompts = counted(num_prompts, "recent prompt")
+    return f"{prompts}, {counted(num_notes, 'note')}" if num_notes else prompts
+
+
 def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:
     if not plan:
         click.echo("nothing to purge")
@@ -148,7 +154,7 @@ def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:
         ]
     )
     amounts = _amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)
-    click.echo(f"{title}: {amounts}, {counted(len(plan.prompts), 'recent prompt')}")
+    click.echo(f"{title}: {amounts}, {_others(len(plan.prompts), len(plan.notes))}")
     if plan.shared_blocks:
         click.echo(f"{counted(plan.shared_blocks, 'block')} of them stay: other saved prompts share them")
     if plan.continued_blocks:
@@ -157,7 +163,7 @@ def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:
 
 def _show_purged(folder: Path, purged: Purged) -> None:
     amounts = _amounts(purged.entries, purged.blocks, purged.stored_bytes)
-    click.echo(f"purged {amounts}, {counted(purged.prompts, 'recent prompt')}")
+    click.echo(f"purged {amounts}, {_others(purged.prompts, purged.notes)}")
     click.echo(
         "the bytes stay in the file until their room is used again; `diskprefix compact` writes it anew without them"
     )
@@ -174,7 +180,11 @@ def _show_purged(folder: Path, purged: Purged) -> None:
 def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:
     """Returns what --json prints: what was removed, or without `purged` what would be."""
     done = purged or Purged(
-        blocks=len(plan.nodes), prompts=len(plan.prompts), roots=len(plan.roots), stored_bytes=plan.stored_bytes
+        blocks=len(plan.nodes),
+        prompts=len(plan.prompts),
+        notes=len(plan.notes),
+        roots=len(plan.roots),
+        stored_bytes=plan.stored_bytes,
     )
     kept = {name: getattr(plan, name) for name in ("shared_blocks", "continued_blocks", "kept_bytes")}
     return {"dry_run": purged is None} | asdict(done) | kept | {"entries": [asdict(info) for info in chosen]}

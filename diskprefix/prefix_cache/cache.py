@@ -22,10 +22,11 @@ from diskprefix.prefix_cache.restore import READER_THREADS
 from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
+from diskprefix.store.notes import TenantNotes
 from diskprefix.store.schema import Kind, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tenant import SHARED, Tenant
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, root_hash
 
 log = logging.getLogger("diskprefix")
 
@@ -62,6 +63,11 @@ class PrefixCache(CacheResources):
     def load(self, tenant: Tenant) -> Future[Any]:
         """See `TenantNamespaces.load`. A request that does not wait for it is served as if it were the first one."""
         return self.namespaces.load(tenant)
+
+    def notes(self, tenant: Tenant) -> TenantNotes:
+        """Returns the notes of a tenant; for any thread."""
+        record = self._root_record(tenant)
+        return TenantNotes(self.writer.notes, root_hash(record.identity), record)
 
     def owner(self, tenant: Tenant) -> Hashable:
         """Returns what tells a tenant's state in memory from that of others, and from its own before a purge."""
@@ -111,7 +117,7 @@ class PrefixCache(CacheResources):
         try:
             counts = self.store.counts()
         except CacheError as failure:
-            counts = dict.fromkeys(("entries", "blocks", "prompts", "used_bytes", "file_bytes"), 0)
+            counts = dict.fromkeys(("entries", "blocks", "prompts", "notes", "used_bytes", "file_bytes"), 0)
             state, error = "degraded", str(failure)
         return {
             "scope": str(parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")),

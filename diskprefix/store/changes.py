@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import lmdb
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.codec.codec import Codec, Piece, encode_piece, piece_seed
 from diskprefix.store.eviction import after_use, longer_ttl, recorded_ttl, with_uses
+from diskprefix.store.note_record import used_note
 from diskprefix.store.schema import (
     HISTORY_TOKENS,
     EntryRecord,
@@ -227,17 +229,30 @@ class Changes(Snapshot):
         for key in surplus:
             self.delete_record("history", key)
 
-    def forget(self, prompts: Iterable[bytes]) -> None:
-        """Remove remembered prompts, given by their keys, and the records of roots that have nothing left."""
-        roots = {key[:HASH_BYTES] for key in prompts if self.delete_record("history", key)}
-        bare = {root for root in roots if next(self.history(root), None) is None}
-        if bare:
-            self.delete_bare_roots(bare)
+    def forget(self, keys: Iterable[bytes], database: Literal["history", "notes"]) -> None:
+        """Remove remembered prompts or notes, given by their keys, and the records of roots that have nothing left."""
+        roots = {key[:HASH_BYTES] for key in keys if self.delete_record(database, key)}
+        self.delete_bare_roots(roots)
 
     def delete_bare_roots(self, roots: set[bytes]) -> int:
-        """Remove the records of those of `roots` that have no nodes. Returns the number of removed records."""
-        bare = roots - {node_root(value) for _, value in self.records("nodes")}
+        """Remove the records of those of `roots` under which nothing is stored. Returns how many there were."""
+        bare = {root for root in roots if next(self.history(root), None) is None and not self.has_notes(root)}
+        if bare:
+            bare -= {node_root(value) for _, value in self.records("nodes")}
         return sum(self.delete_record("roots", root) for root in bare)
+
+    def put_note(self, key: bytes, value: bytes | None) -> None:
+        """Store an encoded note in the place of the one before, or remove that one."""
+        if value is not None:
+            self._put("notes", key, value)
+        else:
+            self.forget([key], "notes")
+
+    def use_note(self, key: bytes, when: float) -> None:
+        """Record the use of a note. One that is damaged is left as it is."""
+        if (value := self.record("notes", key)) is not None:
+            with suppress(StoreCorrupt):
+                self._put("notes", key, used_note(key, value, when))
 
     def put_usage(self, name: bytes, usage: UsageRecord) -> None:
         self._put("usage", name, encode_usage(usage))

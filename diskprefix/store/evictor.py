@@ -6,6 +6,7 @@ import os
 import struct
 import threading
 from collections import Counter
+from typing import Literal
 
 from diskprefix.errors import StoreFull
 from diskprefix.settings import format_size
@@ -79,22 +80,25 @@ class Evictor:
                     f"no room for {format_size(need_bytes)}: what is stored was just written or is in use; "
                     "raise --kv-cache-budget"
                 )
-        self._forget(prompts)
+        self._forget(prompts, "history")
         self._evict(victims)
         return len(victims)
 
     def expire(self, ttl_s: float) -> int:
         """Remove nodes and remembered prompts that were not used for `ttl_s` seconds; with 0 they stay.
 
-        A node that a request asked to keep for another time goes after that time. Returns the number of removed nodes.
+        A node that a request asked to keep for another time goes after that time, and so does each note. Returns the
+        number of removed nodes.
         """
         with self._file.snapshot() as snapshot:
             table, now = snapshot.usages(), self._file.clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)
             prompts = snapshot.prompts_before(now - ttl_s) if ttl_s else []
+            notes = [note.key for note in snapshot.notes() if note.times.is_expired(now)]
         self.may_have_own_ttls = table.has_own_ttls
         self._evict(names)
-        self._forget(prompts)
+        self._forget(prompts, "history")
+        self._forget(notes, "notes")
         return len(names)
 
     def check_fits(self, need_bytes: int) -> None:
@@ -126,11 +130,11 @@ class Evictor:
         if victims:
             self.let_freed_pages_age()
 
-    def _forget(self, prompts: list[bytes]) -> None:
-        """Remove remembered prompts, given by their keys, and the records of roots that have nothing left."""
-        if prompts:
+    def _forget(self, keys: list[bytes], database: Literal["history", "notes"]) -> None:
+        """See `Changes.forget`."""
+        if keys:
             with self._file.changes() as changes:
-                changes.forget(prompts)
+                changes.forget(keys, database)
 
     def _disk_limit(self) -> int:
         """How large the file may become so that `min_free_bytes` of the disk stay free."""

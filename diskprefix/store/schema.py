@@ -23,8 +23,8 @@ from diskprefix.tokens import HASH_BYTES, TokenIds, block_hash, checksum
 HISTORY_TOKENS = 1 << 22
 """The most tokens that the history of a root holds (16 MiB of token ids), however many prompts a request asks for."""
 GROUP_BYTES = 8
-FORMAT_VERSION = 5
-DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "history")
+FORMAT_VERSION = 6
+DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "history", "notes")
 
 _HEADER = struct.Struct("<16s16sIIBBHxxxxQQ")
 _KIND_AT = 40
@@ -270,17 +270,17 @@ def history_group(key: bytes) -> bytes:
 
 def encode_record(key: bytes, record: msgspec.Struct) -> bytes:
     """Returns the record's checksum, which covers `key` too, and the record."""
-    return _sealed(key, msgspec.msgpack.encode(record))
+    return sealed(key, msgspec.msgpack.encode(record))
 
 
 def encode_prompt(key: bytes, token_ids: TokenIds) -> bytes:
     """Returns a prompt of the history as it is stored: a checksum, which covers `key` too, and the encoded tokens."""
-    return _sealed(key, encode_tokens(token_ids))
+    return sealed(key, encode_tokens(token_ids))
 
 
 def decode_prompt(key: bytes, value: bytes | memoryview) -> TokenIds:
     """Inverse of `encode_prompt`. Raises `StoreCorrupt`."""
-    return decode_tokens(_unsealed(key, value), max_tokens=HISTORY_TOKENS)
+    return decode_tokens(unsealed(key, value), max_tokens=HISTORY_TOKENS)
 
 
 def prompt_tokens(value: bytes | memoryview) -> int:
@@ -294,16 +294,18 @@ _Record = TypeVar("_Record", bound=msgspec.Struct)
 def decode_record(kind: type[_Record], key: bytes, value: bytes | memoryview) -> _Record:
     """Inverse of `encode_record`. Raises `StoreCorrupt`."""
     try:
-        return msgspec.msgpack.decode(_unsealed(key, value), type=kind)
+        return msgspec.msgpack.decode(unsealed(key, value), type=kind)
     except msgspec.DecodeError as error:
         raise StoreCorrupt(f"record {key.hex()} cannot be read: {error}") from error
 
 
-def _sealed(key: bytes, packed: bytes) -> bytes:
+def sealed(key: bytes, packed: bytes) -> bytes:
+    """Returns a checksum, which covers `key` too, and the packed record."""
     return _CHECKSUM.pack(checksum(key + packed)) + packed
 
 
-def _unsealed(key: bytes, value: bytes | memoryview) -> bytes:
+def unsealed(key: bytes, value: bytes | memoryview) -> bytes:
+    """Inverse of `sealed`. Raises `StoreCorrupt` if the checksum does not match."""
     packed = bytes(value[_CHECKSUM.size :])
     if len(value) < _CHECKSUM.size or checksum(key + packed) != _CHECKSUM.unpack_from(value)[0]:
         raise StoreCorrupt(f"the checksum of record {key.hex()} does not match")

@@ -11,6 +11,7 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.eviction import UsageTable
+from diskprefix.store.note_record import StoredNote
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
     DATABASES,
@@ -202,8 +203,8 @@ class Snapshot:
         return prompts[::-1]
 
     def counts(self) -> dict[str, int]:
-        """Returns the numbers of `entries`, `blocks` (with tails and checkpoints) and `prompts` in the history."""
-        names = {"entries": "entries", "blocks": "nodes", "prompts": "history"}
+        """Returns the numbers of `entries`, `blocks` (with tails and checkpoints), recent `prompts` and `notes`."""
+        names = {"entries": "entries", "blocks": "nodes", "prompts": "history", "notes": "notes"}
         return {key: self._stat(name)["entries"] for key, name in names.items()}
 
     def used_bytes(self) -> int:
@@ -218,6 +219,15 @@ class Snapshot:
         while found and bytes(cursor.key()).startswith(root):
             yield bytes(cursor.key()), cursor.value()
             found = cursor.prev()
+
+    def notes(self) -> Iterator[StoredNote]:
+        """Yields all notes, without their contents."""
+        for key, value in self.records("notes"):
+            yield StoredNote.of(key, value)
+
+    def has_notes(self, root: bytes) -> bool:
+        cursor = self._txn.cursor(self._databases["notes"])
+        return bool(cursor.set_range(root)) and bytes(cursor.key()).startswith(root)
 
     def prompts_before(self, when: float) -> list[bytes]:
         """Returns the keys of the remembered prompts that are older than time `when`."""

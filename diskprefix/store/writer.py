@@ -20,6 +20,7 @@ from typing import TypeAlias
 from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.eviction import expiry_interval_s, recorded_ttl
+from diskprefix.store.notes import Notes
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
 
@@ -66,6 +67,7 @@ class Writer:
         self.on_room: Callable[[], None] = _nothing
         """Called when there is more room in the buffer."""
         self._changed = threading.Condition()
+        self.notes = Notes(store, self._wake)
         self._held_at: float | None = None
         """Since when the writing is held back, on the clock of `time.monotonic`."""
         self._num_waiting = 0
@@ -143,12 +145,13 @@ class Writer:
         return 0 if self._closing else max(0, self._buffer_bytes - self.pending_bytes)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything that was submitted is written. Returns False if the time runs out first."""
+        """Wait until everything that was submitted is written, and notes as far as the store takes them. Returns False
+        if the time runs out first."""
         with self._changed:
             self._num_waiting += 1
             self._changed.notify_all()
             try:
-                return self._changed.wait_for(lambda: not self._queue, timeout_s)
+                return self._changed.wait_for(lambda: not (self._queue or self.notes.is_waiting), timeout_s)
             finally:
                 self._num_waiting -= 1
 
@@ -180,7 +183,7 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._next() or self._damaged or self._closing, _TOUCH_INTERVAL_S)
+                self._changed.wait_for(self._has_work, _TOUCH_INTERVAL_S)
                 publication = self._next()
                 damaged, self._damaged = self._damaged, {}
                 closing = self._closing
@@ -188,6 +191,8 @@ class Writer:
                 self._attempt(partial(self._quarantine, name, parent))
             # Before the publication, which may replace what was used.
             self._attempt(self._write_touches)
+            self._attempt(self.notes.write)
+            self._wake()
             if publication is not None:
                 self._attempt(partial(self._write, publication))
                 self._forget(publication)
@@ -195,6 +200,13 @@ class Writer:
                 return
             if publication is None:
                 self._attempt(self._maintain)
+
+    def _has_work(self) -> bool:
+        return bool(self._next() or self._damaged or self._closing or self.notes.is_waiting)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _next(self) -> Publication | None:
         """Returns the publication to be written now."""

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import lmdb
 
-DATABASES = (b"meta", b"roots", b"nodes", b"children", b"usage", b"payloads", b"entries", b"history")
+DATABASES = (b"meta", b"roots", b"nodes", b"children", b"usage", b"payloads", b"entries", b"history", b"notes")
 
 
 def open_file(folder: Path, **options: Any) -> Any:

@@ -257,8 +257,24 @@ def _address(view: memoryview) -> int:
     return address
 
 
+def compress(raw: bytes) -> bytes:
+    """Returns one zstd frame that tells the length of its content."""
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
+
+
+def decompress(stored: bytes | memoryview, *, max_bytes: int) -> bytes:
+    """Inverse of `compress`. Raises `StoreCorrupt` on anything that is not a frame of at most `max_bytes`."""
+    try:
+        size = zstandard.frame_content_size(stored)
+        if not 0 <= size <= max_bytes:
+            raise StoreCorrupt(f"a compressed record claims {size} bytes")
+        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise StoreCorrupt(f"a compressed record cannot be read: {error}") from error
+
+
 def encode_tokens(token_ids: TokenIds) -> bytes:
-    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(token_ids.astype("<i4").tobytes())
+    return compress(token_ids.astype("<i4").tobytes())
 
 
 def encoded_tokens(stored: bytes | memoryview) -> int:
@@ -271,11 +287,7 @@ def encoded_tokens(stored: bytes | memoryview) -> int:
 
 def decode_tokens(stored: bytes | memoryview, *, max_tokens: int) -> TokenIds:
     """Inverse of `encode_tokens`. Raises `StoreCorrupt` on anything that is not at most `max_tokens` int32."""
-    try:
-        size = zstandard.frame_content_size(stored)
-        if not 0 <= size <= 4 * max_tokens or size % 4:
-            raise StoreCorrupt(f"a history record claims {size} bytes")
-        raw = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size)
-    except zstandard.ZstdError as error:
-        raise StoreCorrupt(f"a history record cannot be read: {error}") from error
+    raw = decompress(stored, max_bytes=4 * max_tokens)
+    if len(raw) % 4:
+        raise StoreCorrupt(f"a record of token ids has {len(raw)} bytes")
     return np.frombuffer(raw, dtype="<i4").astype(np.int32)

@@ -41,8 +41,8 @@ class PurgeFilter:
 
 @dataclass(frozen=True, kw_only=True)
 class PurgePlan:
-    """What a purge removes. `nodes` are in the order children first. `prompts` are keys of the history. `roots` are
-    those that become empty. `stored_bytes` is the size of the nodes in the file.
+    """What a purge removes. `nodes` are in the order children first. `prompts` are keys of the history, `notes` those
+    of notes. `roots` are those that become empty. `stored_bytes` is the size of the nodes in the file.
 
     The blocks of the chosen entries that stay: `shared_blocks`, because other saved prompts need them, and
     `continued_blocks`, because blocks of no saved prompt continue them; `kept_bytes` is the size of both in the file.
@@ -51,6 +51,7 @@ class PurgePlan:
     entries: tuple[bytes, ...]
     nodes: tuple[bytes, ...]
     prompts: tuple[bytes, ...]
+    notes: tuple[bytes, ...]
     roots: frozenset[bytes]
     stored_bytes: int
     shared_blocks: int
@@ -58,7 +59,7 @@ class PurgePlan:
     kept_bytes: int
 
     def __bool__(self) -> bool:
-        return bool(self.entries or self.nodes or self.prompts or self.roots)
+        return bool(self.entries or self.nodes or self.prompts or self.notes or self.roots)
 
 
 @dataclass(kw_only=True)
@@ -69,6 +70,7 @@ class Purged:
     entries: int = 0
     blocks: int = 0
     prompts: int = 0
+    notes: int = 0
     roots: int = 0
     stored_bytes: int = 0
     left_blocks: int = 0
@@ -125,7 +127,7 @@ class _Planner:
         chosen = {name for name in self._filter.entries & self._entry_names if self._is_wanted(name)}
         nodes = self._removable(chosen)
         doomed = frozenset(nodes)
-        prompts = self._prompts(chosen)
+        prompts, notes = self._prompts(chosen), self._notes()
         entries = chosen | (self._entry_names & doomed)
         on_other_paths = {node for name in self._entry_names - entries for node in self._tree.entry(name)}
         kept = {node for name in chosen for node in self._tree.entry(name)} - doomed
@@ -133,7 +135,8 @@ class _Planner:
             entries=tuple(sorted(entries)),
             nodes=tuple(nodes),
             prompts=tuple(prompts),
-            roots=self._emptied_roots(doomed, frozenset(prompts)),
+            notes=tuple(notes),
+            roots=self._emptied_roots(doomed, frozenset(prompts), frozenset(notes)),
             stored_bytes=self._bytes_of(nodes),
             shared_blocks=len(kept & on_other_paths),
             continued_blocks=len(kept - on_other_paths),
@@ -190,6 +193,16 @@ class _Planner:
             and (self._cutoff is None or history_sequence(key) < self._cutoff * 1e6)
         ]
 
+    def _notes(self) -> list[bytes]:
+        """Returns the keys of the notes to remove: those under the wanted roots. None belongs to an entry."""
+        if self._filter.entries:
+            return []
+        return [
+            note.key
+            for note in self._snapshot.notes()
+            if self._is_wanted_root(note.root) and (self._cutoff is None or note.times.last_used < self._cutoff)
+        ]
+
     def _prompts_of(self, entry: bytes) -> Iterator[bytes]:
         nodes = list(self._tree.path(entry).values())
         token_ids: TokenIds = np.concatenate([node.token_ids for node in nodes])
@@ -198,11 +211,14 @@ class _Planner:
             if common_prefix_length(prompt, token_ids) == len(token_ids):
                 yield key
 
-    def _emptied_roots(self, nodes: Collection[bytes], prompts: Collection[bytes]) -> frozenset[bytes]:
+    def _emptied_roots(
+        self, nodes: Collection[bytes], prompts: Collection[bytes], notes: Collection[bytes]
+    ) -> frozenset[bytes]:
         """Returns the roots that become empty, and that lose something or were asked for."""
         left = {node.root for name, node in self._nodes.items() if name not in nodes}
         left |= {key[:HASH_BYTES] for key in self._snapshot.keys("history") if key not in prompts}
-        touched = {self._nodes[name].root for name in nodes} | {key[:HASH_BYTES] for key in prompts}
+        left |= {key[:HASH_BYTES] for key in self._snapshot.keys("notes") if key not in notes}
+        touched = {self._nodes[name].root for name in nodes} | {key[:HASH_BYTES] for key in (*prompts, *notes)}
         if not self._filter.entries and self._cutoff is None:
             touched |= {root for root in self._records if self._is_wanted_root(root)}
         return frozenset((touched & self._records.keys()) - left)
@@ -223,9 +239,11 @@ def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[i
     for some in batches(plan.prompts, RECORDS_AT_ONCE):
         with store.changes() as changes:
             gone.prompts += sum(changes.delete_record("history", key) for key in some)
+    for some in batches(plan.notes, RECORDS_AT_ONCE):
+        with store.changes() as changes:
+            gone.notes += sum(changes.delete_record("notes", key) for key in some)
     with store.changes() as changes:
-        empty = {root for root in plan.roots if next(changes.history(root), None) is None}
-        gone.roots += changes.delete_bare_roots(empty)
+        gone.roots += changes.delete_bare_roots(set(plan.roots))
         # This makes daemons read the recent prompts again.
         changes.note_purge()
 

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.codec.choice import CodecRecord
+from diskprefix.store.note_record import decode_note
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
     DATABASES,
@@ -167,6 +168,7 @@ class RecordCheck:
             "payloads": self._piece_problems,
             "entries": self._entry_problems,
             "history": self._prompt_problems,
+            "notes": self._note_problems,
             "meta": self._meta_problems,
         }
         value = self._snapshot.record(database, key)
@@ -318,6 +320,11 @@ class RecordCheck:
         decode_prompt(key, value)
         if key[:HASH_BYTES] not in self.roots:
             yield ProblemKind.ROOTLESS, "history", "there is no sound record of its root"
+
+    def _note_problems(self, key: bytes, value: bytes) -> Iterator[_Found]:
+        decode_note(key, value)
+        if key[:HASH_BYTES] not in self.roots:
+            yield ProblemKind.ROOTLESS, "notes", "there is no sound record of its root"
 
     def _meta_problems(self, key: bytes, value: bytes) -> Iterable[_Found]:
         """The records that identify the store were checked when it was opened."""

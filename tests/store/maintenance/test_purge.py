@@ -13,6 +13,8 @@ from diskprefix.store.maintenance import purge as purging
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.maintenance.verify_payloads import verify_payloads
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tenant import SHARED, Tenant
@@ -283,6 +285,52 @@ def test_a_stop_in_the_middle_leaves_a_store_in_order(store: Store, monkeypatch:
     store.close()
 
 
+def noted(store: Store, pub: Publication, *ids: str) -> TenantNotes:
+    notes = TenantNotes(Notes(store, lambda: None), pub.root, pub.root_record)
+    for id_ in ids:
+        notes.put(NoteKind.RESPONSE, id_, b"content", ttl_s=1000.0)
+        notes.notes.write()
+    return notes
+
+
+def test_notes_go_with_their_tenant_and_model_and_not_with_an_entry(store: Store) -> None:
+    pubs = {name: saved(store, prompt(1, 2 * BLOCK), tenant=tenant) for name, tenant in (("a", ALICE), ("b", BOB))}
+    alice, bob = (noted(store, pub, "resp_1", "resp_2") for pub in pubs.values())
+    assert purge_now(store, PurgeFilter(entries=frozenset({tip(pubs["a"])}))).notes == 0
+    assert purge_now(store, PurgeFilter(salt="alice")).notes == 2
+    assert alice.get(NoteKind.RESPONSE, "resp_1") is None
+    assert bob.get(NoteKind.RESPONSE, "resp_1") == b"content"
+    assert is_clean(store)
+    assert purge_now(store, PurgeFilter(model="tiny")).notes == 2
+    with store.snapshot() as snapshot:
+        assert not list(snapshot.roots())
+    store.close()
+
+
+def test_a_tenant_that_has_notes_alone_can_be_purged_and_its_root_goes(store: Store) -> None:
+    root, layout, notes = root_hash("x"), layout_of(1000), Notes(store, lambda: None)
+    record = RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0, tenant=str(ALICE))
+    notes.put(root, record, NoteKind.RESPONSE, "resp_1", b"content", 1000.0)
+    notes.write()
+    purged = purge_now(store, PurgeFilter(salt="alice"))
+    assert (purged.notes, purged.roots) == (1, 1)
+    assert is_clean(store)
+    store.close()
+
+
+def test_a_purge_by_age_takes_the_notes_that_were_not_used(store: Store, clock: Clock) -> None:
+    pub = saved(store, prompt(1, BLOCK))
+    notes = noted(store, pub, "old", "used")
+    clock.now += 100
+    notes.get(NoteKind.RESPONSE, "used")
+    notes.notes.write()
+    assert purge_now(store, PurgeFilter(older_than_s=50.0), clock.now).notes == 1
+    assert notes.get(NoteKind.RESPONSE, "used") == b"content"
+    assert notes.get(NoteKind.RESPONSE, "old") is None
+    assert is_clean(store)
+    store.close()
+
+
 def test_a_plan_changes_nothing(store: Store) -> None:
     pub = saved(store, prompt(1, 2 * BLOCK))
     before = store.counts()
@@ -291,6 +339,7 @@ def test_a_plan_changes_nothing(store: Store) -> None:
         entries=(),
         nodes=(),
         prompts=(),
+        notes=(),
         roots=frozenset(),
         stored_bytes=0,
         shared_blocks=0,

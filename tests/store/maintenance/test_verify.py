@@ -17,6 +17,8 @@ from diskprefix.store.maintenance import repair
 from diskprefix.store.maintenance.repair import repair_index, repair_problems
 from diskprefix.store.maintenance.verify import Problem, ProblemKind, verify_index
 from diskprefix.store.maintenance.verify_payloads import verify_payloads
+from diskprefix.store.note_record import NoteKind, NoteTimes, encode_note, note_key
+from diskprefix.store.notes import Notes
 from diskprefix.store.schema import (
     EntryRecord,
     Kind,
@@ -44,6 +46,7 @@ OTHER_ROOT = root_hash(IDENTITY)
 HYBRID_ROOT = b"h" * 16
 LAYOUT = layout_of(1_200_000)
 """Blocks of three pieces."""
+NOTE = "resp_1"
 HYBRID = layout_of(60_000, 1_200_000)
 """Blocks of one piece, checkpoints of three."""
 
@@ -86,6 +89,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     stored = Stored(folder, first, second, other, hybrid)
     for pub in stored.publications:
         store.publish(pub)
+    notes = Notes(store, lambda: None)
+    notes.put(HYBRID_ROOT, hybrid.root_record, NoteKind.RESPONSE, NOTE, b"content", 1000.0)
+    notes.write()
     store.close()
     return stored
 
@@ -232,6 +238,10 @@ def change_group(records: Records, stored: Stored) -> None:
     value = records.get("history", key)
     records.delete("history", key)
     records.put("history", history_key(stored.first.root, history_sequence(key), b"another!"), value)
+
+
+def put_note(records: Records, key: bytes) -> None:
+    records.put("notes", key, encode_note(key, b"content", NoteTimes(1000.0, 1000.0, 1000)))
 
 
 def remember_in_half_a_group(records: Records, stored: Stored) -> None:
@@ -456,6 +466,12 @@ DAMAGE: dict[str, tuple[Damage, set[tuple[str, str]]]] = {
         {("rootless", "history")},
     ),
     "a recent prompt in another group": (change_group, {("damaged", "history")}),
+    "a note with a flipped bit": (lambda r, _: r.flip("notes", r.keys("notes")[0], 40), {("damaged", "notes")}),
+    "a note of an unknown kind": (lambda r, _: put_note(r, HYBRID_ROOT + b"\xff" * 17), {("damaged", "notes")}),
+    "a note under a root that is gone": (
+        lambda r, _: put_note(r, note_key(GONE, NoteKind.TURN, "x")),
+        {("rootless", "notes")},
+    ),
     "a recent prompt in half a group": (remember_in_half_a_group, {("damaged", "history")}),
     "a checkpoint's record damaged": (
         lambda r, s: r.flip("nodes", s.node(Kind.CHECKPOINT, 2 * BLOCK), 50),
@@ -563,7 +579,7 @@ def test_whatever_happens_to_records_what_is_left_after_fix_is_right(stored: Sto
 
 
 def _damage_at_random(records: Records, rng: random.Random) -> None:
-    database = rng.choice(("roots", "nodes", "children", "usage", "payloads", "entries", "history"))
+    database = rng.choice(("roots", "nodes", "children", "usage", "payloads", "entries", "history", "notes"))
     keys = records.keys(database)
     if not keys:
         return

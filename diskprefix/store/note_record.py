@@ -1,0 +1,137 @@
+"""Notes: small records that other packages keep in the store, such as stored responses. Their format and their bounds.
+
+To the store, a note is bytes under a root, a kind and an id. It has a time to live of its own. `README.md` gives the
+format byte by byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.codec.codec import compress, decompress
+from diskprefix.store.schema import sealed, unsealed
+from diskprefix.tokens import HASH_BYTES
+
+MAX_NOTE_BYTES = 16 << 20
+"""Of the content of one note."""
+_ROOT_SHARE, _TOTAL_SHARE = 64, 16
+"""Parts of the budget that the notes of one root, and all notes, may take."""
+_NOTE_SHARE = 4
+"""The part of its root's share that one note may take."""
+_KEPT = 0.75
+"""The part of a share that is left when it was exceeded, so that notes are not counted again at every write."""
+_TIMES = struct.Struct("<ddI4x")
+_CHECKSUM_BYTES = 8
+_PAGE_BYTES, _OWN_PAGE_BYTES, _HEADER_BYTES = 4096, 2000, 16
+_KEY_BYTES = 2 * HASH_BYTES + 1
+
+
+class NoteKind(IntEnum):
+    RESPONSE = 0
+    """A stored response of `/v1/responses`."""
+    TURN = 1
+    """What the model sampled for a turn."""
+
+
+_KINDS = frozenset(NoteKind)
+
+
+def note_key(root: bytes, kind: NoteKind, id_: str) -> bytes:
+    """Returns the key of a note. Ids of any length are hashed (SHA-256, 16 bytes)."""
+    return root + bytes([kind]) + hashlib.sha256(id_.encode("utf-8", "surrogatepass")).digest()[:HASH_BYTES]
+
+
+class NoteTimes(NamedTuple):
+    """When a note was used and written, seconds since the epoch, and its time to live after the last use, seconds."""
+
+    last_used: float
+    created_at: float
+    ttl_s: int
+
+    def is_expired(self, now: float) -> bool:
+        # NaN, and a time far in the future from a clock that was wrong, must not keep a note forever.
+        return not abs(now - self.last_used) < self.ttl_s
+
+
+def encode_note(key: bytes, content: bytes, times: NoteTimes) -> bytes:
+    return sealed(key, _TIMES.pack(*times) + compress(content))
+
+
+def decode_note(key: bytes, value: bytes | memoryview) -> tuple[NoteTimes, bytes]:
+    """Returns the times and the content of a note. Raises `StoreCorrupt`."""
+    packed = unsealed(key, value)
+    if len(key) != _KEY_BYTES or key[HASH_BYTES] not in _KINDS or len(packed) < _TIMES.size:
+        raise StoreCorrupt(f"a note of {len(value)} bytes under a key of {len(key)} bytes cannot be")
+    return NoteTimes(*_TIMES.unpack_from(packed)), decompress(packed[_TIMES.size :], max_bytes=MAX_NOTE_BYTES)
+
+
+def used_note(key: bytes, value: bytes | memoryview, when: float) -> bytes:
+    """Returns a stored note as it is after a use at time `when`. Raises `StoreCorrupt`."""
+    packed = unsealed(key, value)
+    times = NoteTimes(*_TIMES.unpack_from(packed))
+    used = times._replace(last_used=max(times.last_used, when))
+    return sealed(key, _TIMES.pack(*used) + packed[_TIMES.size :])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNote:
+    """What is known of a note without reading its content. The record was not verified."""
+
+    key: bytes
+    times: NoteTimes
+    num_bytes: int
+    """What it takes in the file."""
+
+    @classmethod
+    def of(cls, key: bytes, value: bytes | memoryview) -> StoredNote:
+        """A record that is too short has expired."""
+        is_whole = len(value) >= _CHECKSUM_BYTES + _TIMES.size
+        times = NoteTimes(*_TIMES.unpack_from(value, _CHECKSUM_BYTES)) if is_whole else NoteTimes(0.0, 0.0, 0)
+        return cls(key, times, note_bytes(len(value)))
+
+    @property
+    def root(self) -> bytes:
+        return self.key[:HASH_BYTES]
+
+
+def note_bytes(value_bytes: int) -> int:
+    """Returns about what a note of that size takes in the file: whole pages if it does not fit in one with others."""
+    if value_bytes > _OWN_PAGE_BYTES:
+        return -(-(value_bytes + _HEADER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES + 2 * _KEY_BYTES
+    return 2 * (value_bytes + _KEY_BYTES)
+
+
+def root_limit(budget_bytes: int) -> int:
+    """Returns what the notes of one root may take."""
+    return budget_bytes // _ROOT_SHARE
+
+
+def note_limit(budget_bytes: int) -> int:
+    """Returns what one note may take."""
+    return root_limit(budget_bytes) // _NOTE_SHARE
+
+
+def surplus_notes(notes: Iterable[StoredNote], budget_bytes: int) -> list[bytes]:
+    """Returns the keys of the notes that must go so that each root, and all together, keep their shares of the budget:
+    those that were not used for the longest time. A share that is exceeded is left three quarters full."""
+    by_age = sorted(notes, key=lambda note: (note.times.last_used, note.key))
+    of_root: Counter[bytes] = Counter()
+    for note in by_age:
+        of_root[note.root] += note.num_bytes
+    limit, total_limit, total = root_limit(budget_bytes), budget_bytes // _TOTAL_SHARE, sum(of_root.values())
+    allowed = {root: limit * _KEPT if size > limit else limit for root, size in of_root.items()}
+    total_allowed = total_limit * _KEPT if total > total_limit else total_limit
+    gone = []
+    for note in by_age:
+        if of_root[note.root] > allowed[note.root] or total > total_allowed:
+            gone.append(note.key)
+            of_root[note.root] -= note.num_bytes
+            total -= note.num_bytes
+    return gone

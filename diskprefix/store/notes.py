@@ -1,0 +1,192 @@
+"""Notes while a process uses them: they are visible at once, and the writing thread writes them soon after.
+
+A note that cannot be written stays in memory and is tried again, within a bound; nobody who puts or gets one sees an
+error. A kill loses the notes of the last moments. For the format see `note_record`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.store.changes import RECORDS_AT_ONCE, batches
+from diskprefix.store.note_record import (
+    MAX_NOTE_BYTES,
+    NoteKind,
+    NoteTimes,
+    decode_note,
+    encode_note,
+    note_bytes,
+    note_key,
+    note_limit,
+    root_limit,
+    surplus_notes,
+)
+from diskprefix.store.schema import RootRecord
+from diskprefix.store.store import Store
+from diskprefix.tokens import HASH_BYTES
+
+log = logging.getLogger("diskprefix")
+
+_MAX_WAITING_BYTES = 32 << 20
+
+
+class Notes:
+    """All notes of a store. `put`, `get` and `delete` are for any thread that may wait for the disk, so not for an
+    event loop or the engine's thread; they do not raise. `write` is for the writing thread alone."""
+
+    def __init__(self, store: Store, wake: Callable[[], None]) -> None:
+        """`wake` is called when there is something to write."""
+        self._store = store
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._waiting: dict[bytes, bytes | None] = {}
+        """Encoded notes that are not in the store yet; None for one that is to be deleted."""
+        self._waiting_bytes = 0
+        self._roots: dict[bytes, RootRecord] = {}
+        """Of the notes that wait."""
+        self._used: dict[bytes, float] = {}
+        self._is_new = False
+        self._sizes: dict[bytes, int] = {}
+        """About what the notes of each root take, since they were last counted."""
+        self.dropped = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is something that nobody has tried to write."""
+        return self._is_new
+
+    def put(self, root: bytes, record: RootRecord, kind: NoteKind, id_: str, content: bytes, ttl_s: float) -> bool:
+        """Keep a note, in the place of one with the same kind and id. Returns False if it is too large, or if the store
+        fails and too much waits already."""
+        key, now = note_key(root, kind, id_), self._store.clock()
+        times = NoteTimes(now, now, max(1, min(round(ttl_s), 2**31 - 1)))
+        value = encode_note(key, content, times) if len(content) <= MAX_NOTE_BYTES else b""
+        fits = 0 < note_bytes(len(value)) <= note_limit(self._store.budget_bytes) if value else False
+        with self._lock:
+            if not fits or self._waiting_bytes + len(value) > _MAX_WAITING_BYTES:
+                self.dropped += 1
+                return False
+            self._replace(key, value)
+            self._roots[root] = record
+            self._is_new = True
+        self._wake()
+        return True
+
+    def get(self, root: bytes, kind: NoteKind, id_: str) -> bytes | None:
+        """Returns the content of a note and counts as a use of it. None if there is none, or if it cannot be read."""
+        key, now = note_key(root, kind, id_), self._store.clock()
+        try:
+            value = self._value(key)
+            if value is None:
+                return None
+            times, content = decode_note(key, value)
+        except StoreCorrupt as error:
+            log.warning("[disk-cache] a note is damaged and goes: %s", error)
+            self._delete(key)
+            return None
+        except CacheError as error:
+            log.debug("[disk-cache] a note cannot be read: %s", error)
+            return None
+        if times.is_expired(now):
+            return None
+        with self._lock:
+            self._used[key] = now
+        return content
+
+    def delete(self, root: bytes, kind: NoteKind, id_: str) -> bool:
+        """Remove a note. Returns whether there was one that could be read."""
+        if self.get(root, kind, id_) is None:
+            return False
+        self._delete(note_key(root, kind, id_))
+        return True
+
+    def write(self) -> None:
+        """Write what waits in one transaction, then make the notes fit their shares. Raises `CacheError`."""
+        with self._lock:
+            waiting, roots, self._is_new = dict(self._waiting), dict(self._roots), False
+            used, self._used = self._used, {}
+        if not waiting and not used:
+            return
+        sizes = {key: note_bytes(len(value)) for key, value in waiting.items() if value is not None}
+        self._store.evictor.make_room(sum(sizes.values()), frozenset())
+        with self._store.changes() as changes:
+            for root, record in roots.items():
+                changes.put_root(root, record)
+            for key, value in waiting.items():
+                changes.put_note(key, value)
+            for key in used.keys() - waiting.keys():
+                changes.use_note(key, used[key])
+        self._forget(waiting)
+        self._make_fit(sizes)
+
+    def _value(self, key: bytes) -> bytes | None:
+        with self._lock:
+            if key in self._waiting:
+                return self._waiting[key]
+        # What was written meanwhile is in a snapshot that is taken now.
+        with self._store.snapshot() as snapshot:
+            value = snapshot.record("notes", key)
+            return None if value is None else bytes(value)
+
+    def _delete(self, key: bytes) -> None:
+        with self._lock:
+            self._replace(key, None)
+            self._is_new = True
+        self._wake()
+
+    def _replace(self, key: bytes, value: bytes | None) -> None:
+        """The caller holds the lock."""
+        self._waiting_bytes += len(value or b"") - len(self._waiting.get(key) or b"")
+        self._waiting[key] = value
+
+    def _forget(self, written: dict[bytes, bytes | None]) -> None:
+        """What was replaced while it was written still waits."""
+        with self._lock:
+            for key, value in written.items():
+                if self._waiting.get(key, b"") is value:
+                    self._waiting_bytes -= len(self._waiting.pop(key) or b"")
+            roots = {key[:HASH_BYTES] for key in self._waiting}
+            self._roots = {root: record for root, record in self._roots.items() if root in roots}
+
+    def _make_fit(self, written: dict[bytes, int]) -> None:
+        """Remove what exceeds a share. Notes are counted when a root's first one is written, and when a count of this
+        process exceeds its share: then those of other processes and those that went meanwhile count too."""
+        for key, size in written.items():
+            self._sizes[key[:HASH_BYTES]] = (
+                self._sizes.get(key[:HASH_BYTES], root_limit(self._store.budget_bytes)) + size
+            )
+        if not any(self._sizes[key[:HASH_BYTES]] > root_limit(self._store.budget_bytes) for key in written):
+            return
+        with self._store.snapshot() as snapshot:
+            notes = list(snapshot.notes())
+        gone = surplus_notes(notes, self._store.budget_bytes)
+        for some in batches(gone, RECORDS_AT_ONCE):
+            with self._store.changes() as changes:
+                changes.forget(some, "notes")
+        lost = set(gone)
+        self._sizes = {}
+        for note in notes:
+            if note.key not in lost:
+                self._sizes[note.root] = self._sizes.get(note.root, 0) + note.num_bytes
+
+
+@dataclass(frozen=True)
+class TenantNotes:
+    """The notes of one tenant. See `Notes` for the methods, and for the threads that may call them."""
+
+    notes: Notes
+    root: bytes
+    record: RootRecord
+
+    def put(self, kind: NoteKind, id_: str, content: bytes, *, ttl_s: float) -> bool:
+        return self.notes.put(self.root, self.record, kind, id_, content, ttl_s)
+
+    def get(self, kind: NoteKind, id_: str) -> bytes | None:
+        return self.notes.get(self.root, kind, id_)
+
+    def delete(self, kind: NoteKind, id_: str) -> bool:
+        return self.notes.delete(self.root, kind, id_)

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.codec.codec import compress
+from diskprefix.store.note_record import (
+    MAX_NOTE_BYTES,
+    NoteKind,
+    NoteTimes,
+    StoredNote,
+    decode_note,
+    encode_note,
+    note_bytes,
+    note_key,
+    root_limit,
+    surplus_notes,
+    used_note,
+)
+from diskprefix.store.schema import sealed
+from diskprefix.tokens import checksum
+
+ROOT = b"r" * 16
+KEY = note_key(ROOT, NoteKind.RESPONSE, "resp_1")
+TIMES = NoteTimes(last_used=20.0, created_at=10.0, ttl_s=60)
+BUDGET = 64 << 20
+
+
+def stored(number: int, last_used: float, num_bytes: int, root: bytes = ROOT) -> StoredNote:
+    return StoredNote(note_key(root, NoteKind.TURN, str(number)), NoteTimes(last_used, 0.0, 60), num_bytes)
+
+
+def test_a_note_has_the_documented_bytes() -> None:
+    value = encode_note(KEY, b"content", TIMES)
+    assert KEY[:17] == ROOT + b"\x00"
+    assert len(KEY) == 33
+    assert int.from_bytes(value[:8], "little") == checksum(KEY + value[8:])
+    assert value[8:32] == (b"\0\0\0\0\0\0\x34\x40" + b"\0\0\0\0\0\0\x24\x40" + b"\x3c\0\0\0" + b"\0\0\0\0")
+    assert value[32:] == compress(b"content")
+    assert decode_note(KEY, value) == (TIMES, b"content")
+
+
+@given(st.binary(max_size=4000))
+def test_any_content_comes_back(content: bytes) -> None:
+    assert decode_note(KEY, encode_note(KEY, content, TIMES)) == (TIMES, content)
+
+
+def test_kinds_and_ids_and_roots_have_keys_of_their_own() -> None:
+    keys = {note_key(root, kind, id_) for root in (ROOT, b"s" * 16) for kind in NoteKind for id_ in ("a", "b", "")}
+    assert len(keys) == 2 * len(NoteKind) * 3
+
+
+def test_every_changed_bit_is_noticed() -> None:
+    value = encode_note(KEY, b"some content", TIMES)
+    for bit in range(8 * len(value)):
+        changed = bytearray(value)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(StoreCorrupt):
+            decode_note(KEY, bytes(changed))
+
+
+def test_a_note_under_another_key_is_refused() -> None:
+    with pytest.raises(StoreCorrupt, match="checksum"):
+        decode_note(note_key(ROOT, NoteKind.RESPONSE, "resp_2"), encode_note(KEY, b"content", TIMES))
+
+
+@pytest.mark.parametrize(
+    ("key", "packed"),
+    [
+        (KEY, b""),
+        (KEY, b"\0" * 23),
+        (KEY, b"\0" * 24),
+        (KEY, b"\0" * 24 + b"no frame"),
+        (KEY[:-1], b"\0" * 24 + compress(b"x")),
+        (ROOT + b"\xff" + KEY[17:], b"\0" * 24 + compress(b"x")),
+    ],
+)
+def test_what_cannot_be_a_note_is_refused_under_a_good_checksum(key: bytes, packed: bytes) -> None:
+    with pytest.raises(StoreCorrupt):
+        decode_note(key, sealed(key, packed))
+
+
+def test_a_size_that_is_read_is_not_allocated() -> None:
+    bomb = compress(b"\0" * (MAX_NOTE_BYTES + 1))
+    assert len(bomb) < 10_000
+    with pytest.raises(StoreCorrupt, match="claims 16777217 bytes"):
+        decode_note(KEY, sealed(KEY, b"\0" * 24 + bomb))
+
+
+def test_a_use_renews_a_note_and_a_clock_that_jumps_back_does_not_age_it() -> None:
+    value = encode_note(KEY, b"content", TIMES)
+    assert decode_note(KEY, used_note(KEY, value, 50.0)) == (NoteTimes(50.0, 10.0, 60), b"content")
+    assert used_note(KEY, value, 5.0) == value
+
+
+def test_a_damaged_note_is_not_sealed_anew_by_a_use() -> None:
+    value = bytearray(encode_note(KEY, b"content", TIMES))
+    value[-1] ^= 1
+    with pytest.raises(StoreCorrupt):
+        used_note(KEY, bytes(value), 50.0)
+
+
+@pytest.mark.parametrize(
+    ("last_used", "now", "is_expired"),
+    [(20.0, 79.0, False), (20.0, 80.0, True), (20.0, 1.0, False), (1e12, 20.0, True), (math.nan, 20.0, True)],
+)
+def test_a_note_expires_after_its_last_use(last_used: float, now: float, is_expired: bool) -> None:
+    assert TIMES._replace(last_used=last_used).is_expired(now) == is_expired
+
+
+def test_a_record_that_is_cut_short_counts_as_expired() -> None:
+    assert StoredNote.of(KEY, b"x").times.is_expired(0.0)
+    assert StoredNote.of(KEY, encode_note(KEY, b"x", TIMES)).times == TIMES
+
+
+def test_notes_that_fit_stay() -> None:
+    limit = root_limit(BUDGET)
+    assert surplus_notes([stored(n, float(n), limit // 4) for n in range(4)], BUDGET) == []
+
+
+def test_of_a_root_that_exceeds_its_share_the_oldest_used_go() -> None:
+    limit = root_limit(BUDGET)
+    mine = [stored(n, 100.0 - n, limit // 4) for n in range(5)]
+    others = [stored(9, 0.0, limit, b"s" * 16)]
+    # Three quarters of the share stay: the three that were used last.
+    assert surplus_notes([*mine, *others], BUDGET) == [mine[4].key, mine[3].key]
+
+
+def test_of_all_roots_together_the_oldest_used_go_first() -> None:
+    limit = root_limit(BUDGET)
+    notes = [stored(n, float(n), limit, bytes([n]) * 16) for n in range(5)]
+    gone = surplus_notes(notes, BUDGET)
+    # The share of all is four times that of one, and three quarters of it stay.
+    assert gone == [notes[0].key, notes[1].key]
+
+
+def test_the_size_of_a_note_in_the_file_is_in_pages_once_it_has_its_own() -> None:
+    assert note_bytes(100) == 2 * (100 + 33)
+    assert note_bytes(3000) == 4096 + 66
+    assert note_bytes(4096) == 8192 + 66

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diskprefix.errors import StoreFull, StoreUnavailable
+from diskprefix.store import notes as notes_module
+from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.note_record import NoteKind, note_key, note_limit, root_limit
+from diskprefix.store.notes import Notes, TenantNotes
+from diskprefix.store.schema import RootRecord
+from diskprefix.store.store import Store
+from diskprefix.store.writer import Writer
+from tests import forked
+from tests.faults.damage import damaged
+from tests.store.building import BLOCK, Clock, layout_of, open_store, prompt, publication
+
+ALICE, BOB = b"a" * 16, b"b" * 16
+RESPONSE, TURN = NoteKind.RESPONSE, NoteKind.TURN
+RECORD = RootRecord(model="tiny", block_size=BLOCK, layout=layout_of(100), created_at=0.0)
+DAY = 86400.0
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
+    store = open_store(tmp_path, clock=clock)
+    yield store
+    store.close()
+
+
+def of(notes: Notes, root: bytes = ALICE) -> TenantNotes:
+    return TenantNotes(notes, root, RECORD)
+
+
+def new_notes(store: Store) -> Notes:
+    return Notes(store, lambda: None)
+
+
+def noise(num_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def num_stored(store: Store) -> int:
+    return store.counts()["notes"]
+
+
+def test_a_note_is_there_at_once_and_in_the_store_once_it_is_written(store: Store) -> None:
+    notes = new_notes(store)
+    assert of(notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    assert of(notes).get(RESPONSE, "resp_1") == b"content"
+    assert num_stored(store) == 0
+    notes.write()
+    assert num_stored(store) == 1
+    assert of(new_notes(store)).get(RESPONSE, "resp_1") == b"content"
+    assert not verify_index(store).problems
+
+
+def test_a_note_of_another_tenant_kind_or_id_is_not_found(store: Store) -> None:
+    notes = new_notes(store)
+    for _ in range(2):
+        of(notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+        assert of(notes, BOB).get(RESPONSE, "resp_1") is None
+        assert not of(notes, BOB).delete(RESPONSE, "resp_1")
+        assert of(notes).get(TURN, "resp_1") is None
+        assert of(notes).get(RESPONSE, "resp_2") is None
+        notes.write()
+    assert of(notes).get(RESPONSE, "resp_1") == b"content"
+
+
+def test_a_later_note_takes_the_place_of_the_one_before(store: Store) -> None:
+    notes = new_notes(store)
+    for content in (b"first", b"second"):
+        of(notes).put(RESPONSE, "resp_1", content, ttl_s=DAY)
+        assert of(notes).get(RESPONSE, "resp_1") == content
+        notes.write()
+        assert of(new_notes(store)).get(RESPONSE, "resp_1") == content
+    assert num_stored(store) == 1
+
+
+def test_a_deleted_note_is_gone_at_once_and_its_root_with_the_last_one(store: Store) -> None:
+    notes = new_notes(store)
+    of(notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    notes.write()
+    assert of(notes).delete(RESPONSE, "resp_1")
+    assert of(notes).get(RESPONSE, "resp_1") is None
+    assert not of(notes).delete(RESPONSE, "resp_1")
+    notes.write()
+    with store.snapshot() as snapshot:
+        assert (list(snapshot.notes()), list(snapshot.roots())) == ([], [])
+
+
+def test_the_record_of_a_root_stays_while_a_prompt_or_a_note_is_stored_under_it(store: Store) -> None:
+    notes, pub = new_notes(store), publication(store, prompt(1, BLOCK))
+    store.publish(pub)
+    notes.put(pub.root, pub.root_record, RESPONSE, "resp_1", b"content", DAY)
+    notes.write()
+    of_pub = TenantNotes(notes, pub.root, pub.root_record)
+    assert of_pub.delete(RESPONSE, "resp_1")
+    notes.write()
+    assert not verify_index(store).problems
+    of_pub.put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    notes.write()
+    with store.snapshot() as snapshot:
+        prompts = [key for key, _ in snapshot.history(pub.root)]
+        nodes = [(name, snapshot.parent(name)) for name in snapshot.keys("nodes")]
+    with store.changes() as changes:
+        for name, parent in nodes[::-1]:
+            changes.delete_node(name, parent)
+        changes.forget(prompts, "history")
+    assert not verify_index(store).problems
+    assert num_stored(store) == 1
+
+
+def test_a_note_expires_after_its_last_use_even_before_it_is_removed(store: Store, clock: Clock) -> None:
+    notes = new_notes(store)
+    of(notes).put(RESPONSE, "used", b"content", ttl_s=100.0)
+    of(notes).put(RESPONSE, "unused", b"content", ttl_s=100.0)
+    notes.write()
+    clock.now += 60
+    assert of(notes).get(RESPONSE, "used") == b"content"
+    notes.write()
+    clock.now += 60
+    assert of(notes).get(RESPONSE, "unused") is None
+    assert num_stored(store) == 2
+    store.evictor.expire(0.0)
+    assert num_stored(store) == 1
+    assert of(notes).get(RESPONSE, "used") == b"content"
+
+
+def test_notes_of_a_tenant_keep_their_share_and_the_oldest_used_go(store: Store, clock: Clock) -> None:
+    notes, size = new_notes(store), note_limit(store.budget_bytes) - 5000
+    of(notes, BOB).put(RESPONSE, "bob", b"content", ttl_s=DAY)
+    num = 2 * root_limit(store.budget_bytes) // size
+    for number in range(num):
+        clock.now += 1
+        assert of(notes).put(RESPONSE, str(number), noise(size, number), ttl_s=DAY)
+        assert of(notes).get(RESPONSE, "0")
+        notes.write()
+    with store.snapshot() as snapshot:
+        found = list(snapshot.notes())
+    assert sum(note.num_bytes for note in found if note.root == ALICE) <= root_limit(store.budget_bytes)
+    assert of(notes).get(RESPONSE, "0") == noise(size, 0)
+    assert of(notes).get(RESPONSE, "1") is None
+    assert of(notes).get(RESPONSE, str(num - 1)) == noise(size, num - 1)
+    assert of(notes, BOB).get(RESPONSE, "bob") == b"content"
+
+
+def test_many_tenants_together_keep_their_share_too(store: Store, clock: Clock) -> None:
+    notes, size = new_notes(store), note_limit(store.budget_bytes) - 5000
+    for number in range(40):
+        clock.now += 1
+        assert of(notes, bytes([number]) * 16).put(RESPONSE, "x", noise(size, number), ttl_s=DAY)
+        notes.write()
+    with store.snapshot() as snapshot:
+        assert sum(note.num_bytes for note in snapshot.notes()) <= store.budget_bytes // 16
+    assert of(notes, bytes([39]) * 16).get(RESPONSE, "x")
+    assert of(notes, bytes([0]) * 16).get(RESPONSE, "x") is None
+    assert not verify_index(store).problems
+
+
+def test_a_note_makes_room_for_itself_in_a_full_store(store: Store, clock: Clock) -> None:
+    for seed in range(60):
+        clock.now += 100
+        store.publish(publication(store, prompt(seed, 8 * BLOCK), payload_bytes=100_000))
+    clock.now += 100
+    before = store.counts()
+    notes = new_notes(store)
+    for number in range(4):
+        assert of(notes).put(RESPONSE, str(number), noise(100_000, number), ttl_s=DAY)
+        notes.write()
+    assert store.counts()["blocks"] < before["blocks"]
+    assert of(notes).get(RESPONSE, "0") == noise(100_000)
+    assert store.counts()["used_bytes"] <= store.evictor.usable_bytes()
+
+
+def test_a_note_that_is_too_large_is_refused(store: Store) -> None:
+    notes = new_notes(store)
+    assert not of(notes).put(RESPONSE, "resp_1", noise(note_limit(store.budget_bytes) + 1), ttl_s=DAY)
+    assert not of(notes).put(RESPONSE, "resp_2", b"\0" * (1 << 25), ttl_s=DAY)
+    assert notes.dropped == 2
+    assert of(notes).get(RESPONSE, "resp_1") is None
+
+
+def test_what_waits_is_bounded_and_counts_what_was_replaced_or_written_no_more(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes_module, "_MAX_WAITING_BYTES", 1500)
+    notes = new_notes(store)
+    assert of(notes).put(RESPONSE, "resp_1", noise(1000), ttl_s=DAY)
+    assert not of(notes).put(RESPONSE, "resp_2", noise(1000), ttl_s=DAY)
+    notes.write()
+    for _ in range(3):
+        assert of(notes).put(RESPONSE, "resp_2", noise(1000), ttl_s=DAY)
+        notes.write()
+    for _ in range(3):
+        assert of(notes).put(RESPONSE, "resp_3", noise(600), ttl_s=DAY)
+    assert of(notes).put(RESPONSE, "resp_4", noise(600), ttl_s=DAY)
+    assert not of(notes).put(RESPONSE, "resp_5", noise(600), ttl_s=DAY)
+
+
+@pytest.mark.parametrize("failure", [StoreFull("full"), StoreUnavailable("gone")])
+def test_a_failing_store_keeps_notes_in_memory_until_they_can_be_written(
+    store: Store, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    notes = new_notes(store)
+
+    def fail(*_: object) -> None:
+        raise failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "changes", fail)
+        assert of(notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+        with pytest.raises(type(failure)):
+            notes.write()
+        assert not notes.is_waiting
+        assert of(notes).get(RESPONSE, "resp_1") == b"content"
+        patch.setattr(store, "snapshot", fail)
+        assert of(notes).get(RESPONSE, "resp_1") == b"content"
+        assert of(notes).get(RESPONSE, "resp_2") is None
+    notes.write()
+    assert of(new_notes(store)).get(RESPONSE, "resp_1") == b"content"
+
+
+def test_a_damaged_note_is_a_missing_one_and_goes(store: Store, tmp_path: Path) -> None:
+    notes = new_notes(store)
+    of(notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    notes.write()
+    store.close()
+    with damaged(tmp_path) as records:
+        records.flip("notes", note_key(ALICE, RESPONSE, "resp_1"), 40)
+    again = open_store(tmp_path)
+    notes = new_notes(again)
+    assert of(notes).get(RESPONSE, "resp_1") is None
+    notes.write()
+    assert num_stored(again) == 0
+    again.close()
+
+
+def test_a_compacted_file_has_the_notes_too(store: Store) -> None:
+    notes = new_notes(store)
+    of(notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    notes.write()
+    store.compact()
+    assert of(new_notes(store)).get(RESPONSE, "resp_1") == b"content"
+
+
+def put_and_be_killed(folder: Path) -> None:
+    writer = Writer(open_store(folder), buffer_bytes=1 << 20)
+    of(writer.notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    assert writer.flush(30)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_writer_writes_notes_and_a_kill_leaves_them(tmp_path: Path) -> None:
+    assert forked.run(put_and_be_killed, tmp_path) == -signal.SIGKILL
+    store = open_store(tmp_path)
+    assert of(new_notes(store)).get(RESPONSE, "resp_1") == b"content"
+    assert not verify_index(store).problems
+    store.close()
+
+
+def test_the_writer_writes_what_waits_when_it_is_closed(store: Store) -> None:
+    writer = Writer(store, buffer_bytes=1 << 20)
+    of(writer.notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    assert writer.close(30)
+    assert num_stored(store) == 1
