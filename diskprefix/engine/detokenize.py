@@ -27,10 +27,11 @@ class TextStream:
         self._undecoded: list[int] = []
         self._stop = stop
         self._held = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
+        """The stop string that is complete."""
 
     def push(self, token: int) -> str:
-        """Returns the text that `token` makes final, perhaps "". Sets `stopped` when a stop string is complete."""
+        """Returns the text that `token` makes final, perhaps "". Sets `stopped_by` when a stop string is complete."""
         if token in self._hidden:
             return ""
         self._undecoded.append(token)
@@ -61,10 +62,10 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         self._held += text
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            ready, self._held = self._held[: min(found)], ""
+            at, self.stopped_by = min(found)
+            ready, self._held = self._held[:at], ""
             return ready
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         ready = self._held[: len(self._held) - keep]

@@ -108,7 +108,8 @@ class Job:
             return
         self.reported_at = now
         elapsed_ms = (now - self.started) * 1e3
-        self.ticket.emit(ProgressEvent(total, self.cached.restored.num_tokens, processed, elapsed_ms))
+        cached, kept = self.cached.restored.num_tokens, self.cached.selection.kept
+        self.ticket.emit(ProgressEvent(total, cached, processed, kept, elapsed_ms))
 
     def usage(self, cached_tokens: int) -> Usage:
         return Usage(

@@ -316,7 +316,7 @@ class Loop:
         if choice.index == 0 and isinstance(choice.state, KVArena):
             job.cached.publish_reply(choice.state, choice.computed_ids())
         choice.is_finished = True
-        job.ticket.emit(FinishEvent(choice.index, reason))
+        job.ticket.emit(FinishEvent(choice.index, reason, choice.text.stopped_by))
         self._scheduler.remove(choice)
         if job.source is choice and job.unforked:
             self._hand_over(choice, job.unforked.pop(0))

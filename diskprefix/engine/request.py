@@ -86,19 +86,24 @@ class TextEvent:
 class ProgressEvent:
     """How much of the prompt is there, in tokens: `cached` were restored, `processed` are those and what is computed.
 
-    `elapsed_ms` runs from the beginning of the request in the engine.
+    `kept` is how many of them, from the first one on, the request keeps if nothing fails. `elapsed_ms` runs from the
+    beginning of the request in the engine.
     """
 
     total: int
     cached: int
     processed: int
+    kept: int
     elapsed_ms: float
 
 
 @dataclass(frozen=True)
 class FinishEvent:
+    """The end of a choice. `stop` is the stop string that ended it."""
+
     choice: int
     finish_reason: FinishReason
+    stop: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

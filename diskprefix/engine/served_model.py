@@ -134,8 +134,8 @@ class ServedModel:
             shown = text.push(token) if token in self._special_tokens.values() else ""
             return TextEvent(choice, shown + text.finish(), (token,)), "stop"
         new_text = text.push(token)
-        reason: FinishReason | None = "stop" if text.stopped else end
-        if reason is not None and not text.stopped:
+        reason: FinishReason | None = "stop" if text.stopped_by else end
+        if reason is not None and not text.stopped_by:
             new_text += text.finish()
         return TextEvent(choice, new_text, (token,), tuple(self._with_text(item) for item in logprobs)), reason
 

@@ -19,20 +19,20 @@ def ids(text: str) -> list[int]:
     return encoded
 
 
-def stream(text: str, *stop: str) -> tuple[str, bool]:
-    """The text of a reply that stops where a stop string is complete."""
+def stream(text: str, *stop: str) -> tuple[str, str | None]:
+    """The text of a reply that stops where a stop string is complete, and that string."""
     out = TextStream(_tokenizer, stop, ())
     pieces = []
     for token in ids(text):
         pieces.append(out.push(token))
-        if out.stopped:
-            return "".join(pieces), True
-    return "".join(pieces) + out.finish(), False
+        if out.stopped_by:
+            return "".join(pieces), out.stopped_by
+    return "".join(pieces) + out.finish(), None
 
 
 @given(st.text(alphabet="ab é€😀\n", max_size=20))
 def test_pieces_join_to_the_whole_text(text: str) -> None:
-    assert stream(text) == (text, False)
+    assert stream(text) == (text, None)
 
 
 def test_a_character_of_several_tokens_is_never_shown_in_part() -> None:
@@ -45,16 +45,18 @@ def test_a_character_of_several_tokens_is_never_shown_in_part() -> None:
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [
-        ("one END two", ("END",), ("one ", True)),
-        ("one EN two", ("END",), ("one EN two", False)),
-        ("one EN", ("END",), ("one EN", False)),
-        ("a, b\n\nc", ("\n\n", ","), ("a", True)),
-        ("aab", ("ab",), ("a", True)),
-        ("ENEND", ("END",), ("EN", True)),
-        ("stop", ("stop",), ("", True)),
+        ("one END two", ("END",), ("one ", "END")),
+        ("one EN two", ("END",), ("one EN two", None)),
+        ("one EN", ("END",), ("one EN", None)),
+        ("a, b\n\nc", ("\n\n", ","), ("a", ",")),
+        ("aab", ("ab",), ("a", "ab")),
+        ("ENEND", ("END",), ("EN", "END")),
+        ("stop", ("stop",), ("", "stop")),
     ],
 )
-def test_stop_strings_end_the_text_before_them(text: str, stop: tuple[str, ...], expected: tuple[str, bool]) -> None:
+def test_stop_strings_end_the_text_before_them(
+    text: str, stop: tuple[str, ...], expected: tuple[str, str | None]
+) -> None:
     assert stream(text, *stop) == expected
 
 
@@ -62,7 +64,7 @@ def test_stop_strings_end_the_text_before_them(text: str, stop: tuple[str, ...],
 def test_stopping_equals_cutting_the_whole_text(text: str, stops: list[str]) -> None:
     """Token by token the earliest complete stop string wins; its text never appears."""
     shown, stopped = stream(text, *stops)
-    assert stopped == any(stop in text for stop in stops)
+    assert (stopped is not None) == any(stop in text for stop in stops)
     assert text.startswith(shown)
     assert not any(stop in shown for stop in stops)
 
@@ -77,7 +79,7 @@ def test_only_special_tokens_that_are_not_hidden_have_text() -> None:
 
 
 def test_a_stop_string_is_found_in_special_tokens_that_are_shown() -> None:
-    assert stream("a<|im_start|>b", "<|im_start|>b") == ("a", True)
+    assert stream("a<|im_start|>b", "<|im_start|>b") == ("a", "<|im_start|>b")
 
 
 _WORDS = ["▁a", "b", "▁", "▁the", "日", "é", "🦀"]

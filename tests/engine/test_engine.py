@@ -153,22 +153,22 @@ def test_special_tokens_have_a_text_where_the_request_asks_for_it(engine: Engine
 
 
 @pytest.mark.parametrize(
-    ("params", "text", "reason"),
+    ("params", "text", "end"),
     [
-        ({}, "abcab", "stop"),
-        ({"max_tokens": 5}, "abcab", "stop"),
-        ({"max_tokens": 4}, "abca", "length"),
-        ({"stop": ("ca",)}, "ab", "stop"),
-        ({"stop": ("bX",)}, "abcab", "stop"),
+        ({}, "abcab", FinishEvent(0, "stop")),
+        ({"max_tokens": 5}, "abcab", FinishEvent(0, "stop")),
+        ({"max_tokens": 4}, "abca", FinishEvent(0, "length")),
+        ({"stop": ("ca",)}, "ab", FinishEvent(0, "stop", "ca")),
+        ({"stop": ("bX",)}, "abcab", FinishEvent(0, "stop")),
     ],
     ids=str,
 )
 def test_a_constrained_reply_ends_where_nothing_may_follow_and_where_any_reply_ends(
-    engine: Engine, params: dict[str, Any], text: str, reason: str
+    engine: Engine, params: dict[str, Any], text: str, end: FinishEvent
 ) -> None:
     events = run(engine, prompt(20), constraint=Constraint(kind="regex", source="abcab"), **params)
     assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text
-    assert events[-2] == FinishEvent(0, reason)  # type: ignore[arg-type]
+    assert events[-2] == end
     assert done(events).usage.completion_tokens == len(tokens_of(events))
 
 
@@ -177,7 +177,7 @@ def test_a_stop_string_ends_the_reply(engine: Engine) -> None:
     stop = text[2:4]
     events = run(engine, prompt(20), stop=(stop,), logit_bias={2: -100.0})
     assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text[: text.index(stop)]
-    assert events[-2] == FinishEvent(0, "stop")
+    assert events[-2] == FinishEvent(0, "stop", stop)
 
 
 def test_choices_share_one_prefill_and_each_equals_its_own_run(engine: Engine) -> None:

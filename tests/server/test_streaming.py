@@ -168,7 +168,7 @@ def test_a_client_that_left_is_noted(respond: Callable[[Script], Sent], before: 
 
 
 def test_progress_is_told_in_chunks_without_choices() -> None:
-    sent = streamed(Script(ProgressEvent(100, 20, 60, 12.345), *HELLO))
+    sent = streamed(Script(ProgressEvent(100, 20, 60, 90, 12.345), *HELLO))
     first = json.loads(sent.body.split(b"\n\n")[1].removeprefix(b"data: "))
     assert first["choices"] == []
     assert first["object"] == "chat.completion.chunk"

@@ -42,10 +42,11 @@ class DeltaEvent:
 
 @dataclass(frozen=True)
 class EndEvent:
-    """The end of a choice."""
+    """The end of a choice. `stop` is the stop string that ended it."""
 
     choice: int
     reason: EndReason
+    stop: str | None = None
 
 
 ReplyEvent: TypeAlias = ProgressEvent | DeltaEvent | EndEvent | DoneEvent
@@ -70,6 +71,7 @@ class Choice:
     calls: tuple[Call, ...]
     tokens: tuple[TokenLogprob, ...]
     reason: EndReason
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class ReplyReader:
         if reason == "stop" and event.choice in self._called:
             reason = "tool_calls"
         held: list[ReplyEvent] = [DeltaEvent(event.choice, deltas)] if deltas else []
-        return [*held, EndEvent(event.choice, reason)]
+        return [*held, EndEvent(event.choice, reason, event.stop)]
 
     def _deltas(self, choice: int, deltas: list[OutputDelta]) -> tuple[ReplyDelta, ...]:
         named: list[ReplyDelta] = []
@@ -133,14 +135,14 @@ class ReplyCollector:
 
     def __init__(self) -> None:
         self._events: defaultdict[int, list[DeltaEvent]] = defaultdict(list)
-        self._reasons: dict[int, EndReason] = {}
+        self._ends: dict[int, EndEvent] = {}
         self._done: DoneEvent | None = None
 
     def add(self, event: ReplyEvent) -> None:
         if isinstance(event, DoneEvent):
             self._done = event
         elif isinstance(event, EndEvent):
-            self._reasons[event.choice] = event.reason
+            self._ends[event.choice] = event
         elif isinstance(event, DeltaEvent):
             self._events[event.choice].append(event)
 
@@ -148,18 +150,18 @@ class ReplyCollector:
     def reply(self) -> Reply:
         """The reply, once its `DoneEvent` was added."""
         assert self._done is not None, "the reply is not over"
-        choices = [_choice(index, self._events[index], self._reasons[index]) for index in sorted(self._reasons)]
+        choices = [_choice(self._ends[index], self._events[index]) for index in sorted(self._ends)]
         return Reply(choices, self._done)
 
 
-def _choice(index: int, events: list[DeltaEvent], reason: EndReason) -> Choice:
+def _choice(end: EndEvent, events: list[DeltaEvent]) -> Choice:
     deltas = [delta for event in events for delta in event.deltas]
     arguments: defaultdict[int, list[str]] = defaultdict(list)
     for delta in deltas:
         if isinstance(delta, ToolCallDelta):
             arguments[delta.index].append(delta.arguments)
     return Choice(
-        index,
+        end.choice,
         content="".join(delta.text for delta in deltas if isinstance(delta, ContentDelta)),
         reasoning="".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)),
         calls=tuple(
@@ -168,5 +170,6 @@ def _choice(index: int, events: list[DeltaEvent], reason: EndReason) -> Choice:
             if isinstance(delta, CallBegin)
         ),
         tokens=tuple(token for event in events for token in event.tokens),
-        reason=reason,
+        reason=end.reason,
+        stop=end.stop,
     )

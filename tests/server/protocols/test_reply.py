@@ -122,5 +122,5 @@ def test_choices_are_parsed_apart_and_listed_in_order() -> None:
 
 
 def test_progress_passes_through() -> None:
-    event = ProgressEvent(3, 1, 2, 0.5)
+    event = ProgressEvent(3, 1, 2, 3, 0.5)
     assert ReplyReader(lambda: Prepared({}), "call_").read(event) == [event]
