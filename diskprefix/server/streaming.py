@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -12,10 +13,10 @@ from starlette.types import Receive, Scope, Send
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.errors import error_response, one_line
-from diskprefix.server.generation import Generation
+from diskprefix.server.generation import Generation, LiveEvent
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 from diskprefix.server.protocols.dialect import ReplyWriter, ServerSentEvent
-from diskprefix.server.protocols.reply import ReplyCollector, ReplyReader
+from diskprefix.server.protocols.reply import Reply, ReplyCollector, ReplyReader
 
 log = logging.getLogger("diskprefix")
 
@@ -25,48 +26,79 @@ _FIRST_BYTES = b": diskprefix\n\n"
 """A comment, which clients ignore. It is sent before the prompt is computed."""
 
 
+class _Connection:
+    """Sends a response, and knows when it is time for a sign of life. `clock` returns seconds."""
+
+    def __init__(self, send: Send, generation: Generation, clock: Callable[[], float]) -> None:
+        self._send = send
+        self._generation = generation
+        self._clock = clock
+        self._sent_at = clock()
+        self.has_begun = False
+
+    async def next(self) -> LiveEvent | None:
+        """Returns the next event, or None if nothing was sent for `KEEPALIVE_S`, though there may be events."""
+        left_s = self._sent_at + KEEPALIVE_S - self._clock()
+        return await self._generation.next(left_s) if left_s > 0 else None
+
+    async def begin(self, response: Response) -> None:
+        self.has_begun = True
+        await self._send(
+            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        )
+
+    async def body(self, data: bytes, *, more: bool = True) -> None:
+        if data or not more:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            self._sent_at = self._clock()
+
+
 class EventStream(Response):
     """Streams a reply. After the headers, an error is an event of the stream."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, reader: ReplyReader, writer: ReplyWriter, keepalive: bytes) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        reader: ReplyReader,
+        writer: ReplyWriter,
+        keepalive: bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
         self._reader = reader
         self._writer = writer
         self._keepalive = keepalive
+        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
+        connection = _Connection(send, self._generation, self._clock)
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": _FIRST_BYTES, "more_body": True})
-            async for data in self._data(scope):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await connection.begin(self)
+            await connection.body(_FIRST_BYTES + _encoded(self._writer.begin()))
+            await self._stream(connection)
+        except DiskPrefixError as error:
+            log_context(Request(scope)).error = one_line(error.message)
+            log.error("a stream ended early: %s", one_line(error.message))
+            await connection.body(_encoded(self._writer.failure(error)), more=False)
         except ClientDisconnect:
             log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
         finally:
             self._generation.close()
 
-    async def _data(self, scope: Scope) -> AsyncIterator[bytes]:
-        for sent in self._writer.begin():
-            yield sent.encode()
-        try:
-            event = None
-            while not isinstance(event, DoneEvent):
-                event = await self._generation.next(KEEPALIVE_S)
-                if event is None:
-                    yield self._keepalive
-                    continue
-                for reply_event in self._reader.read(event):
-                    if data := _encoded(self._writer.events(reply_event)):
-                        yield data
-        except DiskPrefixError as error:
-            log_context(Request(scope)).error = one_line(error.message)
-            log.error("a stream ended early: %s", one_line(error.message))
-            yield _encoded(self._writer.failure(error))
+    async def _stream(self, connection: _Connection) -> None:
+        event = None
+        while not isinstance(event, DoneEvent):
+            event = await connection.next()
+            if event is None:
+                await connection.body(self._keepalive)
+                continue
+            for reply_event in self._reader.read(event):
+                await connection.body(_encoded(self._writer.events(reply_event)))
+        await connection.body(b"", more=False)
 
 
 def _encoded(events: Sequence[ServerSentEvent]) -> bytes:
@@ -84,30 +116,32 @@ class PatientResponse(Response):
 
     media_type = "application/json"
 
-    def __init__(self, generation: Generation, reader: ReplyReader, writer: ReplyWriter) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        reader: ReplyReader,
+        writer: ReplyWriter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__()
         del self.headers["content-length"]
         self._generation = generation
         self._reader = reader
         self._writer = writer
-        self._has_begun = False
+        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = _Connection(send, self._generation, self._clock)
         try:
-            collector = ReplyCollector()
-            event = None
-            while not isinstance(event, DoneEvent):
-                event = await self._generation.next(KEEPALIVE_S)
-                if event is None:
-                    await self._show_life(send)
-                    continue
-                for reply_event in self._reader.read(event):
-                    collector.add(reply_event)
+            whole = JSONResponse(self._writer.whole(await self._reply(connection)))
             self._generation.close()
-            await self._send_reply(JSONResponse(self._writer.whole(collector.reply)), scope, receive, send)
+            if connection.has_begun:
+                await connection.body(bytes(whole.body), more=False)
+            else:
+                await whole(scope, receive, send)
         except DiskPrefixError as error:
             log_context(Request(scope)).error = one_line(error.message)
-            if not self._has_begun:
+            if not connection.has_begun:
                 await error_response(scope, error)(scope, receive, send)
                 return
             log.error("a reply ended early: %s", one_line(error.message))
@@ -116,14 +150,16 @@ class PatientResponse(Response):
         finally:
             self._generation.close()
 
-    async def _show_life(self, send: Send) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": b"\n", "more_body": True})
-
-    async def _send_reply(self, whole: JSONResponse, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._has_begun:
-            await send({"type": "http.response.body", "body": whole.body, "more_body": False})
-        else:
-            await whole(scope, receive, send)
+    async def _reply(self, connection: _Connection) -> Reply:
+        collector = ReplyCollector()
+        event = None
+        while not isinstance(event, DoneEvent):
+            event = await connection.next()
+            if event is None:
+                if not connection.has_begun:
+                    await connection.begin(self)
+                await connection.body(b"\n")
+                continue
+            for reply_event in self._reader.read(event):
+                collector.add(reply_event)
+        return collector.reply

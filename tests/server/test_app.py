@@ -294,6 +294,7 @@ def test_a_stream_begins_before_the_engine_has_anything_to_say(server: AppServer
             assert part, received
             received += part
         assert received.startswith(b"HTTP/1.1 200 OK")
+        assert engine.entered.wait(30)
     assert engine.cancelled.wait(30)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, cast
 
 import pytest
@@ -29,10 +30,14 @@ MOST_PATIENT_S = 10
 
 
 class Script:
-    """Stands in for a `Generation`: events, errors that are raised, and None where nothing comes in time."""
+    """Stands in for a `Generation`: events, errors that are raised, and None where nothing comes in time.
 
-    def __init__(self, *events: Event | Exception | None) -> None:
+    Each event takes `pace_s` seconds.
+    """
+
+    def __init__(self, *events: Event | Exception | None, pace_s: float = 0) -> None:
         self._events = list(events)
+        self._pace_s = pace_s
         self.now_s = 0.0
         self.is_closed = False
 
@@ -40,8 +45,11 @@ class Script:
         event = self._events.pop(0)
         if isinstance(event, Exception):
             raise event
-        self.now_s += timeout_s if event is None else 0
+        self.now_s += timeout_s if event is None else self._pace_s
         return event
+
+    def clock(self) -> float:
+        return self.now_s
 
     def close(self) -> None:
         self.is_closed = True
@@ -82,11 +90,11 @@ def reader() -> ReplyReader:
 
 
 def streamed(script: Script) -> Sent:
-    return sent_by(script, lambda generation: EventStream(generation, reader(), writer(), KEEPALIVE))
+    return sent_by(script, lambda generation: EventStream(generation, reader(), writer(), KEEPALIVE, script.clock))
 
 
 def whole(script: Script) -> Sent:
-    return sent_by(script, lambda generation: PatientResponse(generation, reader(), writer()))
+    return sent_by(script, lambda generation: PatientResponse(generation, reader(), writer(), script.clock))
 
 
 def sent_by(script: Script, response: Callable[[Generation], Any]) -> Sent:
@@ -104,9 +112,18 @@ def test_the_headers_and_a_comment_of_a_stream_go_out_before_anything_is_there()
     assert sent.body.endswith(b"\n\n")
 
 
+SILENT: list[Event] = [TextEvent(0, "", (token,)) for token in range(300)]
+"""Tokens whose text is held back."""
+
+
 @pytest.mark.parametrize("respond", [streamed, whole])
-def test_a_byte_is_sent_while_nothing_comes(respond: Callable[[Script], Sent]) -> None:
-    sent = respond(Script(*[None] * 30, *HELLO))
+@pytest.mark.parametrize(
+    "script",
+    [Script(*[None] * 30, *HELLO), Script(*SILENT, *HELLO, pace_s=1)],
+    ids=["nothing comes", "all is held back"],
+)
+def test_a_byte_is_sent_while_there_is_nothing_to_say(script: Script, respond: Callable[[Script], Sent]) -> None:
+    sent = respond(deepcopy(script))
     waits = [later - earlier for earlier, later in zip([0.0, *sent.times], sent.times, strict=False)]
     assert sum(waits) > 20 * MOST_PATIENT_S / 2
     assert max(waits) <= MOST_PATIENT_S
