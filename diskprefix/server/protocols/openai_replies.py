@@ -16,6 +16,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(description="Prompt tokens restored from the cache, not computed; 0 for a miss.")
 
 
+class CompletionTokensDetails(BaseModel):
+    """What the tokens of the reply are."""
+
+    reasoning_tokens: int = Field(description="Those of the reasoning; a chunk that holds its end is not counted.")
+
+
 class UsageReply(BaseModel):
     """Token counts of the request."""
 
@@ -23,6 +29,7 @@ class UsageReply(BaseModel):
     completion_tokens: int = Field(description="Over all choices.")
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogprob(BaseModel):

@@ -32,6 +32,7 @@ class OpenAIWriter(ABC):
         self._include_usage = include_usage
         self.with_logprobs = with_logprobs
         self._held: list[Json] = []
+        self._reasoning_tokens = 0
 
     @abstractmethod
     def whole_choice(self, choice: Choice) -> Json: ...
@@ -51,7 +52,7 @@ class OpenAIWriter(ABC):
         return {
             **self._envelope(self.whole_object),
             "choices": choices,
-            "usage": usage_reply(reply.done),
+            "usage": usage_reply(reply.done, reply.reasoning_tokens),
             **figures_reply(reply.done, self._head.clamped_to),
         }
 
@@ -64,6 +65,7 @@ class OpenAIWriter(ABC):
         if isinstance(event, ProgressEvent):
             return [ServerSentEvent(self._chunk(None, {}, None) | {"prompt_progress": _progress(event)})]
         if isinstance(event, EndEvent):
+            self._reasoning_tokens += event.reasoning_tokens
             ready, self._held = self._held, [self._chunk(event.choice, self.end_choice(event), event.reason)]
         else:
             new = [self._chunk(event.choice, choice, None) for choice in self.chunk_choices(event)]
@@ -91,17 +93,21 @@ class OpenAIWriter(ABC):
     def _last(self, done: DoneEvent) -> list[Json]:
         figures = figures_reply(done, self._head.clamped_to)
         if self._include_usage:
-            return [*self._held, {**self._chunk(None, {}, None), "usage": usage_reply(done), **figures}]
+            return [
+                *self._held,
+                {**self._chunk(None, {}, None), "usage": usage_reply(done, self._reasoning_tokens), **figures},
+            ]
         return [{**chunk, **figures} for chunk in self._held or [self._chunk(None, {}, None)]]
 
 
-def usage_reply(done: DoneEvent) -> Json:
+def usage_reply(done: DoneEvent, reasoning_tokens: int) -> Json:
     usage = done.usage
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 

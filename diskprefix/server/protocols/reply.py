@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -42,11 +42,12 @@ class DeltaEvent:
 
 @dataclass(frozen=True)
 class EndEvent:
-    """The end of a choice. `stop` is the stop string that ended it."""
+    """The end of a choice. `stop` is the stop string that ended it, `reasoning_tokens` how many tokens it thought."""
 
     choice: int
     reason: EndReason
     stop: str | None = None
+    reasoning_tokens: int = 0
 
 
 ReplyEvent: TypeAlias = ProgressEvent | DeltaEvent | EndEvent | DoneEvent
@@ -72,6 +73,7 @@ class Choice:
     tokens: tuple[TokenLogprob, ...]
     reason: EndReason
     stop: str | None = None
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class Reply:
 
     choices: list[Choice]
     done: DoneEvent
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(choice.reasoning_tokens for choice in self.choices)
 
 
 class ReplyReader:
@@ -92,6 +98,9 @@ class ReplyReader:
         self._parsers: dict[int, OutputParser] = {}
         self._called: set[int] = set()
         """The choices that called a tool."""
+        self._thinking: set[int] = set()
+        """The choices whose newest part is reasoning."""
+        self._reasoning_tokens: defaultdict[int, int] = defaultdict(int)
 
     def read(self, event: Event) -> list[ReplyEvent]:
         """Returns what an event of the engine means."""
@@ -105,6 +114,7 @@ class ReplyReader:
         is_first = event.choice not in self._parsers
         parser = self._parsers.setdefault(event.choice, self._new_parser()) if is_first else self._parsers[event.choice]
         deltas = self._deltas(event.choice, parser.feed(event.text))
+        self._count_reasoning(event, deltas)
         return [DeltaEvent(event.choice, deltas, event.logprobs)] if deltas or event.logprobs or is_first else []
 
     def _finish(self, event: FinishEvent) -> list[ReplyEvent]:
@@ -114,7 +124,16 @@ class ReplyReader:
         if reason == "stop" and event.choice in self._called:
             reason = "tool_calls"
         held: list[ReplyEvent] = [DeltaEvent(event.choice, deltas)] if deltas else []
-        return [*held, EndEvent(event.choice, reason, event.stop)]
+        return [*held, EndEvent(event.choice, reason, event.stop, self._reasoning_tokens[event.choice])]
+
+    def _count_reasoning(self, event: TextEvent, deltas: Sequence[ReplyDelta]) -> None:
+        """Counts all tokens of an event that ends in reasoning, and none of the others."""
+        if deltas and isinstance(deltas[-1], ReasoningDelta):
+            self._thinking.add(event.choice)
+        elif deltas:
+            self._thinking.discard(event.choice)
+        if event.choice in self._thinking:
+            self._reasoning_tokens[event.choice] += len(event.token_ids)
 
     def _deltas(self, choice: int, deltas: list[OutputDelta]) -> tuple[ReplyDelta, ...]:
         named: list[ReplyDelta] = []
@@ -172,4 +191,5 @@ def _choice(end: EndEvent, events: list[DeltaEvent]) -> Choice:
         tokens=tuple(token for event in events for token in event.tokens),
         reason=end.reason,
         stop=end.stop,
+        reasoning_tokens=end.reasoning_tokens,
     )

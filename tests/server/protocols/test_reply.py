@@ -89,6 +89,12 @@ def test_a_choice_ends_with_tool_calls_only_if_it_called_and_was_not_cut_off(
     assert read(texts, reason)[-2] == EndEvent(0, said)  # type: ignore[arg-type]
 
 
+def test_tokens_of_reasoning_are_counted_with_those_that_were_held_back_in_it() -> None:
+    """Three tokens before the first other part: two of the thought, and one whose text was held back."""
+    [choice] = collected(read(["T", "half", "T", "A", "T", "so"]))
+    assert choice.reasoning_tokens == 4
+
+
 def test_without_parallel_calls_only_the_first_one_is_told() -> None:
     [choice] = collected(read(["A", "B", "C"], many_calls=False))
     assert [(call.name, call.arguments) for call in choice.calls] == [("read", '{"a": 1}')]
