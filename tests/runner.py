@@ -166,7 +166,7 @@ class Runner:
             self.arena.truncate(have)
             self.arena.reserve(len(token_ids))
             cached.fetch(self.arena, have)
-            cached.choose()
+            cached.choose(self.arena)
             restored = cached.restored
             logits, num_forwards = restored.logits, 0
             if logits is None:

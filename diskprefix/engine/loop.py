@@ -173,8 +173,8 @@ class Loop:
         with self._failing(job):
             if job.error is not None:
                 raise job.error
-            job.cached.choose()
             restored, choice = job.cached.restored, job.choices[0]
+            job.cached.choose(choice.state if isinstance(choice.state, KVArena) else None)
             choice.num_computed = restored.num_tokens
             if choice.slot is not None:
                 choice.slot.num_computed = restored.num_tokens

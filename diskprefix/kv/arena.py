@@ -92,6 +92,10 @@ class KVArena:
         """The first token of which every group has its state."""
         return max((memory.complete_from for memory in self.memory), default=0)
 
+    def slides(self, num_tokens: int) -> bool:
+        """Returns whether windows have moved on, or will before the sequence has so many tokens."""
+        return self.complete_from > 0 or not all(memory.has_room(num_tokens) for memory in self.memory)
+
     @property
     def marked_tokens(self) -> int:
         """Where `rewind` returns to."""

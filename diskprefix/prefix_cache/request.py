@@ -82,7 +82,7 @@ class CachedRequest:
     def restore(self, arena: KVArena) -> Restored:
         """`fetch`, then `choose`."""
         self.fetch(arena)
-        self.choose()
+        self.choose(arena)
         return self.restored
 
     def fetch(self, arena: KVArena, have: int = 0, logits: torch.Tensor | None = None) -> None:
@@ -110,8 +110,9 @@ class CachedRequest:
                 self.restored = _held(0, None)
             arena.truncate(self.restored.num_tokens)
 
-    def choose(self) -> None:
-        """Select what to save, and count what `fetch` found. For the engine thread."""
+    def choose(self, arena: KVArena | None) -> None:
+        """Select what to save, and count what `fetch` found. For the engine thread, before the first step. The arena is
+        None for a model that computes in memory of its own."""
         restored = self.restored
         self._chosen_at = time.perf_counter()
         if restored.tip is not None:
@@ -126,6 +127,9 @@ class CachedRequest:
             self._miss_reason = None
         elif self._miss_reason is None:
             self._miss_reason = self._explain_miss()
+        if arena is not None:
+            with self._guarded("not all of the prompt is saved"):
+                self._publish_what_slides(arena)
 
     def after_step(self, arena: KVArena) -> None:
         """Have the blocks that the prefill has completed and that are wanted captured and written. Take a checkpoint if
@@ -139,6 +143,7 @@ class CachedRequest:
                 self._take_states(arena)
             num_tokens = min(arena.num_tokens, self.selection.aligned)
             self._publish_blocks(arena, num_tokens // self.planner.nodes.block_size)
+            self._publish_what_slides(arena)
 
     def publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> None:
         """Have captured and written what is left of what the policy wants, with the entry and the history.
@@ -220,9 +225,7 @@ class CachedRequest:
         only restores, nothing is left.
         """
         nodes, layout = self.planner.nodes, self.cache.layout
-        if self._bypass is not None or not self.options.save or layout.is_one_pass or self._is_given_up():
-            return
-        if not self.cache.cost_model.allows(arena.num_tokens, use="save"):
+        if not self._may_leave(arena):
             return
         with self._guarded("what was computed is not kept"):
             is_at_end_of_block = arena.num_tokens % nodes.block_size == 0
@@ -351,6 +354,22 @@ class CachedRequest:
             missing, _ = self.planner.missing(num_blocks, self._states.positions)
             if missing:
                 self._submit(arena, self._wanted(arena, missing, least_s=least_s))
+
+    def _publish_what_slides(self, arena: KVArena) -> None:
+        """Have the complete blocks written that will slide out of the memory of windows. A later turn may want them,
+        and could not save anything that continues them. What the policy does not want is kept for ten minutes."""
+        if not self._may_leave(arena) or not arena.slides(len(self.prompt.token_ids)):
+            return
+        num_blocks = arena.num_tokens // self.planner.nodes.block_size
+        missing, _ = self.planner.missing(num_blocks, ())
+        if missing and missing[0].position >= arena.complete_from:
+            self._publish_blocks(arena, num_blocks, least_s=_LEAVE_S)
+
+    def _may_leave(self, arena: KVArena) -> bool:
+        """Whether what was computed may be kept though the policy does not want it."""
+        if self._bypass is not None or not self.options.save or self.cache.layout.is_one_pass or self._is_given_up():
+            return False
+        return self.cache.cost_model.allows(arena.num_tokens, use="save")
 
     def _leave_partial_block(self, arena: KVArena) -> None:
         """The tokens behind the last whole block, unless as many are stored."""

@@ -121,3 +121,28 @@ def test_a_prompt_longer_than_the_memory_of_its_windows_is_saved_whole(folder: P
     assert turn.done.usage.cached_tokens == 2777
     assert turn.tokens == alone(engine, longer).tokens
     engine.close()
+
+
+def test_a_prompt_that_is_wanted_at_its_second_turn_only_is_saved_then(folder: Path, tmp_path: Path) -> None:
+    """By then its beginning has slid out of memory, and was written before."""
+    first = request(tokens(2800), max_tokens=6, scope="1")
+    engine = load(folder, tmp_path / "kv")
+    run_together(engine, [first])
+    second = request(np.concatenate([tokens(2800), tokens(300, 1)]), max_tokens=6)
+    (turn,) = run_together(engine, [second])
+    assert turn.done.cache.source == "memory"
+    assert turn.done.cache.saved == "queued"
+    engine.close()
+    engine = load(folder, tmp_path / "kv")
+    third = request(np.concatenate([tokens(2800), tokens(300, 1), tokens(20, 2)]), max_tokens=6)
+    (warm,) = run_together(engine, [third])
+    assert warm.done.usage.cached_tokens == 3100
+    assert warm.tokens == alone(engine, third).tokens
+    engine.close()
+
+
+def test_what_slides_out_is_not_written_for_a_request_that_saves_nothing(engine: Engine) -> None:
+    run_together(engine, [request(tokens(2800), max_tokens=6, scope="1", save=False)])
+    engine.cache.settle()
+    assert engine.cache.writer.flush(30)
+    assert engine.cache.store.counts()["blocks"] == 0

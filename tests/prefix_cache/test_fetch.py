@@ -67,7 +67,7 @@ def go_on(
 def fetch(runner: Runner, have: int, logits: torch.Tensor | None = None, options: CacheOptions = READ_ONLY) -> Any:
     cached = runner.cache.begin(Prompt(PROMPT), options)
     cached.fetch(runner.arena, have, logits)
-    cached.choose()
+    cached.choose(runner.arena)
     return cached
 
 
@@ -166,7 +166,7 @@ def test_what_memory_has_counts_as_stored_for_no_policy(tmp_path: Path) -> None:
     logits = compute(runner, PROMPT)
     cached = runner.cache.begin(prompt, auto)
     cached.fetch(runner.arena, len(PROMPT), logits)
-    cached.choose()
+    cached.choose(runner.arena)
     assert cached.selection.aligned == 6 * BLOCK
     cached.close()
     runner.close()
@@ -276,7 +276,7 @@ def test_a_fetch_runs_beside_the_engine_thread(tmp_path: Path) -> None:
         fetching = thread.submit(cached.fetch, arena)
         runner.run(other, "full")
         fetching.result()
-    cached.choose()
+    cached.choose(runner.arena)
     logits = cached.restored.logits
     assert logits is not None
     assert torch.equal(logits, cold.logits)

@@ -495,7 +495,7 @@ def test_a_batch_takes_what_fits_together_and_no_more(tmp_path: Path, monkeypatc
     runner.run(prompt, "off")
     cached = runner.cache.begin(Prompt(prompt), CacheOptions(scope=parse_scope(8 * BLOCK - 1, param="scope")))
     cached.fetch(runner.arena, 8 * BLOCK, torch.zeros(4))
-    cached.choose()
+    cached.choose(runner.arena)
     with monkeypatch.context() as patch:
         patch.setattr(runner.cache.store, "publish", noted)
         cached.publish(runner.arena, torch.zeros(4), 0.0)

@@ -15,7 +15,7 @@ from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.settings import find_policy, parse_duration, parse_size, read_policy
 from diskprefix.simulate.baselines import upper_bound, whole_snapshots
 from diskprefix.simulate.comparison import GEOMETRIES, Regime
-from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE
+from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN
 from diskprefix.simulate.simulator import Policy, Totals, simulate
 from diskprefix.simulate.store import Rank
 from diskprefix.simulate.synthetic import CATALOG, interleaved, one_off
@@ -62,10 +62,10 @@ def interleaved_and_batches(num_requests: int) -> Trace:
 
 def goals(trace: Trace) -> Row:
     """Returns one workload's row for `goals`: both kinds of model, no budget."""
-    bound = upper_bound(trace, Policy(scope=FULL), SLICEABLE)
-    full = simulate(trace, Policy(scope=FULL), SLICEABLE)
-    auto = simulate(trace, Policy(scope=AUTO), SLICEABLE)
-    plain = whole_snapshots(trace, Policy(scope=FULL), SLICEABLE)
+    bound = upper_bound(trace, Policy(scope=FULL), TOKEN)
+    full = simulate(trace, Policy(scope=FULL), TOKEN)
+    auto = simulate(trace, Policy(scope=AUTO), TOKEN)
+    plain = whole_snapshots(trace, Policy(scope=FULL), TOKEN)
     sparse = simulate(trace, Policy(scope=AUTO), CHECKPOINTS)
     sparse_full = simulate(trace, Policy(scope=FULL), CHECKPOINTS)
     goal = 0.97 if trace.name in AGENTS else 0.92
