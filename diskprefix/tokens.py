@@ -21,6 +21,9 @@ TokenIds: TypeAlias = npt.NDArray[np.int32]
 """Shape (num_tokens,), dtype int32, C-contiguous."""
 
 HASH_BYTES = 16
+LEAST_TOKENS = 16
+"""Fewer tokens are not restored, nor gone on from, nor waited for. They are what a template begins every prompt with,
+and computing them takes no longer than the step that they are a part of."""
 
 
 def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> TokenIds:

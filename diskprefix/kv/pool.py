@@ -18,10 +18,7 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.layout import Layout
 from diskprefix.settings import format_size
-from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
-
-LEAST_TOKENS = 16
-"""Fewer tokens are not worth going on from, nor waiting for until another prompt is computed."""
+from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length, floor_to_grid
 
 
 @dataclass(eq=False)

@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 from diskprefix.policy.select import StateKind
 from diskprefix.prefix_cache.nodes import Node, PromptNodes, Rest
 from diskprefix.store.schema import Kind
-
-LEAST_TOKENS = 16
-"""Fewer tokens are not restored. They are what a template begins every prompt with, and computing them takes no longer
-than the step that they are a part of."""
+from diskprefix.tokens import LEAST_TOKENS
 
 
 @dataclass

@@ -16,9 +16,8 @@ from diskprefix.cache_report import CacheReport, MissReason, Saved
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
-from diskprefix.policy.admission import Sighting
-from diskprefix.policy.scope import DEFAULT_WINDOW
-from diskprefix.policy.select import Selection, select
+from diskprefix.policy.select import Selection
+from diskprefix.prefix_cache.choosing import selected, why_missed
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes
@@ -122,11 +121,15 @@ class CachedRequest:
             self.cache.cost_model.note_restore(restored.num_bytes, restored.restore_ms / 1e3)
         # What memory alone has is not stored.
         self.planner = replace(self.planner, progress=replace(restored, num_tokens=restored.stored_tokens))
-        self.selection = self._select()
+        if self._bypass is None:
+            nodes, options = self.planner.nodes, self.options
+            self.selection = selected(
+                self.cache, self.namespace, self.prompt, options, nodes, restored, goes_on=self.goes_on
+            )
         if restored.num_tokens:
             self._miss_reason = None
         elif self._miss_reason is None:
-            self._miss_reason = self._explain_miss()
+            self._miss_reason = why_missed(self.cache, self.prompt, restored, self.selection)
         if arena is not None:
             with self._guarded("not all of the prompt is saved"):
                 self._publish_what_slides(arena)
@@ -279,34 +282,6 @@ class CachedRequest:
             self.cache.count("errors")
             log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
 
-    def _select(self) -> Selection:
-        if self._bypass is not None:
-            return self.selection
-        settings, scope = self.cache.settings, self.options.scope
-        sighting, window = Sighting(), DEFAULT_WINDOW
-        if scope.kind == "auto":
-            names, window = self.planner.nodes.block_names, scope.value
-            sighting = self.namespace.admission.look(self.prompt.token_ids, names, settings.block_size)
-        selection = select(
-            scope,
-            self.prompt,
-            self.namespace.history.recent(window, self.options.group),
-            block_size=settings.block_size,
-            min_tokens=settings.kv_cache_min_tokens,
-            cold_max=settings.kv_cache_cold_max,
-            interval=settings.kv_cache_interval,
-            state=self.cache.layout.state_kind,
-            restored=self.restored.stored_tokens,
-            sighting=sighting,
-        )
-        if self.goes_on:
-            selection = replace(selection, keep_tail=False)
-        if not self.options.save:
-            return selection.keeping_nothing("read_only")
-        if selection.kept and not self.cache.cost_model.allows(selection.kept, use="save"):
-            return selection.keeping_nothing("faster_to_compute")
-        return selection
-
     def _restoration(self) -> Restoration:
         cache = self.cache
         return Restoration(
@@ -428,17 +403,6 @@ class CachedRequest:
 
     def _is_given_up(self) -> bool:
         return self.cache.store.problem is not None or self._publisher.chain.is_broken()
-
-    def _explain_miss(self) -> MissReason:
-        """`diverged` only if the prompt leaves everything seen within its first block: from there on a block could
-        have been restored, had it been stored."""
-        if self.restored.refused is not None:
-            return self.restored.refused
-        if len(self.prompt.token_ids) < self.cache.settings.kv_cache_min_tokens:
-            return "too_short"
-        if not self.selection.recent or self.selection.common >= self.planner.nodes.block_size:
-            return "not_stored"
-        return "diverged"
 
     def _remembered(self) -> TokenIds | None:
         """The prompt, added to the history; None when it is too short to be worth a place in the window, or is only to

@@ -7,14 +7,13 @@ from collections import OrderedDict, defaultdict
 
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
-from diskprefix.prefix_cache.matching import LEAST_TOKENS
 from diskprefix.prefix_cache.radix_tree import RadixTree
 from diskprefix.prompt import last_safe
 from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.simulator import Policy, Totals
 from diskprefix.simulate.trace import Trace
 from diskprefix.store.schema import HISTORY_TOKENS
-from diskprefix.tokens import block_hash, common_prefix_length, root_hash
+from diskprefix.tokens import LEAST_TOKENS, block_hash, common_prefix_length, root_hash
 
 _OFF = Scope("off")
 _WITHOUT_END = 1 << 62

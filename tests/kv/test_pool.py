@@ -14,9 +14,9 @@ import torch
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.layout import Layout
-from diskprefix.kv.pool import LEAST_TOKENS, Found, KVPool, Slot
+from diskprefix.kv.pool import Found, KVPool, Slot
 from diskprefix.model.rehearsal import rehearse
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from tests.engine.driving import forget_idle
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples

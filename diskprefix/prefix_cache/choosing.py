@@ -1,0 +1,65 @@
+"""What a request's policy selects, with what this tenant's earlier prompts and this machine's speeds say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from diskprefix.cache_options import CacheOptions
+from diskprefix.cache_report import MissReason
+from diskprefix.policy.admission import Sighting
+from diskprefix.policy.scope import DEFAULT_WINDOW
+from diskprefix.policy.select import Selection, select
+from diskprefix.prefix_cache.namespaces import TenantNamespace
+from diskprefix.prefix_cache.nodes import PromptNodes
+from diskprefix.prefix_cache.resources import CacheResources
+from diskprefix.prefix_cache.restore import Restored
+from diskprefix.prompt import Prompt
+
+
+def selected(
+    cache: CacheResources,
+    namespace: TenantNamespace,
+    prompt: Prompt,
+    options: CacheOptions,
+    nodes: PromptNodes,
+    restored: Restored,
+    *,
+    goes_on: bool,
+) -> Selection:
+    """Returns what is to be kept of a prompt. `goes_on`: it is only a beginning, whose end is not kept."""
+    settings, scope = cache.settings, options.scope
+    sighting, window = Sighting(), DEFAULT_WINDOW
+    if scope.kind == "auto":
+        window = scope.value
+        sighting = namespace.admission.look(prompt.token_ids, nodes.block_names, settings.block_size)
+    selection = select(
+        scope,
+        prompt,
+        namespace.history.recent(window, options.group),
+        block_size=settings.block_size,
+        min_tokens=settings.kv_cache_min_tokens,
+        cold_max=settings.kv_cache_cold_max,
+        interval=settings.kv_cache_interval,
+        state=cache.layout.state_kind,
+        restored=restored.stored_tokens,
+        sighting=sighting,
+    )
+    if goes_on:
+        selection = replace(selection, keep_tail=False)
+    if not options.save:
+        return selection.keeping_nothing("read_only")
+    if selection.kept and not cache.cost_model.allows(selection.kept, use="save"):
+        return selection.keeping_nothing("faster_to_compute")
+    return selection
+
+
+def why_missed(cache: CacheResources, prompt: Prompt, restored: Restored, selection: Selection) -> MissReason:
+    """Returns why nothing was restored. `diverged` only if the prompt leaves everything seen within its first block:
+    from there on a block could have been restored, had it been stored."""
+    if restored.refused is not None:
+        return restored.refused
+    if len(prompt.token_ids) < cache.settings.kv_cache_min_tokens:
+        return "too_short"
+    if not selection.recent or selection.common >= cache.settings.block_size:
+        return "not_stored"
+    return "diverged"
