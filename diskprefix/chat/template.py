@@ -267,7 +267,7 @@ class PromptRenderer:
             raise InvalidRequest(f"{param}: is set by the daemon and cannot be changed", param=param)
         developer_is_known = "developer" in template
         messages = [message_for_template(message, developer_is_known) for message in conversation.messages]
-        return TemplateInput(messages, tools, variables_for_template(conversation, template), conversation.path)
+        return TemplateInput(messages, tools, variables_for_template(conversation), conversation.path)
 
     def _template(self, tools: list[JsonObject] | None, path: str = "messages") -> str:
         if not self._tokenizer.chat_template:

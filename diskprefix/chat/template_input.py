@@ -42,19 +42,21 @@ def message_for_template(message: Message, developer_is_known: bool) -> JsonObje
     return rendered | {name: value for name, value in said.items() if value is not None}
 
 
-def variables_for_template(conversation: Conversation, template: str) -> JsonObject:
-    """Returns the variables that a template gets. How much to think is told to those that have a variable for it."""
+def variables_for_template(conversation: Conversation) -> JsonObject:
+    """Returns the variables that a template gets. It ignores those that it does not know."""
     effort, thinking = conversation.reasoning_effort, conversation.thinking
     if effort == "none":
         thinking = False
     known: JsonObject = {"reasoning_effort": effort, "enable_thinking": thinking, "thinking": thinking}
-    said = {name: value for name, value in known.items() if value is not None and name in template}
-    return said | conversation.template_variables
+    return {name: value for name, value in known.items() if value is not None} | conversation.template_variables
 
 
 def _tool_call(call: ToolCall) -> JsonObject:
-    """Parses the arguments if they are JSON text: templates iterate over them or write them as JSON."""
-    arguments = call.arguments
+    """Parses the arguments if they are JSON text: templates iterate over them or write them as JSON.
+
+    Some clients send an empty text where there are no arguments.
+    """
+    arguments = call.arguments or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

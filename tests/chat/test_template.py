@@ -119,6 +119,14 @@ def test_text_parts_are_joined_and_null_is_empty(renderer: PromptRenderer, token
     assert "user\none\ntwo<|im_end|>" in text_of(tokenizer, renderer.chat(conversation_of(("user", parts))))
 
 
+@pytest.mark.parametrize("arguments", ["", "{}", {}])
+def test_a_tool_call_without_arguments_is_rendered(renderer: PromptRenderer, tokenizer: Any, arguments: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": arguments}}
+    messages = [{"role": "user", "content": "now?"}, {"role": "assistant", "tool_calls": [call]}]
+    body = parse_json(json.dumps({"messages": messages}).encode(), ChatRequest).conversation
+    assert "<call>get_time</call><|im_end|>" in text_of(tokenizer, renderer.chat(body))
+
+
 @pytest.mark.parametrize("arguments", ['{"city": "Oslo"}', {"city": "Oslo"}])
 def test_tool_call_arguments_reach_the_template_as_an_object(
     renderer: PromptRenderer, tokenizer: Any, arguments: Any
@@ -138,6 +146,50 @@ def test_tool_call_arguments_reach_the_template_as_an_object(
 def test_template_variables_reach_the_template(renderer: PromptRenderer, tokenizer: Any) -> None:
     body = conversation_of(("user", "hello"), chat_template_kwargs={"enable_thinking": True})
     assert "/think hello" in text_of(tokenizer, renderer.chat(body))
+
+
+KNOWING = (
+    "{{ messages[0].content }}{% if enable_thinking is defined %} enable_thinking={{ enable_thinking }}{% endif %}"
+    "{% if reasoning_effort is defined %} effort={{ reasoning_effort }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, ""),
+        ({"reasoning_effort": "low"}, " effort=low"),
+        ({"reasoning_effort": "none"}, " enable_thinking=False effort=none"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, " effort=high"),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            " enable_thinking=True effort=none",
+        ),
+    ],
+)
+def test_how_much_to_think_is_told_to_a_template_that_knows_it(
+    tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
+    tokenizer = tokenizer_with(tmp_path, KNOWING)
+    prompt = renderer_of(tokenizer).chat(conversation_of(("user", "hello"), **fields))
+    assert text_of(tokenizer, prompt) == f"hello{said}"
+
+
+def test_how_much_to_think_changes_nothing_for_other_templates(renderer: PromptRenderer, tokenizer: Any) -> None:
+    plain, asked = (
+        text_of(tokenizer, renderer.chat(conversation_of(("user", "hello"), **fields)))
+        for fields in ({}, {"reasoning_effort": "high"})
+    )
+    assert plain == asked
+
+
+@pytest.mark.parametrize("text", ["The answer", "The answer ", "<|im_end|> is", "a\n\n"])
+def test_a_reply_that_was_begun_is_the_end_of_the_prompt(renderer: PromptRenderer, tokenizer: Any, text: str) -> None:
+    prompt = renderer.chat(conversation_of(("user", "hello"), ("assistant", text)))
+    assert text_of(tokenizer, prompt).endswith(f"<|im_start|>assistant\n{text}")
+    begun = text_of(tokenizer, renderer.chat(conversation_of(("user", "hello"))))
+    assert text_of(tokenizer, prompt) == begun + text
+    assert max(prompt.boundaries) == len(tokenizer(begun.removesuffix("<|im_start|>assistant\n"))["input_ids"]) + 1
 
 
 @pytest.mark.parametrize("name", ["tokenize", "messages", "tools", "chat_template", "add_generation_prompt"])
