@@ -106,9 +106,10 @@ class Writer:
 
 def _fault(text: str, schema: dict[str, Any]) -> str | None:
     try:
-        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+        value = json.loads(text)
+        jsonschema.validate(value, schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
     except (ValueError, jsonschema.ValidationError) as error:
-        return f"{str(error).splitlines()[0]} in {text}"
+        return f"{str(error).splitlines()[0]} in {text!r}"
     return None
 
 
