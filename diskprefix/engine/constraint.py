@@ -149,11 +149,11 @@ class ConstrainedReply:
 
 
 def forbidden_by(matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
-    """Returns which tokens may not come next, bool of shape [vocab_size]. Raises `InvalidRequest` where that is too
-    complex to compute."""
+    """Returns which tokens may not come next, bool of shape [vocab_size].
+
+    Where that is too complex to compute, only the end may come, and then the matcher refuses it.
+    """
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    if matcher.is_error():
-        raise _too_complex(matcher)
     return torch.from_numpy(np.unpackbits(bits, count=vocab_size, bitorder="little") == 0)
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
 import torch
+from llguidance import LLParserLimits
 
-from diskprefix.engine.constraint import ConstraintCompiler
+from diskprefix.engine.constraint import ConstraintCompiler, forbidden_by
 from diskprefix.engine.request import Constraint, SamplingParams
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest
@@ -123,6 +126,25 @@ def test_white_space_between_values_is_bounded(compiler: ConstraintCompiler) -> 
     assert len(reply.text) - len("".join(reply.text.split())) < 100
 
 
+def test_masks_are_computed_on_threads_of_their_own_as_soon_as_a_token_is_known(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: SimpleQueue[str] = SimpleQueue()
+
+    def noted(*args: Any) -> torch.Tensor:
+        computed.put(threading.current_thread().name)
+        return forbidden_by(*args)
+
+    monkeypatch.setattr("diskprefix.engine.constraint.forbidden_by", noted)
+    reply = compiler.begin(regex("[ab]{3}"))
+    a = tiny.tokenizer().convert_tokens_to_ids("a")
+    for _ in range(2):
+        # Nobody has asked for this mask.
+        assert computed.get(timeout=60).startswith("masks")
+        assert not reply.forbidden()[a]
+        assert reply.accept(a)
+
+
 def test_a_seed_repeats_a_reply(compiler: ConstraintCompiler) -> None:
     constraint = regex("[a-z]{20}")
     first = write(compiler, constraint, seed=3)
@@ -204,3 +226,11 @@ def test_a_constraint_that_becomes_too_complex_fails_its_own_reply(compiler: Con
     grammar = "\n".join(['start: "a" (' + " | ".join(f"x{i}" for i in ways) + ")", *(f'x{i}: "b" "{i}"' for i in ways)])
     with pytest.raises(InvalidRequest, match="cannot be constrained any further"):
         write(compiler, Constraint(kind="grammar", source=grammar))
+
+
+def test_a_mask_that_is_too_complex_is_no_end_of_the_reply(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diskprefix.engine.constraint.LIMITS", LLParserLimits(step_lexer_fuel=10))
+    with pytest.raises(InvalidRequest, match=r"cannot be constrained any further: lexer error[^\n]*$"):
+        write(compiler, regex("a(.*a.{10}b|c)"), likely="aab")

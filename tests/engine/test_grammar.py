@@ -41,6 +41,11 @@ def refusal(compiler: ConstraintCompiler, kind: Any, source: str) -> InvalidRequ
         ({"properties": {"a": {"anyOf": [{}, {"type": "flot"}]}}}, ".properties.a.anyOf.1", "flot"),
         ({"properties": {"a": {"pattern": "(?=x)"}}}, ".properties.a", "look"),
         ({"$defs": {"d": {"contains": {}}}, "properties": {"a": {"$ref": "#/$defs/d"}}}, ".$defs.d", "contains"),
+        (
+            {"$defs": {"d": {}}, "items": {"properties": {"a": {"$ref": "#/$defs/d"}, "b": {"not": {}}}}},
+            ".items.properties.b",
+            "not",
+        ),
         ({"properties": {"a": {"$ref": "#/$defs/none"}}}, ".properties.a", "none"),
         ({"properties": {"a": {"$ref": "https://example.com/a"}}}, ".properties.a", "example.com"),
         ({"properties": {"a": {"format": "no-such"}}}, ".properties.a", "no-such"),
