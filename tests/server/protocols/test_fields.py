@@ -545,9 +545,20 @@ def test_any_json_is_either_accepted_or_refused_with_a_param(fields: dict[str, A
         assert error is None or (error.param and "\n" not in error.message)
 
 
+@given(st.dictionaries(_FIELDS, _JSON, max_size=3), st.sampled_from([None, "auto", "none", "required", NAMED]))
+def test_any_chat_that_is_read_says_what_it_asks_for_or_is_refused_with_a_param(
+    fields: dict[str, Any], tool_choice: Any
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    error = error_of(fields | {"messages": [USER], "tools": tools, "tool_choice": tool_choice}, ChatRequest)
+    assert error is None or (error.param and "\n" not in error.message)
+
+
 def error_of(fields: dict[str, Any], model: type[BaseModel]) -> InvalidRequest | None:
     try:
-        parse_json(json.dumps(fields).encode(), model)
+        body = parse_json(json.dumps(fields).encode(), model)
+        if isinstance(body, ChatRequest):
+            _ = body.conversation, body.choice, body.text_format
     except InvalidRequest as error:
         return error
     return None
