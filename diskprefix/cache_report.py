@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from diskprefix.policy.breaks import Break
 from diskprefix.policy.select import Selection
+from diskprefix.prompt import Rewriting
 
 Source: TypeAlias = Literal["none", "memory", "disk"]
 Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "whole_prompt_only", "damaged", "faster_to_compute"]
@@ -26,6 +28,9 @@ class CacheReport:
     `matched` is the number of prompt tokens found in the store. If not all that is stored was restored, `refused` says
     why, in the words of `miss_reason`. `exact`: the restored state is, bit for bit, what a prefill computes; False only
     for the state of a reply that was decoded. `restore_ms`: reading, verifying and copying the state.
+
+    `broken` is where the prompt leaves an earlier one although most of what follows is the same, `broken_line` the line
+    of the prompt there; None and empty if there is no such place, or nobody asks. `rewriting` is the prompt's.
     """
 
     selection: Selection
@@ -37,6 +42,9 @@ class CacheReport:
     exact: bool = True
     restore_ms: float = 0.0
     saved: Saved = "none"
+    broken: Break | None = None
+    broken_line: str = ""
+    rewriting: Rewriting = field(default_factory=Rewriting)
 
     @property
     def diverged_at(self) -> int | None:
@@ -44,9 +52,10 @@ class CacheReport:
         return self.selection.diverged_at if self.miss_reason == "diverged" else None
 
     def log_line(self) -> str:
-        """One line with everything that is known, `name=value` each; what is empty or None is left out."""
+        """One line with all figures, `name=value` each; what is empty or None is left out."""
         values = vars(self) | vars(self.selection)
-        del values["selection"]
+        for name in ("selection", "broken_line", "rewriting"):
+            del values[name]
         said = (f"{name}={_shown(value)}" for name, value in values.items() if value not in (None, ()))
         return f"[disk-cache] {' '.join(said)}"
 

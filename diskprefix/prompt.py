@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from diskprefix.tokens import TokenIds
 
@@ -20,6 +21,40 @@ class Mark(NamedTuple):
     ttl_s: float | None = None
 
 
+class Change(NamedTuple):
+    """What a normaliser changed, and where in the client's body."""
+
+    normaliser: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """In what a prompt differs from the conversation that the client sent.
+
+    `would_change` are the normalisers that found something and were not on.
+    """
+
+    changes: tuple[Change, ...] = ()
+    would_change: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The text that a prompt was encoded from. `starts` says where each token begins in it, shape (num_tokens,)."""
+
+    text: str
+    starts: npt.NDArray[np.int32]
+
+    def line_at(self, token: int) -> str:
+        """Returns the line in which a token stands. Of a token that begins with the end of a line, the next one."""
+        start = int(self.starts[token])
+        while start < len(self.text) - 1 and self.text[start] == "\n":
+            start += 1
+        end = self.text.find("\n", start)
+        return self.text[self.text.rfind("\n", 0, start) + 1 : end if end >= 0 else None]
+
+
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """A tokenised prompt and what is known of its structure.
@@ -28,7 +63,7 @@ class Prompt:
     for text without markers, where every position is as good as another. `system_end` is the boundary that ends the
     system message and the tools, 0 if there is none. `text` is what a person reads in `inspect`. `media` holds
     what the model is given beside the tokens, images for example: with it, equal tokens are not equal prompts. `marks`
-    are the positions that the client marked, in ascending order.
+    are the positions that the client marked, in ascending order. `source` is None if nobody asks what its lines are.
     """
 
     token_ids: TokenIds
@@ -37,6 +72,8 @@ class Prompt:
     text: str = ""
     media: Mapping[str, Any] = field(default_factory=dict)
     marks: tuple[Mark, ...] = ()
+    rewriting: Rewriting = field(default_factory=Rewriting)
+    source: Source | None = None
 
 
 def last_safe(prompt: Prompt, limit: int) -> int:

@@ -217,6 +217,13 @@ class Settings:
         bounds=(0, 100 * 365 * 86400),
     )
     kv_cache_min_tokens: int = _cache(512, "Prefixes with fewer tokens are not saved.", bounds=(0, 2**31 - 1))
+    normalise: str = _cache(
+        "report",
+        "What clients change in each request, and the cache then does not find again: billing-header, clock, "
+        "schema-keys, tool-order. Each is off, report (say what broke a prefix, change nothing) or on (undo the "
+        "change); a mode alone is that of all others.",
+        metavar="NAME=MODE,...",
+    )
     record: Path | None = _cache(
         None,
         "Append the shape of each request (hashes and lengths, no text) to this file, for diskprefix simulate.",

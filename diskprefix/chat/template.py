@@ -8,15 +8,18 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from jinja2.exceptions import TemplateError
 
 from diskprefix.chat.boundaries import Offsets, neutralise, system_end, template_boundaries, template_markers
 from diskprefix.chat.content import UNSUPPORTED, Media, parts_for_template, read_media, text_for_template
 from diskprefix.chat.marks import find_marks, mark_targets
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
+from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.template_input import (
@@ -27,7 +30,7 @@ from diskprefix.chat.template_input import (
 )
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.printable import printable_only, shown
-from diskprefix.prompt import Mark, Prompt, raw_boundaries
+from diskprefix.prompt import Mark, Prompt, Source, raw_boundaries
 from diskprefix.tokens import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
@@ -56,7 +59,7 @@ _SYSTEM: JsonObject = {"role": "system", "content": _PROBE_TEXT}
 class PromptRenderer:
     """Renders and tokenises the prompts of one model. May be called from several threads.
 
-    `media` is the processor of a multimodal model.
+    `media` is the processor of a multimodal model. `normalisers` change conversations before they are rendered.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class PromptRenderer:
         vocab_size: int,
         max_positions: int,
         media: MediaProcessor | None = None,
+        normalisers: Normalisers = Normalisers(),  # noqa: B008 (immutable)
     ) -> None:
         self._tokenizer = tokenizer
+        self._normalisers = normalisers
         self._media = media
         self._max_positions = max_positions
         special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
@@ -93,9 +98,12 @@ class PromptRenderer:
         Raises `InvalidRequest` if the template or the model refuses the conversation, and `ContextTooLong` if the
         prompt exceeds the model's positions.
         """
+        conversation, rewriting = self._normalisers.apply(conversation)
         media = read_media(conversation.messages, self._media)
-        if media is not None:
-            return self._chat_with_media(conversation, media)
+        prompt = self._chat(conversation) if media is None else self._chat_with_media(conversation, media)
+        return replace(prompt, rewriting=rewriting)
+
+    def _chat(self, conversation: Conversation) -> Prompt:
         template_input = self._template_input(conversation)
         rendered = self._render(template_input, conversation.ending)
         markers = self._markers_of(template_input.tools)
@@ -121,6 +129,7 @@ class PromptRenderer:
             system_end=system_end(boundaries, offsets, rendered, probe) if probe else 0,
             text=_chat_preview(template_input.messages),
             marks=marks,
+            source=None if self._normalisers.is_off else _source(rendered, offsets),
         )
 
     def _chat_with_media(self, conversation: Conversation, media: Media) -> Prompt:
@@ -186,6 +195,7 @@ class PromptRenderer:
 
     def text_of(self, conversation: Conversation) -> str:
         """Returns what the template writes, without images and sounds. Raises `InvalidRequest` as `chat` does."""
+        conversation, _ = self._normalisers.apply(conversation)
         return self._render(self._template_input(conversation), conversation.ending)
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -351,6 +361,10 @@ def _probe(template_input: TemplateInput) -> TemplateInput:
     """Returns the leading system messages and the tools, followed by a user message other than the real one."""
     leading = template_input.leading_system
     return template_input._replace(messages=with_other_user_message(leading, template_input.messages[len(leading) :]))
+
+
+def _source(text: str, offsets: Offsets) -> Source:
+    return Source(text, np.fromiter((start for start, _ in offsets), np.int32, len(offsets)))
 
 
 def _chat_preview(messages: list[JsonObject]) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from diskprefix.chat.normalisers import Normalisers
 from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import (
@@ -180,6 +181,8 @@ def _parsed(name: str, value: Any) -> Any:
     kind, flag = SETTINGS[name].kind, flag_of(name)
     if name == "disk_prefix_cache":
         return str(parse_scope(value, param=flag))
+    if name == "normalise":
+        Normalisers.parse(value, param=flag)
     if kind == "size":
         return parse_size(value, param=flag)
     if kind == "duration":

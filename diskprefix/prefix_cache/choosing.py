@@ -7,6 +7,7 @@ from dataclasses import replace
 from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import MissReason
 from diskprefix.policy.admission import Sighting
+from diskprefix.policy.breaks import Break, find_break
 from diskprefix.policy.scope import DEFAULT_WINDOW
 from diskprefix.policy.select import Selection, select
 from diskprefix.prefix_cache.namespaces import TenantNamespace
@@ -14,6 +15,7 @@ from diskprefix.prefix_cache.nodes import PromptNodes
 from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restored
 from diskprefix.prompt import Prompt
+from diskprefix.tokens import TokenIds
 
 
 def selected(
@@ -28,14 +30,13 @@ def selected(
 ) -> Selection:
     """Returns what is to be kept of a prompt. `goes_on`: it is only a beginning, whose end is not kept."""
     settings, scope = cache.settings, options.scope
-    sighting, window = Sighting(), DEFAULT_WINDOW
+    sighting = Sighting()
     if scope.kind == "auto":
-        window = scope.value
         sighting = namespace.admission.look(prompt.token_ids, nodes.block_names, settings.block_size)
     selection = select(
         scope,
         prompt,
-        namespace.history.recent(window, options.group),
+        _recent(namespace, options),
         block_size=settings.block_size,
         min_tokens=settings.kv_cache_min_tokens,
         cold_max=settings.kv_cache_cold_max,
@@ -51,6 +52,22 @@ def selected(
     if selection.kept and not cache.cost_model.allows(selection.kept, use="save"):
         return selection.keeping_nothing("faster_to_compute")
     return selection
+
+
+def found_break(
+    namespace: TenantNamespace, prompt: Prompt, options: CacheOptions, restored: Restored, selection: Selection
+) -> Break | None:
+    """Returns what kept more of a prompt from being found; None if that is nothing, or nobody asks."""
+    if prompt.source is None:
+        return None
+    known = max(selection.common, selection.seen, restored.num_tokens)
+    return find_break(prompt.token_ids, _recent(namespace, options), known)
+
+
+def _recent(namespace: TenantNamespace, options: CacheOptions) -> tuple[TokenIds, ...]:
+    """Returns the prompts of the window, newest first."""
+    window = options.scope.value if options.scope.kind == "auto" else DEFAULT_WINDOW
+    return namespace.history.recent(window, options.group)
 
 
 def why_missed(cache: CacheResources, prompt: Prompt, restored: Restored, selection: Selection) -> MissReason:

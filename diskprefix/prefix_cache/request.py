@@ -16,8 +16,9 @@ from diskprefix.cache_report import CacheReport, MissReason, Saved
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.policy.breaks import Break
 from diskprefix.policy.select import Selection
-from diskprefix.prefix_cache.choosing import selected, why_missed
+from diskprefix.prefix_cache.choosing import found_break, selected, why_missed
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes
@@ -74,6 +75,7 @@ class CachedRequest:
         """Blocks of the prompt that need not be looked at again: they are stored or with the publisher."""
         self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
+        self._broken: Break | None = None
         self._chosen_at = 0.0
         self._token_s: float | None = None
         """How long computing a token took, in seconds, once that is known."""
@@ -126,6 +128,7 @@ class CachedRequest:
             self.selection = selected(
                 self.cache, self.namespace, self.prompt, options, nodes, restored, goes_on=self.goes_on
             )
+            self._broken = found_break(self.namespace, self.prompt, options, restored, self.selection)
         if restored.num_tokens:
             self._miss_reason = None
         elif self._miss_reason is None:
@@ -261,6 +264,9 @@ class CachedRequest:
             exact=restored.exact,
             restore_ms=restored.restore_ms,
             saved=self._saved if self._publisher.chain.is_whole else "dropped",
+            broken=self._broken,
+            broken_line=self.prompt.source.line_at(self._broken.at) if self._broken and self.prompt.source else "",
+            rewriting=self.prompt.rewriting,
         )
         log.debug("%s", report.log_line())
         return report

@@ -114,6 +114,7 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     def on_done(done: DoneEvent) -> None:
         context.done = done
         daemon.metrics.count_generation(done)
+        daemon.breaks.note(done.cache)
 
     generation = Generation(serving.inbox, generate, request.receive, on_done)
     if stream:

@@ -14,11 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
+from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import DiskPrefixError, NotReady
 from diskprefix.policy.scope import parse_scope
 from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.notify import notify
+from diskprefix.server.prefix_breaks import PrefixBreaks
 from diskprefix.server.serving import Serving
 from diskprefix.settings import Settings
 from diskprefix.tenant import Tenant
@@ -41,6 +43,7 @@ class Daemon:
     def __init__(self, settings: Settings, load_engine: EngineLoader) -> None:
         self.settings = settings
         self.metrics = ServerMetrics()
+        self.breaks = PrefixBreaks()
         self.serving: Serving | None = None
         self.failure: DiskPrefixError | None = None
         self.prior_s = 0.0
@@ -147,6 +150,7 @@ class Daemon:
 
     def _serve(self, progress: Progress, loop: asyncio.AbstractEventLoop) -> Serving:
         scope = parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")
+        normalisers = Normalisers.parse(self.settings.normalise, param="--normalise")
         from diskprefix.engine.inbox import Inbox
 
         imports_s = self._elapsed_s()
@@ -156,6 +160,7 @@ class Daemon:
             vocab_size=engine.model.config.get_text_config(decoder=True).vocab_size,
             max_positions=engine.max_positions,
             media=engine.media,
+            normalisers=normalisers,
         )
         renderer.warm_up()
         inbox = Inbox(

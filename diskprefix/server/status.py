@@ -55,6 +55,10 @@ class Props(BaseModel):
         description="The state of requests in memory: bytes in use and allowed, requests that run, and those that "
         "ended and may be gone on from."
     )
+    prefix_breaks: list[dict[str, Any]] = Field(
+        description="The lines because of which less of prompts was found, the latest first: `line` (digits are shown "
+        "as 0, letters as a), `normalisers` that would change it, `requests`, and `tokens` that were computed again."
+    )
     settings: dict[str, Any] = Field(description="Every setting with the value it has.")
     startup_s: dict[str, float] = Field(description="Where the time to ready went, in seconds.")
 
@@ -105,6 +109,7 @@ async def props(request: Request) -> Props:
         queue_depth=serving.inbox.queue_depth,
         running=serving.inbox.num_running,
         kv_memory=serving.engine.pool.stats(),
+        prefix_breaks=daemon.breaks.as_list(),
         settings=asdict(daemon.settings),
         startup_s=serving.startup_s,
     )

@@ -89,6 +89,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "kv_cache_cold_max": "9",
         "kv_cache_write_buffer": "64MiB",
         "kv_cache_gate": "OFF",
+        "normalise": "clock=on",
         "record": "~/requests.jsonl",
         "fingerprint": "portable",
         "served_model_name": "me",

@@ -7,9 +7,26 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from diskprefix.cache_report import MissReason, Saved, Source
+from diskprefix.cache_report import CacheReport, MissReason, Saved, Source
+from diskprefix.chat.normalisers import menders, shape_of
 from diskprefix.engine.request import DoneEvent
 from diskprefix.policy.select import Reason
+
+
+class ChangeReply(BaseModel):
+    """What a normaliser changed."""
+
+    normaliser: str = Field(examples=["billing-header"])
+    path: str = Field(description="Where it stood in the body.", examples=["messages.0.content"])
+
+
+class BreakReply(BaseModel):
+    """A line that differs from an earlier prompt, before text that is the same."""
+
+    at: int = Field(description="The first token that differs.")
+    line: str = Field(description="The line in which it stands; digits are shown as 0 and letters as a.")
+    tokens: int = Field(description="About so many tokens behind it are those of the earlier prompt.")
+    normalisers: list[str] = Field(description="Those that would change the line, were they on.")
 
 
 class CacheReply(BaseModel):
@@ -30,6 +47,8 @@ class CacheReply(BaseModel):
     exact: bool = Field(
         default=True, description="Present if false: the state of a reply was restored, which a prefill may not equal."
     )
+    broken_by: BreakReply | None = Field(default=None, description="Present if less was found because of one line.")
+    changed: list[ChangeReply] = Field(default=[], description="Present if normalisers changed something.")
 
 
 class TimingsReply(BaseModel):
@@ -68,4 +87,19 @@ def _cache_reply(done: DoneEvent) -> dict[str, Any]:
     if report.diverged_at is not None:
         reply["diverged_at"] = report.diverged_at
     reply |= {"boundary": selection.kept, "boundary_reason": selection.reason, "saved": report.saved}
+    if report.broken is not None:
+        reply["broken_by"] = broken_by(report)
+    if changes := report.rewriting.changes:
+        reply["changed"] = [change._asdict() for change in changes]
     return reply if report.exact else reply | {"exact": False}
+
+
+def broken_by(report: CacheReport) -> dict[str, Any]:
+    """Returns what kept a report's prompt from being restored further. Its `broken` must not be None."""
+    assert report.broken is not None
+    return {
+        "at": report.broken.at,
+        "line": shape_of(report.broken_line),
+        "tokens": report.broken.num_tokens,
+        "normalisers": menders(report.broken_line, report.rewriting),
+    }

@@ -1,0 +1,236 @@
+"""Undoes what a client changes from request to request, so that the cache finds the beginning of the prompt again.
+
+Each normaliser is made for a request that a client was seen to send. Its mode is `off`; `report`: it changes nothing,
+and when the beginning of a prompt was not found, the reply says whether it would have been; or `on`. A result depends
+on the conversation alone. The changes of a request are reported with its reply; nothing else is ever changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart
+from diskprefix.errors import SettingsError
+from diskprefix.prompt import Change, Rewriting
+
+Mode: TypeAlias = Literal["off", "report", "on"]
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """`apply` returns the conversation without what changes, and the paths at which something was changed, in the
+    client's body. `is_in` tells whether a line of a rendered prompt is what it changes."""
+
+    name: str
+    apply: Callable[[Conversation], tuple[Conversation, Sequence[str]]]
+    is_in: Callable[[str], bool]
+
+
+_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
+
+
+def _without_billing_header(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
+    """For Claude Code: the system prompt begins with `x-anthropic-billing-header: cc_version=2.1.39.f2a;
+    cc_entrypoint=cli; cch=00c6e;`, whose last letters and digits are other ones in every request. Removes the line."""
+    first = conversation.messages[0]
+    part = first.content[0] if _is_system(first) and first.content else None
+    match = _BILLING.match(part.text) if isinstance(part, TextPart) else None
+    if match is None or not isinstance(part, TextPart):
+        return conversation, ()
+    text = part.text[match.end() :]
+    content = [replace(part, text=text), *first.content[1:]] if text else list(first.content[1:])
+    is_empty = not content and len(conversation.messages) > 1
+    messages = [] if is_empty else [replace(first, content=content)]
+    return replace(conversation, messages=[*messages, *conversation.messages[1:]]), [part.path]
+
+
+_CLOCK_LINE = re.compile(r"\b(?:current|now|today|todays|date|time|timestamp|datetime|clock)\b|^\W*\d", re.IGNORECASE)
+_CLOCK = re.compile(r"(?<![\d:.])([01]?\d|2[0-3])((?::[0-5]\d){1,2}(?:\.\d+)?)(?![\d:])")
+
+
+def _with_full_hours(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
+    """For clients that write the time into the system prompt (`Current time: 2026-11-21T05:04:35Z`). Minutes and
+    seconds become zeros in lines that speak of a time or a date, so the prompt is another one once an hour only."""
+    messages, paths = list(conversation.messages), []
+    for index, message in enumerate(takewhile(_is_system, conversation.messages)):
+        content = [_with_full_hours_in(part) if isinstance(part, TextPart) else part for part in message.content]
+        paths += [new.path for new, old in zip(content, message.content, strict=True) if new is not old]
+        messages[index] = replace(message, content=content)
+    return (replace(conversation, messages=messages), paths) if paths else (conversation, ())
+
+
+def _with_full_hours_in(part: TextPart) -> TextPart:
+    lines = part.text.split("\n")
+    text = "\n".join(_CLOCK.sub(_full_hour, line) if _CLOCK_LINE.search(line) else line for line in lines)
+    return part if text == part.text else replace(part, text=text)
+
+
+def _full_hour(match: re.Match[str]) -> str:
+    return match[1] + re.sub(r"\d", "0", match[2])
+
+
+_KEY_ORDER = ("type", "function", "name", "title", "description", "strict", "parameters", "enum", "const", "default")
+_LAST_KEYS = ("properties", "required", "items", "additionalProperties", "$defs")
+
+
+def _with_ordered_keys(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
+    """For clients that write the schemas of tools from hash tables: the keys come in another order in each process, or
+    in each request. The keywords of JSON schema get their usual order, and properties that of `required`, then of the
+    alphabet. The order of keys has no meaning in JSON; that of tools and of lists stays."""
+    tools = [_ordered(tool) for tool in conversation.tools or []]
+    changed = [index for index, tool in enumerate(tools) if _keys(tool) != _keys((conversation.tools or [])[index])]
+    if not changed:
+        return conversation, ()
+    return replace(conversation, tools=tools), [_tool_path(conversation, index) for index in changed]
+
+
+def _ordered(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_ordered(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ordered = {key: _ordered(value[key]) for key in sorted(value, key=_keyword_order)}
+    properties, required = value.get("properties"), value.get("required")
+    if isinstance(properties, dict):
+        first = [name for name in required if name in properties] if isinstance(required, list) else []
+        names = dict.fromkeys([*first, *sorted(properties)])
+        ordered["properties"] = {name: _ordered(properties[name]) for name in names}
+    return ordered
+
+
+def _keyword_order(key: str) -> tuple[int, str]:
+    if key in _KEY_ORDER:
+        return _KEY_ORDER.index(key), ""
+    if key in _LAST_KEYS:
+        return len(_KEY_ORDER) + 1 + _LAST_KEYS.index(key), ""
+    return len(_KEY_ORDER), key
+
+
+def _keys(value: Any) -> Any:
+    """Returns what tells the orders of keys apart: dicts compare equal whatever their order."""
+    if isinstance(value, dict):
+        return [(key, _keys(item)) for key, item in value.items()]
+    return [_keys(item) for item in value] if isinstance(value, list) else None
+
+
+def _with_ordered_tools(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
+    """For clients that list tools as their tool servers answer, in another order each time. Tools are sorted by name.
+    Marks stay at their places in the list: that on the last tool still means all of them."""
+    tools = sorted(conversation.tools or [], key=_tool_name)
+    moved = [i for i, (new, old) in enumerate(zip(tools, conversation.tools or [], strict=True)) if new is not old]
+    if not moved:
+        return conversation, ()
+    paths = conversation.tool_paths
+    if len(paths) == len(tools):
+        places = sorted(range(len(tools)), key=lambda index: _tool_name((conversation.tools or [])[index]))
+        paths = [paths[place] for place in places]
+    return replace(conversation, tools=tools, tool_paths=paths), ["tools"]
+
+
+def _tool_name(tool: JsonObject) -> str:
+    return str(tool.get("function", {}).get("name", ""))
+
+
+def _tool_path(conversation: Conversation, index: int) -> str:
+    return conversation.tool_paths[index] if index < len(conversation.tool_paths) else f"tools.{index}"
+
+
+def _is_system(message: Message) -> bool:
+    return message.role in ("system", "developer")
+
+
+def _is_of_tools(line: str) -> bool:
+    return '"' in line or line.lstrip().startswith("<")
+
+
+def _has_clock(line: str) -> bool:
+    return bool(_CLOCK_LINE.search(line) and _CLOCK.search(line))
+
+
+NORMALISERS = (
+    Normaliser("billing-header", _without_billing_header, lambda line: bool(_BILLING.match(line))),
+    Normaliser("clock", _with_full_hours, _has_clock),
+    Normaliser("schema-keys", _with_ordered_keys, _is_of_tools),
+    Normaliser("tool-order", _with_ordered_tools, _is_of_tools),
+)
+_BY_NAME = {normaliser.name: normaliser for normaliser in NORMALISERS}
+DEFAULT_MODES: Mapping[str, Mode] = dict.fromkeys(_BY_NAME, "report")
+
+
+@dataclass(frozen=True)
+class Normalisers:
+    """All normalisers with their modes."""
+
+    modes: Mapping[str, Mode] = field(default_factory=lambda: DEFAULT_MODES)
+
+    @classmethod
+    def parse(cls, text: str, *, param: str) -> Normalisers:
+        """Returns the normalisers of `NAME=MODE,…`; a MODE alone is that of all others. Raises `SettingsError`."""
+        items = [item.strip() for item in text.split(",")]
+        named: dict[str, Mode] = {}
+        rest: list[Mode] = []
+        for item in items:
+            name, equals, mode = (piece.strip().lower() for piece in item.rpartition("="))
+            is_known = mode in get_args(Mode) and (name in _BY_NAME if equals else True)
+            if not is_known or name in named or (not equals and rest):
+                raise SettingsError(
+                    f"{param}: {item[:40]!r} is not a normaliser with its mode, or is there twice; write NAME=MODE,… "
+                    f"or a MODE for all; names: {', '.join(_BY_NAME)}; modes: {', '.join(get_args(Mode))}"
+                )
+            if equals:
+                named[name] = cast(Mode, mode)
+            else:
+                rest.append(cast(Mode, mode))
+        return cls(dict.fromkeys(_BY_NAME, rest[0] if rest else "report") | named)
+
+    @property
+    def is_off(self) -> bool:
+        return all(mode == "off" for mode in self.modes.values())
+
+    def apply(self, conversation: Conversation) -> tuple[Conversation, Rewriting]:
+        """Returns the conversation that is rendered, and what was, or would have been, changed in it."""
+        changes: list[Change] = []
+        would_change: list[str] = []
+        for normaliser in NORMALISERS:
+            if (mode := self.modes[normaliser.name]) == "off":
+                continue
+            changed, paths = normaliser.apply(conversation)
+            if mode == "on":
+                conversation = changed
+                changes += [Change(normaliser.name, path) for path in paths]
+            elif paths:
+                would_change.append(normaliser.name)
+        return conversation, Rewriting(changes=tuple(changes), would_change=tuple(would_change))
+
+
+def menders(line: str, rewriting: Rewriting) -> list[str]:
+    """Returns the names of the normalisers that would change a line of this prompt, were they on."""
+    return [name for name in rewriting.would_change if _BY_NAME[name].is_in(line)]
+
+
+_LABEL = re.compile(r"\W*[A-Za-z][\w .'/-]{0,40}[:=]")
+_KEY = re.compile(r"[A-Za-z][\w.-]{0,40}(?==|\":)")
+_SHAPE_CHARS = 100
+
+
+def shape_of(line: str) -> str:
+    """Returns a line in which only its label and its keys (`key=`, `"key":`) are left: digits are 0, letters are a.
+
+    A prompt may hold what nobody else should read, and this is written to the log.
+    """
+    line = " ".join(line[: 4 * _SHAPE_CHARS].split())
+    label = _LABEL.match(line)
+    end = label.end() if label else 0
+    shaped, at = [line[:end]], end
+    for key in [*_KEY.finditer(line, end), None]:
+        value = line[at : key.start() if key else len(line)]
+        shaped.append(re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "0", value)))
+        if key:
+            shaped.append(key[0])
+            at = key.end()
+    text = "".join(char for char in "".join(shaped) if char.isprintable())
+    return text if len(text) <= _SHAPE_CHARS else f"{text[: _SHAPE_CHARS - 1]}…"

@@ -1,0 +1,62 @@
+"""Where a prompt leaves an earlier one although most of what follows is the same: what broke the prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from diskprefix.tokens import TokenIds, common_prefix_length
+
+_WINDOW = 32
+"""Runs of so many tokens are looked for behind the break. A power of two."""
+_LEAST_TOKENS = 256
+"""Fewer tokens that could have been restored are not worth a word."""
+_MOST_PROMPTS = 8
+_FACTOR = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+class Break(NamedTuple):
+    """`at` is the first token that differs. About `num_tokens` behind it are the earlier prompt's too."""
+
+    at: int
+    num_tokens: int
+
+
+def find_break(token_ids: TokenIds, recent: Sequence[TokenIds], known: int) -> Break | None:
+    """Returns the break that costs most; None if none of the `recent` prompts, newest first, shows one.
+
+    `known`: so many tokens from the first one on are found anyway. A break is one if at least 256 more would be found
+    without it, and if at least half of what followed in the earlier prompt follows here too.
+    """
+    commons = [common_prefix_length(token_ids, earlier) for earlier in recent]
+    candidates = [
+        (common, earlier)
+        for common, earlier in zip(commons, recent, strict=True)
+        if min(len(token_ids), len(earlier)) >= max(known, common) + _LEAST_TOKENS
+    ][:_MOST_PROMPTS]
+    if not candidates:
+        return None
+    hashes = _hashes(token_ids)
+    breaks = [Break(common, _num_shared(hashes[common:], earlier[common:])) for common, earlier in candidates]
+    costly = [one for one in breaks if one.num_tokens and one.at + one.num_tokens >= known + _LEAST_TOKENS]
+    return max(costly, key=lambda one: one.at + one.num_tokens, default=None)
+
+
+def _num_shared(hashes: npt.NDArray[np.uint64], earlier: TokenIds) -> int:
+    """Returns how many tokens of `earlier` stand in runs that are among `hashes`; 0 if fewer than half of them."""
+    wanted = _hashes(earlier)[::_WINDOW]
+    num_shared = int(np.isin(wanted, hashes).sum())
+    return num_shared * _WINDOW if 2 * num_shared >= len(wanted) else 0
+
+
+def _hashes(token_ids: TokenIds) -> npt.NDArray[np.uint64]:
+    """Returns a polynomial hash of every run of `_WINDOW` tokens, by doubling the length of the runs."""
+    hashes, factor, length = token_ids.astype(np.uint64), _FACTOR, 1
+    while length < _WINDOW:
+        hashes = hashes[:-length] * np.uint64(factor) + hashes[length:]
+        factor, length = factor * factor & _MASK, 2 * length
+    return hashes

@@ -1,0 +1,307 @@
+"""What clients change in each request, undone or named."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diskprefix.chat.messages import CacheMark, Conversation, TextPart
+from diskprefix.chat.normalisers import NORMALISERS, Normalisers, menders, shape_of
+from diskprefix.chat.template import PromptRenderer
+from diskprefix.errors import SettingsError
+from diskprefix.policy.breaks import find_break
+from diskprefix.policy.scope import Scope
+from diskprefix.prompt import Change, Prompt, Rewriting
+from diskprefix.simulate.geometry import TOKEN
+from diskprefix.simulate.simulator import Policy, Simulator
+from diskprefix.simulate.trace import TraceRequest
+from tests.agent_bodies import TOOLS, asked, billing_header, said, shuffled, words
+from tests.server.chat_model import VOCAB_SIZE, write_tokenizer
+
+NAMES = [normaliser.name for normaliser in NORMALISERS]
+SYSTEM = "You are a coding agent.\n" + words(1, 300)
+
+
+def normalised(conversation: Conversation, text: str = "on") -> tuple[Conversation, Rewriting]:
+    return Normalisers.parse(text, param="--normalise").apply(conversation)
+
+
+def system_texts(conversation: Conversation) -> list[str]:
+    return [part.text for part in conversation.messages[0].content if isinstance(part, TextPart)]
+
+
+def test_the_billing_header_is_taken_out_and_nothing_else() -> None:
+    sent = asked([billing_header(1), "You are Claude Code.", SYSTEM], "hello", tools=TOOLS)
+    changed, rewriting = normalised(sent, "off,billing-header=on")
+    assert system_texts(changed) == ["You are Claude Code.", SYSTEM]
+    assert replace(changed, messages=changed.messages[1:]) == replace(sent, messages=sent.messages[1:])
+    assert rewriting == Rewriting(changes=(Change("billing-header", "system.0"),))
+
+
+def test_the_billing_header_may_be_the_first_line_of_a_longer_text() -> None:
+    changed, _ = normalised(asked([f"{billing_header(2)}\n\nYou are Claude Code.\nBe brief."], "hello"))
+    assert system_texts(changed) == ["You are Claude Code.\nBe brief."]
+
+
+def test_a_system_message_that_was_the_billing_header_alone_is_taken_out() -> None:
+    changed, _ = normalised(asked([billing_header(3)], "hello"))
+    assert [message.role for message in changed.messages] == ["user"]
+
+
+@pytest.mark.parametrize(
+    "conversation",
+    [
+        asked(["You are Claude Code.", billing_header(4)], "hello"),
+        asked([f"Never repeat this: {billing_header(4)}"], "hello"),
+        Conversation(messages=[said("user", billing_header(4))]),
+        asked([], "hello"),
+    ],
+    ids=["in another place", "inside a line", "of a user", "an empty system message"],
+)
+def test_a_billing_header_elsewhere_stays(conversation: Conversation) -> None:
+    assert normalised(conversation) == (conversation, Rewriting())
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("Current time: 2026-11-21T05:04:35.123Z", "Current time: 2026-11-21T05:00:00.000Z"),
+        ("Today's date is Sat Nov 21 2026 5:04 PM", "Today's date is Sat Nov 21 2026 5:00 PM"),
+        ("2026-11-21 23:59:59", "2026-11-21 23:00:00"),
+        ("It is now 23:59.", "It is now 23:00."),
+    ],
+)
+def test_a_clock_in_the_system_prompt_shows_full_hours(line: str, becomes: str) -> None:
+    changed, rewriting = normalised(asked([f"Be brief.\n{line}\nBye."], "What time is it now, 05:04?"))
+    assert system_texts(changed) == [f"Be brief.\n{becomes}\nBye."]
+    assert rewriting.changes == (Change("clock", "system.0"),)
+    assert changed.messages[1] == said("user", "What time is it now, 05:04?", "messages.0")
+
+
+@pytest.mark.parametrize(
+    "line", ["Today is 2026-11-21.", "Use a 16:09 picture.", "Now run 12:34:56:78.", "The time is 7.", "now 25:61"]
+)
+def test_what_is_no_clock_stays(line: str) -> None:
+    conversation = asked([line], "hello")
+    assert normalised(conversation) == (conversation, Rewriting())
+
+
+def as_sent(tools: Any) -> str:
+    return json.dumps(tools)
+
+
+def test_schemas_whose_keys_come_in_another_order_become_the_same_text() -> None:
+    sent = [asked([SYSTEM], "hello", tools=shuffled(TOOLS, random.Random(seed))) for seed in range(20)]
+    assert len({as_sent(conversation.tools) for conversation in sent}) == 20
+    changed = [normalised(conversation, "off,schema-keys=on")[0] for conversation in sent]
+    assert {as_sent(conversation.tools) for conversation in changed} == {as_sent(TOOLS_IN_ORDER)}
+    assert [conversation.tools for conversation in changed] == [conversation.tools for conversation in sent]
+
+
+TOOLS_IN_ORDER = [
+    {
+        "type": "function",
+        "function": {
+            name: {
+                "type": "object",
+                "properties": {
+                    "file_path": {key: prop[key] for key in ("type", "description")},
+                    "content": {key: content[key] for key in ("type", "description")},
+                    "limit": {"type": "integer", "default": 10, "minimum": 1},
+                },
+                "required": ["file_path", "content"],
+            }
+            if name == "parameters"
+            else tool["function"][name]
+            for name in ("name", "description", "parameters")
+        },
+    }
+    for tool in TOOLS
+    for prop in [tool["function"]["parameters"]["properties"]["file_path"]]
+    for content in [tool["function"]["parameters"]["properties"]["content"]]
+]
+
+
+def test_properties_come_in_the_order_in_which_they_are_required() -> None:
+    properties: dict[str, Any] = {"b": {}, "a": {}, "thought": {}, "answer": {}}
+    schema = {"properties": properties, "required": ["thought", "answer", "gone"], "type": "object"}
+    tools = [{"function": {"parameters": schema, "name": "f"}, "type": "function"}]
+    changed, rewriting = normalised(asked(["x"], "hello", tools=tools))
+    assert changed.tools is not None
+    assert list(changed.tools[0]["function"]["parameters"]["properties"]) == ["thought", "answer", "a", "b"]
+    assert rewriting.changes == (Change("schema-keys", "tools.0"),)
+
+
+def test_a_property_that_is_named_like_a_keyword_is_a_property() -> None:
+    schema = {"type": "object", "properties": {"type": {"type": "string"}, "description": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    changed, _ = normalised(asked(["x"], "hello", tools=tools))
+    assert changed.tools is not None
+    assert list(changed.tools[0]["function"]["parameters"]["properties"]) == ["description", "type"]
+
+
+def test_tools_in_another_order_become_the_same_list_and_marks_stay_at_their_places() -> None:
+    marks = ((len(TOOLS) - 1, CacheMark()),)
+    sent = [
+        replace(asked([SYSTEM], "hello", tools=tools), tool_marks=marks, tool_paths=[f"t.{i}" for i in range(6)])
+        for tools in (TOOLS, TOOLS[::-1])
+    ]
+    changed, backwards = (normalised(conversation, "off,tool-order=on")[0] for conversation in sent)
+    assert changed.tools is not None
+    assert [tool["function"]["name"] for tool in changed.tools] == sorted(t["function"]["name"] for t in TOOLS)
+    assert as_sent(changed.tools) == as_sent(backwards.tools)
+    assert changed.tool_marks == marks
+    assert changed.tool_paths == ["t.2", "t.3", "t.0", "t.4", "t.5", "t.1"]
+
+
+def test_report_changes_nothing_and_says_what_would_change() -> None:
+    sent = asked([billing_header(1), "Current time: 05:04"], "hello", tools=TOOLS[::-1])
+    changed, rewriting = normalised(sent, "report")
+    assert changed is sent
+    assert rewriting == Rewriting(would_change=("billing-header", "clock", "schema-keys", "tool-order"))
+    assert normalised(sent, "off") == (sent, Rewriting())
+
+
+def test_a_normalised_conversation_stays_as_it_is() -> None:
+    sent = asked([billing_header(1), "Current time: 05:04"], "hello", tools=shuffled(TOOLS, random.Random(1))[::-1])
+    changed, _ = normalised(sent)
+    assert normalised(changed) == (changed, Rewriting())
+
+
+@pytest.mark.parametrize(
+    ("text", "modes"),
+    [
+        ("report", ["report"] * 4),
+        ("off", ["off"] * 4),
+        (" ON , clock = off", ["on", "off", "on", "on"]),
+        ("tool-order=on,schema-keys=off", ["report", "report", "off", "on"]),
+    ],
+)
+def test_modes_are_given_by_name_or_for_all(text: str, modes: Sequence[str]) -> None:
+    assert [Normalisers.parse(text, param="--normalise").modes[name] for name in NAMES] == modes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "yes", "clock", "clocks=on", "clock=maybe", "clock=on,clock=off", "on,off", "=on"]
+)
+def test_another_text_is_refused_with_the_names(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"--normalise: .*billing-header, clock, schema-keys, tool-order"):
+        Normalisers.parse(text, param="--normalise")
+
+
+@pytest.mark.parametrize(
+    ("line", "shape"),
+    [
+        (
+            "x-anthropic-billing-header: cc_version=2.1.39.f2a; cch=0c6e1;",
+            "x-anthropic-billing-header: cc_version=0.0.00.a0a; cch=0a0a0;",
+        ),
+        ("Current time: 2026-11-21T05:04:35Z", "Current time: 0000-00-00a00:00:00a"),
+        ("my key is sk-Secret123", "aa aaa aa aa-aaaaaa000"),
+        ('{"type": "secret", "n": 17}', '{"type": "aaaaaa", "n": 00}'),
+        ("  Überraschung\x1b[31m\t! ", "aaaaaaaaaaaa[00a !"),
+        ("word " * 1000, "aaaa " * 19 + "aaaa…"),
+        ("", ""),
+    ],
+)
+def test_the_shape_of_a_line_keeps_its_names_and_no_values(line: str, shape: str) -> None:
+    assert shape_of(line) == shape
+
+
+@pytest.fixture(scope="module")
+def render(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Conversation, str], Prompt]:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def rendered(conversation: Conversation, modes: str) -> Prompt:
+        normalisers = Normalisers.parse(modes, param="--normalise")
+        renderer = PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=1 << 20, normalisers=normalisers)
+        return renderer.chat(conversation)
+
+    return rendered
+
+
+def turns(change: Callable[[int], dict[str, Any]]) -> list[Conversation]:
+    """Eight turns of an agent, each with what `change` says of the request's system texts and tools."""
+    texts: list[str] = []
+    conversations = []
+    for turn in range(8):
+        texts += [words(100 + turn, 40)] if turn == 0 else [words(200 + turn, 20), words(100 + turn, 40)]
+        sent: dict[str, Any] = {"system": [SYSTEM], "tools": TOOLS} | change(turn)
+        conversations.append(asked(sent["system"], *texts, tools=sent["tools"]))
+    return conversations
+
+
+CHANGES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "billing-header": lambda turn: {"system": [billing_header(turn), SYSTEM], "tools": None},
+    "clock": lambda turn: {"system": [f"Current time: 2026-11-21 05:{4 * turn + 1:02}:00\n{SYSTEM}"], "tools": None},
+    "schema-keys": lambda turn: {"tools": shuffled(TOOLS, random.Random(turn))},
+    "tool-order": lambda turn: {"tools": random.Random(turn).sample(TOOLS, len(TOOLS))},
+}
+
+
+def restored_share(prompts: list[Prompt]) -> float:
+    simulator = Simulator(Policy(scope=Scope("auto", 30), block_size=16, min_tokens=16), TOKEN)
+    for prompt in prompts:
+        simulator.step(TraceRequest(0.0, prompt))
+    return simulator.totals.restored_share
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_a_normaliser_on_the_turns_of_a_client_that_changes_something_hit(
+    render: Callable[[Conversation, str], Prompt], name: str
+) -> None:
+    conversations = turns(CHANGES[name])
+    share = {
+        modes: restored_share([render(conversation, modes) for conversation in conversations])
+        for modes in ("off", "report", f"off,{name}=on")
+    }
+    same_every_time = restored_share(
+        [render(conversation, "off") for conversation in turns(lambda _: CHANGES[name](0))]
+    )
+    assert share["off"] == share["report"] < 0.2
+    assert share[f"off,{name}=on"] == pytest.approx(same_every_time, abs=0.01)
+    assert same_every_time > 0.8
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("billing-header", "x-anthropic-billing-header: cc_version=0.0.00."),
+        ("clock", "Current time: 0000-00-00 00:00:00"),
+        ("schema-keys", 'You may call these functions:{"'),
+        ("tool-order", 'You may call these functions:{"type": "aaaaaaaa", "function": {"name": "aaaa'),
+    ],
+)
+def test_report_names_the_line_that_broke_the_prefix(
+    render: Callable[[Conversation, str], Prompt], name: str, line: str
+) -> None:
+    earlier, prompt = (render(conversation, "report") for conversation in turns(CHANGES[name])[3:5])
+    found = find_break(prompt.token_ids, [earlier.token_ids], known=0)
+    assert found is not None
+    assert prompt.source is not None
+    broken = prompt.source.line_at(found.at)
+    assert shape_of(broken).startswith(line)
+    assert name in menders(broken, prompt.rewriting)
+    assert found.num_tokens >= 256
+
+
+def test_the_turns_of_a_client_that_changes_nothing_report_nothing(
+    render: Callable[[Conversation, str], Prompt],
+) -> None:
+    earlier, prompt = (render(conversation, "report") for conversation in turns(lambda _: {})[3:5])
+    assert find_break(prompt.token_ids, [earlier.token_ids], known=0) is None
+
+
+def test_text_is_not_kept_with_a_prompt_if_nobody_asks(render: Callable[[Conversation, str], Prompt]) -> None:
+    conversation = asked(["Be brief."], "hello")
+    assert render(conversation, "off").source is None
+    assert render(conversation, "report").source is not None

@@ -1,0 +1,111 @@
+"""What a reply, the log and `/props` say of a prompt that was not found, and of what normalisers changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.app import load_engine
+from diskprefix.cache_report import CacheReport
+from diskprefix.errors import SettingsError
+from diskprefix.policy.breaks import Break
+from diskprefix.policy.scope import Scope
+from diskprefix.policy.select import Selection
+from diskprefix.prompt import Rewriting
+from diskprefix.server.prefix_breaks import PrefixBreaks
+from tests.agent_bodies import billing_header, words
+from tests.server.daemon_process import wait_until
+from tests.server.scripted import AppServer, started_app
+
+CHAT = "/v1/chat/completions"
+SYSTEM = words(1, 300)
+
+
+@pytest.fixture
+def server(chat_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[AppServer]:
+    """The real engine; the parameter is `--normalise`."""
+    settings: dict[str, Any] = {
+        "kv_cache_dir": tmp_path / "kv",
+        "block_size": 16,
+        "kv_cache_min_tokens": 16,
+        "kv_cache_budget": 64 << 20,
+        "normalise": request.param,
+    }
+    with started_app(chat_model, load_engine, **settings) as server:
+        server.wait_ready()
+        yield server
+
+
+def say(server: AppServer, number: int) -> dict[str, Any]:
+    system = f"{billing_header(number)}\n{SYSTEM}"
+    body = {
+        "messages": [{"role": "system", "content": system}, {"role": "user", "content": "hello"}],
+        "max_tokens": 1,
+    }
+    with server.client() as client:
+        answer = client.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    report: dict[str, Any] = answer.json()["prefix_cache"]
+    return report
+
+
+@pytest.mark.parametrize("server", ["report"], indirect=True)
+def test_the_reply_the_log_and_props_name_the_line_that_broke_the_prefix(
+    server: AppServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "diskprefix"):
+        first, second, third = (say(server, number) for number in (1, 2, 3))
+    assert "broken_by" not in first
+    broken = second["broken_by"]
+    assert broken["line"].startswith("x-anthropic-billing-header: cc_version=0.0.00.")
+    assert broken["normalisers"] == ["billing-header"]
+    assert 5 < broken["at"] < 60
+    assert broken["tokens"] > 400
+    assert "broken_by" in third
+    assert "changed" not in third
+    with server.client() as client:
+        seen = client.get("/props").json()["prefix_breaks"]
+    assert sum(line["requests"] for line in seen) == 2
+    told = [record.message for record in caplog.records if "--normalise billing-header=on may help" in record.message]
+    assert len(told) == len(seen)
+    assert billing_header(2) not in caplog.text
+
+
+@pytest.mark.parametrize("server", ["billing-header=on"], indirect=True)
+def test_a_normaliser_that_is_on_says_what_it_changed_and_the_prompt_is_found(server: AppServer) -> None:
+    first, second = (say(server, number) for number in (1, 2))
+    assert first["changed"] == second["changed"] == [{"normaliser": "billing-header", "path": "messages.0.content"}]
+    assert second["restored"] > 400
+    assert "broken_by" not in second
+
+
+def test_an_unknown_normaliser_ends_the_start_with_an_error(chat_model: Path) -> None:
+    with started_app(chat_model, load_engine, normalise="clocks=on") as server:
+        wait_until(lambda: server.daemon.failure, "the start failed")
+        assert isinstance(server.daemon.failure, SettingsError)
+
+
+def report(line: str) -> CacheReport:
+    return CacheReport(
+        selection=Selection(scope=Scope("off"), prompt_tokens=1, reason="off"),
+        broken=Break(3, 1000),
+        broken_line=line,
+        rewriting=Rewriting(would_change=("clock",)),
+    )
+
+
+def test_lines_of_one_shape_are_counted_together_and_the_oldest_are_forgotten() -> None:
+    breaks = PrefixBreaks()
+    for number in range(40):
+        breaks.note(report(f"{'+' * number} {number}"))
+    breaks.note(report("time: 05:04"))
+    breaks.note(report("time: 23:59"))
+    breaks.note(CacheReport(selection=Selection(scope=Scope("off"), prompt_tokens=1, reason="off")))
+    lines = breaks.as_list()
+    assert lines[0] == {"line": "time: 00:00", "normalisers": ["clock"], "requests": 2, "tokens": 2000}
+    assert len(lines) == 32
+    assert lines[-1]["line"].startswith("+" * 9)
