@@ -5,6 +5,7 @@
     │   ├── InvalidScope                400          a cache scope outside the grammar
     │   └── ContextTooLong              400          prompt plus reply exceed the model's positions
     ├── ModelNotFound                   404          the request names a model that is not served
+    ├── ResponseNotFound                404          the request names a response that is not stored
     ├── QueueFull                       503          too many requests wait; Retry-After is sent
     │   └── ShareFull                   429          too many of one API key's requests wait; Retry-After is sent
     ├── NotReady                        503          the model is still loading, or the daemon is stopping
@@ -61,6 +62,12 @@ class ModelNotFound(DiskPrefixError):
     http_status = 404
     error_type = "invalid_request_error"
     code = "model_not_found"
+
+
+class ResponseNotFound(DiskPrefixError):
+    http_status = 404
+    error_type = "invalid_request_error"
+    code = "response_not_found"
 
 
 class QueueFull(DiskPrefixError):

@@ -30,6 +30,9 @@ from diskprefix.tokens import TokenIds, root_hash
 
 log = logging.getLogger("diskprefix")
 
+_NOTE_TTL_S = 30 * 86400.0
+"""Of notes, where `--kv-cache-ttl` is not given. OpenAI keeps responses for as long."""
+
 
 class PrefixCache(CacheResources):
     """The prefix cache of one model. `begin` is for the engine thread; `load` and `stats` are for any thread.
@@ -67,7 +70,8 @@ class PrefixCache(CacheResources):
     def notes(self, tenant: Tenant) -> TenantNotes:
         """Returns the notes of a tenant; for any thread."""
         record = self._root_record(tenant)
-        return TenantNotes(self.writer.notes, root_hash(record.identity), record)
+        ttl_s = self.settings.kv_cache_ttl or _NOTE_TTL_S
+        return TenantNotes(self.writer.notes, root_hash(record.identity), record, ttl_s)
 
     def owner(self, tenant: Tenant) -> Hashable:
         """Returns what tells a tenant's state in memory from that of others, and from its own before a purge."""
@@ -130,7 +134,7 @@ class PrefixCache(CacheResources):
             "budget_bytes": self.store.budget_bytes,
             "codec": self.store.codec.name.lower(),
             "codec_reason": self.store.codec_reason,
-            "pending_bytes": self.writer.pending_bytes,
+            "pending_bytes": self.writer.pending_bytes + self.writer.notes.waiting_bytes,
             "bytes_per_token": self.layout.bytes_per_token,
             "state_bytes": self.layout.state_bytes,
             **{name: self.counters[name] for name in ("hits", "restored_tokens", "restored_bytes", "errors")},

@@ -33,6 +33,8 @@ from diskprefix.server.protocols.openai_completions import Completions
 from diskprefix.server.protocols.openai_replies import ChatCompletion, ChatCompletionChunk, Completion
 from diskprefix.server.protocols.params import cache_options
 from diskprefix.server.protocols.reply import ReplyReader
+from diskprefix.server.protocols.responses.dialect import Responses
+from diskprefix.server.protocols.responses.replies import ModelResponse, ResponseStreamEvent
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, PatientResponse
 
@@ -80,6 +82,16 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """Continue a text or a list of token ids. No chat template is applied."""
     return await answer(request, Completions())
+
+
+@router.post(
+    "/v1/responses",
+    summary="Response",
+    **described(Responses.body, ModelResponse, ResponseStreamEvent),
+)
+async def responses(request: Request) -> Response:
+    """Reply to a conversation that is given as items, or that continues a stored response."""
+    return await answer(request, Responses())
 
 
 async def answer(request: Request, dialect: Dialect[B]) -> Response:

@@ -11,7 +11,7 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from diskprefix.server import answer, models, status, tokenizing
+from diskprefix.server import answer, models, responses, status, tokenizing
 from diskprefix.server.access_log import AccessLog
 from diskprefix.server.auth import OPEN_PATHS, Auth
 from diskprefix.server.browser_guard import BrowserGuard
@@ -21,6 +21,8 @@ from diskprefix.server.keys import ApiKeys
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.server.protocols.openai_completions import CompletionRequest
 from diskprefix.server.protocols.openai_replies import ChatCompletionChunk
+from diskprefix.server.protocols.responses.body import ResponseRequest
+from diskprefix.server.protocols.responses.replies import ResponseStreamEvent
 from diskprefix.server.tokenizing import DetokenizeRequest, TokenizeRequest
 from diskprefix.settings import Settings
 from diskprefix.version import __version__
@@ -34,6 +36,8 @@ _OUTSIDE_FASTAPI: tuple[type[BaseModel], ...] = (
     ChatRequest,
     CompletionRequest,
     ChatCompletionChunk,
+    ResponseRequest,
+    ResponseStreamEvent,
     TokenizeRequest,
     DetokenizeRequest,
 )
@@ -74,6 +78,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.add_middleware(BrowserGuard, host=settings.host)
     app.add_middleware(AccessLog, metrics=daemon.metrics)
     app.include_router(answer.router)
+    app.include_router(responses.router)
     app.include_router(models.router)
     app.include_router(tokenizing.router)
     app.include_router(status.router)

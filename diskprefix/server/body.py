@@ -84,7 +84,11 @@ def parse_json(body: bytes, model: type[Model]) -> Model:
 
 
 def _invalid_request(error: ValidationError) -> InvalidRequest:
-    first = error.errors(include_url=False)[0]
+    return refusal_of(error.errors(include_url=False)[0])
+
+
+def refusal_of(first: Any) -> InvalidRequest:
+    """Returns an error of pydantic, which is a dict, in the words of this API."""
     if first["type"] == "json_invalid":
         reason = str(first.get("ctx", {}).get("error", first["msg"]))
         return InvalidRequest(f"the body is not valid JSON: {reason}", code="invalid_json")

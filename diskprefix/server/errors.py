@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -17,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from diskprefix.errors import DiskPrefixError, NotReady, QueueFull
 from diskprefix.printable import shown
+from diskprefix.server.body import refusal_of
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 
 log = logging.getLogger("diskprefix")
@@ -175,9 +177,17 @@ async def _on_client_disconnect(_request: Request, _error: Exception) -> Respons
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
+async def _on_wrong_query(request: Request, error: Exception) -> Response:
+    """A query that a route does not take. Bodies are read by `read_json`."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    return await _on_diskprefix_error(request, refusal_of(first | {"loc": first["loc"][1:]}))
+
+
 HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
     DiskPrefixError: _on_diskprefix_error,
     HTTPException: _on_http_exception,
+    RequestValidationError: _on_wrong_query,
     ClientDisconnect: _on_client_disconnect,
 }
 """By class of the exception."""

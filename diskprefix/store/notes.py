@@ -35,8 +35,9 @@ _MAX_WAITING_BYTES = 32 << 20
 
 
 class Notes:
-    """All notes of a store. `put`, `get` and `delete` are for any thread that may wait for the disk, so not for an
-    event loop or the engine's thread; they do not raise. `write` is for the writing thread alone."""
+    """All notes of a store. `put`, `get` and `delete` are for any thread, and do not raise. `put` compresses, and does
+    not wait for the disk; `get` and `delete` may wait for it, so they are not for an event loop or the engine's thread.
+    `write` is for the writing thread alone."""
 
     def __init__(self, store: Store, wake: Callable[[], None]) -> None:
         """`wake` is called when there is something to write."""
@@ -45,7 +46,8 @@ class Notes:
         self._lock = threading.Lock()
         self._waiting: dict[bytes, bytes | None] = {}
         """Encoded notes that are not in the store yet; None for one that is to be deleted."""
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
+        """Of the notes that are not in the store yet."""
         self._roots: dict[bytes, RootRecord] = {}
         """Of the notes that wait."""
         self._used: dict[bytes, float] = {}
@@ -67,7 +69,7 @@ class Notes:
         value = encode_note(key, content, times) if len(content) <= MAX_NOTE_BYTES else b""
         fits = 0 < note_bytes(len(value)) <= note_limit(self._store.budget_bytes) if value else False
         with self._lock:
-            if not fits or self._waiting_bytes + len(value) > _MAX_WAITING_BYTES:
+            if not fits or self.waiting_bytes + len(value) > _MAX_WAITING_BYTES:
                 self.dropped += 1
                 return False
             self._replace(key, value)
@@ -140,7 +142,7 @@ class Notes:
 
     def _replace(self, key: bytes, value: bytes | None) -> None:
         """The caller holds the lock."""
-        self._waiting_bytes += len(value or b"") - len(self._waiting.get(key) or b"")
+        self.waiting_bytes += len(value or b"") - len(self._waiting.get(key) or b"")
         self._waiting[key] = value
 
     def _forget(self, written: dict[bytes, bytes | None]) -> None:
@@ -148,7 +150,7 @@ class Notes:
         with self._lock:
             for key, value in written.items():
                 if self._waiting.get(key, b"") is value:
-                    self._waiting_bytes -= len(self._waiting.pop(key) or b"")
+                    self.waiting_bytes -= len(self._waiting.pop(key) or b"")
             roots = {key[:HASH_BYTES] for key in self._waiting}
             self._roots = {root: record for root, record in self._roots.items() if root in roots}
 
@@ -181,9 +183,11 @@ class TenantNotes:
     notes: Notes
     root: bytes
     record: RootRecord
+    ttl_s: float
+    """Time to live of the notes that are put, after their last use, in seconds."""
 
-    def put(self, kind: NoteKind, id_: str, content: bytes, *, ttl_s: float) -> bool:
-        return self.notes.put(self.root, self.record, kind, id_, content, ttl_s)
+    def put(self, kind: NoteKind, id_: str, content: bytes) -> bool:
+        return self.notes.put(self.root, self.record, kind, id_, content, self.ttl_s)
 
     def get(self, kind: NoteKind, id_: str) -> bytes | None:
         return self.notes.get(self.root, kind, id_)

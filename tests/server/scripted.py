@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,6 +30,8 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.listener import listen
 from diskprefix.server.process import uvicorn_config
 from diskprefix.settings import Settings
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.notes import TenantNotes
 from diskprefix.tenant import Tenant
 from tests.engine.driving import Cancelled, serve_one_at_a_time
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
@@ -162,6 +165,7 @@ class ScriptedCache:
         self.is_readable.set()
         self.is_waited_for = threading.Event()
         self.loading: dict[Tenant, Future[None]] = {}
+        self.noted: dict[tuple[Tenant, NoteKind, str], bytes] = {}
 
     @property
     def health(self) -> tuple[str, str | None]:
@@ -181,6 +185,28 @@ class ScriptedCache:
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def notes(self, tenant: Tenant) -> TenantNotes:
+        """Stands in for `PrefixCache.notes`."""
+        return cast("TenantNotes", ScriptedNotes(self.noted, tenant))
+
+
+@dataclass
+class ScriptedNotes:
+    """Notes in memory, without bounds."""
+
+    noted: dict[tuple[Tenant, NoteKind, str], bytes]
+    tenant: Tenant
+
+    def put(self, kind: NoteKind, id_: str, content: bytes) -> bool:
+        self.noted[self.tenant, kind, id_] = content
+        return True
+
+    def get(self, kind: NoteKind, id_: str) -> bytes | None:
+        return self.noted.get((self.tenant, kind, id_))
+
+    def delete(self, kind: NoteKind, id_: str) -> bool:
+        return self.noted.pop((self.tenant, kind, id_), None) is not None
 
 
 def until_cancelled(_request: GenerateRequest, _emit: Emit, is_cancelled: Callable[[], bool]) -> None:

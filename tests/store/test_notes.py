@@ -38,8 +38,8 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
     store.close()
 
 
-def of(notes: Notes, root: bytes = ALICE) -> TenantNotes:
-    return TenantNotes(notes, root, RECORD)
+def of(notes: Notes, root: bytes = ALICE, ttl_s: float = DAY) -> TenantNotes:
+    return TenantNotes(notes, root, RECORD, ttl_s)
 
 
 def new_notes(store: Store) -> Notes:
@@ -56,7 +56,7 @@ def num_stored(store: Store) -> int:
 
 def test_a_note_is_there_at_once_and_in_the_store_once_it_is_written(store: Store) -> None:
     notes = new_notes(store)
-    assert of(notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    assert of(notes).put(RESPONSE, "resp_1", b"content")
     assert of(notes).get(RESPONSE, "resp_1") == b"content"
     assert num_stored(store) == 0
     notes.write()
@@ -68,7 +68,7 @@ def test_a_note_is_there_at_once_and_in_the_store_once_it_is_written(store: Stor
 def test_a_note_of_another_tenant_kind_or_id_is_not_found(store: Store) -> None:
     notes = new_notes(store)
     for _ in range(2):
-        of(notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+        of(notes).put(RESPONSE, "resp_1", b"content")
         assert of(notes, BOB).get(RESPONSE, "resp_1") is None
         assert not of(notes, BOB).delete(RESPONSE, "resp_1")
         assert of(notes).get(TURN, "resp_1") is None
@@ -80,7 +80,7 @@ def test_a_note_of_another_tenant_kind_or_id_is_not_found(store: Store) -> None:
 def test_a_later_note_takes_the_place_of_the_one_before(store: Store) -> None:
     notes = new_notes(store)
     for content in (b"first", b"second"):
-        of(notes).put(RESPONSE, "resp_1", content, ttl_s=DAY)
+        of(notes).put(RESPONSE, "resp_1", content)
         assert of(notes).get(RESPONSE, "resp_1") == content
         notes.write()
         assert of(new_notes(store)).get(RESPONSE, "resp_1") == content
@@ -89,7 +89,7 @@ def test_a_later_note_takes_the_place_of_the_one_before(store: Store) -> None:
 
 def test_a_deleted_note_is_gone_at_once_and_its_root_with_the_last_one(store: Store) -> None:
     notes = new_notes(store)
-    of(notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    of(notes).put(RESPONSE, "resp_1", b"content")
     notes.write()
     assert of(notes).delete(RESPONSE, "resp_1")
     assert of(notes).get(RESPONSE, "resp_1") is None
@@ -104,11 +104,11 @@ def test_the_record_of_a_root_stays_while_a_prompt_or_a_note_is_stored_under_it(
     store.publish(pub)
     notes.put(pub.root, pub.root_record, RESPONSE, "resp_1", b"content", DAY)
     notes.write()
-    of_pub = TenantNotes(notes, pub.root, pub.root_record)
+    of_pub = TenantNotes(notes, pub.root, pub.root_record, DAY)
     assert of_pub.delete(RESPONSE, "resp_1")
     notes.write()
     assert not verify_index(store).problems
-    of_pub.put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    of_pub.put(RESPONSE, "resp_1", b"content")
     notes.write()
     with store.snapshot() as snapshot:
         prompts = [key for key, _ in snapshot.history(pub.root)]
@@ -123,8 +123,8 @@ def test_the_record_of_a_root_stays_while_a_prompt_or_a_note_is_stored_under_it(
 
 def test_a_note_expires_after_its_last_use_even_before_it_is_removed(store: Store, clock: Clock) -> None:
     notes = new_notes(store)
-    of(notes).put(RESPONSE, "used", b"content", ttl_s=100.0)
-    of(notes).put(RESPONSE, "unused", b"content", ttl_s=100.0)
+    of(notes, ttl_s=100.0).put(RESPONSE, "used", b"content")
+    of(notes, ttl_s=100.0).put(RESPONSE, "unused", b"content")
     notes.write()
     clock.now += 60
     assert of(notes).get(RESPONSE, "used") == b"content"
@@ -139,11 +139,11 @@ def test_a_note_expires_after_its_last_use_even_before_it_is_removed(store: Stor
 
 def test_notes_of_a_tenant_keep_their_share_and_the_oldest_used_go(store: Store, clock: Clock) -> None:
     notes, size = new_notes(store), note_limit(store.budget_bytes) - 5000
-    of(notes, BOB).put(RESPONSE, "bob", b"content", ttl_s=DAY)
+    of(notes, BOB).put(RESPONSE, "bob", b"content")
     num = 2 * root_limit(store.budget_bytes) // size
     for number in range(num):
         clock.now += 1
-        assert of(notes).put(RESPONSE, str(number), noise(size, number), ttl_s=DAY)
+        assert of(notes).put(RESPONSE, str(number), noise(size, number))
         assert of(notes).get(RESPONSE, "0")
         notes.write()
     with store.snapshot() as snapshot:
@@ -159,7 +159,7 @@ def test_many_tenants_together_keep_their_share_too(store: Store, clock: Clock) 
     notes, size = new_notes(store), note_limit(store.budget_bytes) - 5000
     for number in range(40):
         clock.now += 1
-        assert of(notes, bytes([number]) * 16).put(RESPONSE, "x", noise(size, number), ttl_s=DAY)
+        assert of(notes, bytes([number]) * 16).put(RESPONSE, "x", noise(size, number))
         notes.write()
     with store.snapshot() as snapshot:
         assert sum(note.num_bytes for note in snapshot.notes()) <= store.budget_bytes // 16
@@ -176,7 +176,7 @@ def test_a_note_makes_room_for_itself_in_a_full_store(store: Store, clock: Clock
     before = store.counts()
     notes = new_notes(store)
     for number in range(4):
-        assert of(notes).put(RESPONSE, str(number), noise(100_000, number), ttl_s=DAY)
+        assert of(notes).put(RESPONSE, str(number), noise(100_000, number))
         notes.write()
     assert store.counts()["blocks"] < before["blocks"]
     assert of(notes).get(RESPONSE, "0") == noise(100_000)
@@ -185,8 +185,8 @@ def test_a_note_makes_room_for_itself_in_a_full_store(store: Store, clock: Clock
 
 def test_a_note_that_is_too_large_is_refused(store: Store) -> None:
     notes = new_notes(store)
-    assert not of(notes).put(RESPONSE, "resp_1", noise(note_limit(store.budget_bytes) + 1), ttl_s=DAY)
-    assert not of(notes).put(RESPONSE, "resp_2", b"\0" * (1 << 25), ttl_s=DAY)
+    assert not of(notes).put(RESPONSE, "resp_1", noise(note_limit(store.budget_bytes) + 1))
+    assert not of(notes).put(RESPONSE, "resp_2", b"\0" * (1 << 25))
     assert notes.dropped == 2
     assert of(notes).get(RESPONSE, "resp_1") is None
 
@@ -196,16 +196,16 @@ def test_what_waits_is_bounded_and_counts_what_was_replaced_or_written_no_more(
 ) -> None:
     monkeypatch.setattr(notes_module, "_MAX_WAITING_BYTES", 1500)
     notes = new_notes(store)
-    assert of(notes).put(RESPONSE, "resp_1", noise(1000), ttl_s=DAY)
-    assert not of(notes).put(RESPONSE, "resp_2", noise(1000), ttl_s=DAY)
+    assert of(notes).put(RESPONSE, "resp_1", noise(1000))
+    assert not of(notes).put(RESPONSE, "resp_2", noise(1000))
     notes.write()
     for _ in range(3):
-        assert of(notes).put(RESPONSE, "resp_2", noise(1000), ttl_s=DAY)
+        assert of(notes).put(RESPONSE, "resp_2", noise(1000))
         notes.write()
     for _ in range(3):
-        assert of(notes).put(RESPONSE, "resp_3", noise(600), ttl_s=DAY)
-    assert of(notes).put(RESPONSE, "resp_4", noise(600), ttl_s=DAY)
-    assert not of(notes).put(RESPONSE, "resp_5", noise(600), ttl_s=DAY)
+        assert of(notes).put(RESPONSE, "resp_3", noise(600))
+    assert of(notes).put(RESPONSE, "resp_4", noise(600))
+    assert not of(notes).put(RESPONSE, "resp_5", noise(600))
 
 
 @pytest.mark.parametrize("failure", [StoreFull("full"), StoreUnavailable("gone")])
@@ -219,7 +219,7 @@ def test_a_failing_store_keeps_notes_in_memory_until_they_can_be_written(
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "changes", fail)
-        assert of(notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+        assert of(notes).put(RESPONSE, "resp_1", b"content")
         with pytest.raises(type(failure)):
             notes.write()
         assert not notes.is_waiting
@@ -233,7 +233,7 @@ def test_a_failing_store_keeps_notes_in_memory_until_they_can_be_written(
 
 def test_a_damaged_note_is_a_missing_one_and_goes(store: Store, tmp_path: Path) -> None:
     notes = new_notes(store)
-    of(notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    of(notes).put(RESPONSE, "resp_1", b"content")
     notes.write()
     store.close()
     with damaged(tmp_path) as records:
@@ -248,7 +248,7 @@ def test_a_damaged_note_is_a_missing_one_and_goes(store: Store, tmp_path: Path) 
 
 def test_a_compacted_file_has_the_notes_too(store: Store) -> None:
     notes = new_notes(store)
-    of(notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    of(notes).put(RESPONSE, "resp_1", b"content")
     notes.write()
     store.compact()
     assert of(new_notes(store)).get(RESPONSE, "resp_1") == b"content"
@@ -256,7 +256,7 @@ def test_a_compacted_file_has_the_notes_too(store: Store) -> None:
 
 def put_and_be_killed(folder: Path) -> None:
     writer = Writer(open_store(folder), buffer_bytes=1 << 20)
-    of(writer.notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    of(writer.notes).put(RESPONSE, "resp_1", b"content")
     assert writer.flush(30)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -271,6 +271,6 @@ def test_the_writer_writes_notes_and_a_kill_leaves_them(tmp_path: Path) -> None:
 
 def test_the_writer_writes_what_waits_when_it_is_closed(store: Store) -> None:
     writer = Writer(store, buffer_bytes=1 << 20)
-    of(writer.notes).put(RESPONSE, "resp_1", b"content", ttl_s=DAY)
+    of(writer.notes).put(RESPONSE, "resp_1", b"content")
     assert writer.close(30)
     assert num_stored(store) == 1

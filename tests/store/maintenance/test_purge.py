@@ -286,9 +286,9 @@ def test_a_stop_in_the_middle_leaves_a_store_in_order(store: Store, monkeypatch:
 
 
 def noted(store: Store, pub: Publication, *ids: str) -> TenantNotes:
-    notes = TenantNotes(Notes(store, lambda: None), pub.root, pub.root_record)
+    notes = TenantNotes(Notes(store, lambda: None), pub.root, pub.root_record, 1000.0)
     for id_ in ids:
-        notes.put(NoteKind.RESPONSE, id_, b"content", ttl_s=1000.0)
+        notes.put(NoteKind.RESPONSE, id_, b"content")
         notes.notes.write()
     return notes
 

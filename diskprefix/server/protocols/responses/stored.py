@@ -1,0 +1,128 @@
+"""Stored responses: what `store` keeps, and what `previous_response_id` and item references find.
+
+Each is a note in the tenant's part of the store. It holds the response, the items of its own input, and the id of the
+response before it. Whoever continues a response uses all that come before it, so they expire together.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+from pydantic import TypeAdapter
+
+from diskprefix.errors import InvalidRequest, ResponseNotFound
+from diskprefix.printable import shown
+from diskprefix.server.protocols.dialect import Json
+from diskprefix.server.protocols.responses.items import Item, ReferenceItem, SpokenItem, item_id, response_of
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.notes import TenantNotes
+
+log = logging.getLogger("diskprefix")
+
+MAX_STORED_BYTES = 4 << 20
+"""Of a stored response, before it is compressed. Compressing as much takes about 20 ms."""
+
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+Said: TypeAlias = tuple[SpokenItem, str]
+"""An item and its path."""
+
+
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`input` are the items of the request itself, without those of the response before."""
+
+    response: Json
+    input: list[Json]
+    previous: str | None = None
+
+    @property
+    def input_items(self) -> list[Json]:
+        """The items of the input. Those that came without an id have one of this server's."""
+        id_ = self.response["id"]
+        return [
+            {"id": item_id(id_, item["type"], index, is_input=True), **item} for index, item in enumerate(self.input)
+        ]
+
+    @property
+    def items(self) -> list[Json]:
+        return [*self.input_items, *self.response["output"]]
+
+
+@dataclass(frozen=True)
+class ResponseStore:
+    """The stored responses of one tenant. Reading waits for the disk, so not for the event loop; a store that fails
+    holds none."""
+
+    notes: TenantNotes
+
+    def get(self, id_: str) -> StoredResponse:
+        """Raises `ResponseNotFound`, also for a response of another tenant."""
+        found = self._find(id_)
+        if found is None:
+            raise ResponseNotFound(f"response {shown(id_)!r} is not stored here")
+        return found
+
+    def delete(self, id_: str) -> None:
+        """Raises `ResponseNotFound`."""
+        if not self.notes.delete(NoteKind.RESPONSE, id_):
+            raise ResponseNotFound(f"response {shown(id_)!r} is not stored here")
+
+    def put(self, response: Json, input_json: bytes) -> None:
+        """Store a response. `input_json` is the JSON text of the items of its input."""
+        head = json.dumps({"response": response, "previous": response["previous_response_id"]}, ensure_ascii=False)
+        content = head[:-1].encode("utf-8", "surrogatepass") + b',"input":' + input_json + b"}"
+        if len(content) > MAX_STORED_BYTES or not self.notes.put(NoteKind.RESPONSE, response["id"], content):
+            log.warning("[server] %s is not stored: it is too large, or the store fails", response["id"])
+
+    def items_of(self, id_: str) -> list[Json]:
+        """Returns the items of the conversation that a stored response was made from, the oldest first.
+
+        Raises `ResponseNotFound`, with the code `previous_response_not_found` if one before it is gone.
+        """
+        response = self.get(id_)
+        return [*self._conversation(response.previous), *response.input_items]
+
+    def history(self, id_: str) -> list[Said]:
+        """Returns the items that a response with this `previous_response_id` continues."""
+        return [(item, "previous_response_id") for item in _parsed(self._conversation(id_))]
+
+    def referred(self, item: ReferenceItem, path: str) -> Said:
+        """Returns the item that a reference stands for. Raises `InvalidRequest` if it is not stored."""
+        stored = self._find(response_of(item.id))
+        for found in [] if stored is None else stored.items:
+            if found["id"] == item.id:
+                return _parsed([found])[0], path
+        raise InvalidRequest(f"{path}.id: item {shown(item.id)!r} is not stored here", param=f"{path}.id")
+
+    def _conversation(self, id_: str | None) -> list[Json]:
+        """Returns the items up to and with a response's output. Raises `InvalidRequest` if a part of them is gone."""
+        turns: list[list[Json]] = []
+        first = id_
+        while id_ is not None:
+            stored = self._find(id_)
+            if stored is None:
+                which = f"response {shown(id_)!r} is not stored here"
+                if id_ != first:
+                    which += f" any more, and {shown(first or '')!r} continues it"
+                raise InvalidRequest(
+                    f"previous_response_id: {which}", param="previous_response_id", code="previous_response_not_found"
+                )
+            turns.append(stored.items)
+            id_ = stored.previous
+        return [item for turn in reversed(turns) for item in turn]
+
+    def _find(self, id_: str) -> StoredResponse | None:
+        content = self.notes.get(NoteKind.RESPONSE, id_)
+        try:
+            return None if content is None else msgspec.json.decode(content, type=StoredResponse)
+        except msgspec.DecodeError as error:
+            log.warning("[server] a stored response cannot be read: %s", error)
+            return None
+
+
+def _parsed(items: list[Json]) -> list[SpokenItem]:
+    """Stored items were checked when they came."""
+    return [item for item in _ITEMS.validate_python(items) if isinstance(item, SpokenItem)]

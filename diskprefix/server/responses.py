@@ -1,0 +1,97 @@
+"""The routes of stored responses. `answer.py` has the one that generates."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+
+from diskprefix.errors import InvalidRequest
+from diskprefix.server.daemon import Daemon
+from diskprefix.server.errors import ErrorBody
+from diskprefix.server.log_context import log_context
+from diskprefix.server.protocols.dialect import Json
+from diskprefix.server.protocols.fields import MAX_SALT_CHARS
+from diskprefix.server.protocols.responses.replies import ModelResponse
+from diskprefix.server.protocols.responses.stored import ResponseStore
+
+router = APIRouter(prefix="/v1/responses", tags=["responses"])
+
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (400, 401, 404, 503)}
+
+Salt = Annotated[
+    str | None, Query(min_length=1, max_length=MAX_SALT_CHARS, description="That of the request which was answered.")
+]
+
+
+class DeletedResponse(BaseModel):
+    """What was deleted."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(BaseModel):
+    """A page of items."""
+
+    object: Literal["list"] = "list"
+    data: list[Json]
+    first_id: str | None = Field(description="Of this page; null if it is empty.")
+    last_id: str | None
+    has_more: bool
+
+
+def _store(request: Request, salt: str | None) -> ResponseStore:
+    """Returns the stored responses of the caller. Raises `NotReady`."""
+    daemon: Daemon = request.app.state.daemon
+    tenant = log_context(request).caller.tenant
+    serving = daemon.require_serving()
+    return ResponseStore(serving.engine.cache.notes(tenant if salt is None else tenant.with_salt(salt)))
+
+
+@router.get(
+    "/{response_id}",
+    summary="A stored response",
+    response_model=None,
+    responses={200: {"model": ModelResponse}, **_ERRORS},
+)
+async def get_response(
+    request: Request, response_id: str, cache_salt: Salt = None, stream: Literal["false"] | None = None
+) -> Json:
+    """Return a response that was stored. `stream` is not supported."""
+    del stream
+    stored = await asyncio.to_thread(_store(request, cache_salt).get, response_id)
+    return stored.response
+
+
+@router.delete("/{response_id}", summary="Delete a stored response", responses=_ERRORS)
+async def delete_response(request: Request, response_id: str, cache_salt: Salt = None) -> DeletedResponse:
+    """Delete a stored response. The responses that continue it cannot be continued any more."""
+    await asyncio.to_thread(_store(request, cache_salt).delete, response_id)
+    return DeletedResponse(id=response_id)
+
+
+@router.get("/{response_id}/input_items", summary="The input of a stored response", responses=_ERRORS)
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+    cache_salt: Salt = None,
+) -> ItemList:
+    """List the items that a stored response was made from, with those of the responses that it continues."""
+    items = await asyncio.to_thread(_store(request, cache_salt).items_of, response_id)
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise InvalidRequest("after: is not the id of an item of this response", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return ItemList(data=page, first_id=first, last_id=last, has_more=start + limit < len(items))

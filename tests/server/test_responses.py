@@ -1,0 +1,439 @@
+"""`/v1/responses` over the real application: the official `openai` client, stored responses, what agents send."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel
+
+from diskprefix.chat.messages import JsonObject
+from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.output.format import OutputParser
+from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
+from diskprefix.errors import DiskPrefixError
+from diskprefix.server.protocols.responses import stored as stored_module
+from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
+from tests.server.test_auth import ALICE, BOB, write_keys
+
+ROUTE = "/v1/responses"
+MODEL = "scripted"
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "strict": True,
+}
+PREPARED: dict[str, list[OutputDelta]] = {
+    "<think>": [ReasoningDelta("hm")],
+    "<call>": [ToolCallBegin(0, "get_weather"), ToolCallDelta(0, '{"city":')],
+    "</call>": [ToolCallDelta(0, ' "Oslo"}')],
+}
+
+
+class PreparedParser:
+    """Reads what `PREPARED` says, however the texts are joined."""
+
+    def feed(self, text: str) -> list[OutputDelta]:
+        pieces = filter(None, re.split(f"({'|'.join(PREPARED)})", text))
+        return [delta for piece in pieces for delta in PREPARED.get(piece, [ContentDelta(piece)])]
+
+    def finish(self) -> list[OutputDelta]:
+        return []
+
+
+class PreparedFormat:
+    """A format whose texts mean what a test has prepared."""
+
+    name = "prepared"
+    special_tokens: frozenset[str] = frozenset()
+    reasoning_end: str | None = None
+
+    def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:  # noqa: ARG002 (the protocol's)
+        return PreparedParser()
+
+    def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:  # noqa: ARG002 (the protocol's)
+        return 'start: "<call>"'
+
+
+def saying(*texts: str, reason: Any = "stop") -> Callable[..., None]:
+    def script(_request: GenerateRequest, emit: Emit, _is_cancelled: object) -> None:
+        for text in texts:
+            emit(TextEvent(0, text, (1,)))
+        emit(FinishEvent(0, reason))
+        emit(done(completion_tokens=len(texts), cached_tokens=7))
+
+    return script
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_keys(tmp_path_factory.mktemp("keys") / "keys", f"alice {ALICE}", f"bob {BOB}")
+
+
+@pytest.fixture(scope="module")
+def server(chat_model: Path, engine: ScriptedEngine, keys_file: Path) -> Iterator[AppServer]:
+    with scripted_app(chat_model, engine, api_keys=keys_file) as server:
+        assert server.daemon.serving is not None
+        server.daemon.serving.renderer.output_format = PreparedFormat()
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _afresh(engine: ScriptedEngine) -> None:
+    engine.script = saying("Hello", " world")
+    engine.requests.clear()
+    engine.cache.noted.clear()
+
+
+def client_of(server: AppServer, key: str = ALICE) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture
+def client(server: AppServer) -> Iterator[OpenAI]:
+    with client_of(server) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server: AppServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {ALICE}"}, timeout=30) as client:
+        yield client
+
+
+def prompt_of(server: AppServer, engine: ScriptedEngine) -> str:
+    """The text of the last prompt."""
+    del server
+    text: str = engine.tokenizer.decode(engine.requests[-1].prompt.token_ids)
+    return text
+
+
+def test_a_text_is_answered(client: OpenAI, server: AppServer, engine: ScriptedEngine) -> None:
+    response = client.responses.create(model=MODEL, input="Name three rivers.", instructions="Be brief.")
+    assert response.output_text == "Hello world"
+    assert response.status == "completed"
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens, response.usage.total_tokens) == (10, 2, 12)
+    assert response.usage.input_tokens_details.cached_tokens == 7
+    assert response.usage.output_tokens_details.reasoning_tokens == 0
+    assert response.model_extra is not None
+    assert {"prefix_cache", "timings"} <= response.model_extra.keys()
+    wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName three rivers.<|im_end|>\n"
+    assert prompt_of(server, engine) == f"{wanted}<|im_start|>assistant\n"
+
+
+def test_the_stream_helper_assembles_what_the_whole_response_says(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying("<think>", "It ", "rains.", "<call>", "</call>")
+    fields: dict[str, Any] = {"model": MODEL, "input": "Weather?", "tools": [WEATHER]}
+    with client.responses.stream(**fields) as stream:
+        kinds = [event.type for event in stream]
+        assembled = stream.get_final_response()
+    whole = client.responses.create(**fields)
+    assert kinds[0] == "response.created"
+    assert kinds[-1] == "response.completed"
+    assert [item.type for item in assembled.output] == ["reasoning", "message", "function_call"]
+    assert assembled.output_text == whole.output_text == "It rains."
+    call, other = cast("Any", assembled.output[2]), cast("Any", whole.output[2])
+    assert (call.name, call.arguments) == (other.name, other.arguments) == ("get_weather", '{"city": "Oslo"}')
+    assert call.parsed_arguments == {"city": "Oslo"}
+
+
+def test_the_tokens_of_the_reasoning_are_counted(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying("<think>", "<think>", reason="length")
+    usage = client.responses.create(model=MODEL, input="Weather?").usage
+    assert usage is not None
+    assert usage.output_tokens_details.reasoning_tokens == 2
+    last: Any = list(client.responses.create(model=MODEL, input="Weather?", stream=True))[-1]
+    assert last.response.usage.output_tokens_details.reasoning_tokens == 2
+
+
+def test_a_reply_that_is_cut_is_incomplete(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying("It ", reason="length")
+    response = client.responses.create(model=MODEL, input="Weather?", max_output_tokens=1)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert engine.requests[-1].sampling.max_tokens == 1
+    events = list(client.responses.create(model=MODEL, input="Weather?", stream=True))
+    assert events[-1].type == "response.incomplete"
+
+
+class River(BaseModel):
+    river: str
+
+
+def test_the_sdk_parses_a_format_and_the_reply_is_constrained_by_it(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying('{"river": ', '"Elbe"}')
+    response = client.responses.parse(model=MODEL, input="A river?", text_format=River)
+    assert response.output_parsed == River(river="Elbe")
+    constraint = engine.requests[-1].constraint
+    assert constraint is not None
+    assert json.loads(constraint.source)["required"] == ["river"]
+
+
+def test_the_result_of_a_call_comes_back_as_items(client: OpenAI, server: AppServer, engine: ScriptedEngine) -> None:
+    engine.script = saying("<call>", "</call>")
+    first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER])
+    call = cast("Any", first.output[0])
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    engine.script = saying("It rains.")
+    history: Any = [{"role": "user", "content": "Weather?"}, *first.output, output]
+    for fields in ({"input": history}, {"input": [output], "previous_response_id": first.id}):
+        second = client.responses.create(model=MODEL, tools=[WEATHER], **cast("Any", fields))
+        assert second.output_text == "It rains."
+        prompt = prompt_of(server, engine)
+        assert "<call>get_weather city=Oslo</call><|im_end|>\n<|im_start|>tool\nrain<|im_end|>\n" in prompt
+        assert prompt.count("Weather?") == 1
+
+
+def test_a_conversation_goes_on_from_a_stored_response(
+    client: OpenAI, server: AppServer, engine: ScriptedEngine
+) -> None:
+    engine.script = saying("One.")
+    first = client.responses.create(model=MODEL, input="Count.", instructions="Be brief.")
+    engine.script = saying("Two.")
+    second = client.responses.create(model=MODEL, input="On.", previous_response_id=first.id)
+    events = list(client.responses.create(model=MODEL, input="On!", previous_response_id=second.id, stream=True))
+    said = [line for line in prompt_of(server, engine).splitlines() if not line.startswith("<|im_start|>")]
+    # Instructions are those of one request.
+    assert said == ["Count.<|im_end|>", "One.<|im_end|>", "On.<|im_end|>", "Two.<|im_end|>", "On!<|im_end|>"]
+    last = cast("Any", events[-1]).response
+    assert last.previous_response_id == second.id
+    assert client.responses.retrieve(last.id).output_text == "Two."
+
+
+def test_a_stored_response_can_be_read_and_deleted(client: OpenAI, http: httpx.Client) -> None:
+    response = client.responses.create(model=MODEL, input="Count.", metadata={"a": "b"})
+    again = client.responses.retrieve(response.id)
+    assert again.to_dict() == response.to_dict()
+    assert again.metadata == {"a": "b"}
+    assert http.delete(f"{ROUTE}/{response.id}").json() == {"id": response.id, "object": "response", "deleted": True}
+    for gone in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError) as caught:
+            gone(response.id)
+        assert caught.value.code == "response_not_found"
+
+
+def test_the_items_of_the_input_are_listed_page_by_page(client: OpenAI) -> None:
+    first = client.responses.create(model=MODEL, input="Count.")
+    second = client.responses.create(
+        model=MODEL, input=[{"role": "user", "content": "On."}], previous_response_id=first.id
+    )
+    items: list[Any] = list(client.responses.input_items.list(second.id, order="asc", limit=2))
+    assert [item.role for item in items] == ["user", "assistant", "user"]
+    assert [item.content[0].text for item in items] == ["Count.", "Hello world", "On."]
+    newest: Any = client.responses.input_items.list(second.id, limit=1)
+    assert [newest.data[0].id, newest.has_more] == [items[2].id, True]
+    assert newest.first_id == newest.last_id == items[2].id
+    rest = client.responses.input_items.list(second.id, after=items[1].id)
+    assert [[item.id for item in rest.data], rest.has_more] == [[items[0].id], False]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.input_items.list(second.id, after="msg_1")
+    assert caught.value.param == "after"
+
+
+def test_an_item_of_a_stored_response_can_be_referred_to(
+    client: OpenAI, server: AppServer, engine: ScriptedEngine
+) -> None:
+    first = client.responses.create(model=MODEL, input="Count.")
+    ids = [client.responses.input_items.list(first.id).data[0].id, cast("Any", first.output[0]).id]
+    items: Any = [*({"type": "item_reference", "id": id_} for id_ in ids), {"role": "user", "content": "On."}]
+    client.responses.create(model=MODEL, input=items)
+    assert "Count.<|im_end|>\n<|im_start|>assistant\nHello world<|im_end|>" in prompt_of(server, engine)
+    for unknown in (f"{ids[1]}9", "msg_1", "x", "_", f"rs{ids[1][3:]}"):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": unknown}])
+        assert caught.value.param == "input.0.id"
+
+
+def test_what_is_not_to_be_stored_is_not(client: OpenAI, engine: ScriptedEngine) -> None:
+    response = client.responses.create(model=MODEL, input="Count.", store=False)
+    assert cast("Any", response).store is False
+    assert engine.cache.noted == {}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=MODEL, input="On.", previous_response_id=response.id)
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+def test_an_input_that_is_too_large_is_answered_and_not_stored(
+    client: OpenAI, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diskprefix.server.protocols.responses.dialect.MAX_STORED_BYTES", 300)
+    response = client.responses.create(model=MODEL, input="Count. " * 50)
+    assert (response.output_text, cast("Any", response).store) == ("Hello world", False)
+    monkeypatch.setattr(stored_module, "MAX_STORED_BYTES", 300)
+    assert client.responses.create(model=MODEL, input="Count.").output_text == "Hello world"
+    assert engine.cache.noted == {}
+
+
+def test_a_request_that_fails_or_is_refused_stores_nothing(client: OpenAI, engine: ScriptedEngine) -> None:
+    def fail(_request: GenerateRequest, emit: Emit, _is_cancelled: object) -> None:
+        emit(TextEvent(0, "It ", (1,)))
+        raise DiskPrefixError("the model fails")
+
+    engine.script = fail
+    events = list(client.responses.create(model=MODEL, input="Count.", stream=True))
+    last = cast("Any", events[-1])
+    assert (last.type, last.response.status, last.response.error.message) == (
+        "response.failed",
+        "failed",
+        "the model fails",
+    )
+    with pytest.raises(openai.InternalServerError):
+        client.responses.create(model=MODEL, input="Count.")
+    assert engine.cache.noted == {}
+
+
+def test_a_conversation_whose_beginning_was_deleted_is_an_error_that_says_so(client: OpenAI) -> None:
+    first = client.responses.create(model=MODEL, input="Count.")
+    second = client.responses.create(model=MODEL, input="On.", previous_response_id=first.id)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="is not stored here any more, and") as caught:
+        client.responses.create(model=MODEL, input="On!", previous_response_id=second.id)
+    assert caught.value.param == "previous_response_id"
+    assert client.responses.retrieve(second.id).output_text == "Hello world"
+
+
+def test_a_response_of_another_key_or_salt_is_not_found(client: OpenAI, server: AppServer, http: httpx.Client) -> None:
+    mine = client.responses.create(model=MODEL, input="Count.")
+    salted = client.responses.create(model=MODEL, input="Count.", extra_body={"cache_salt": "s"})
+    output = cast("Any", mine.output[0]).id
+    with client_of(server, BOB) as bob:
+        for request in (
+            lambda: bob.responses.retrieve(mine.id),
+            lambda: bob.responses.delete(mine.id),
+            lambda: bob.responses.input_items.list(mine.id),
+            lambda: client.responses.retrieve(salted.id),
+            lambda: bob.responses.retrieve(salted.id, extra_query={"cache_salt": "s"}),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                request()
+        for fields in (
+            {"previous_response_id": mine.id},
+            {"input": [{"type": "item_reference", "id": output}]},
+        ):
+            with pytest.raises(openai.BadRequestError):
+                bob.responses.create(**{"model": MODEL, "input": "On."} | cast("Any", fields))
+    assert http.get(f"{ROUTE}/{salted.id}", params={"cache_salt": "s"}).status_code == 200
+    on = {"input": "On.", "previous_response_id": salted.id}
+    assert http.post(ROUTE, json=on).status_code == 400
+    assert http.post(ROUTE, json=on | {"cache_salt": "s"}).status_code == 200
+
+
+CODEX: dict[str, Any] = {
+    "model": MODEL,
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You are Codex. " * 30}]},
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandbox: none."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context/>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What does a.py print?"}]},
+    ],
+    "tools": [
+        WEATHER | {"name": "exec_command", "strict": False},
+        WEATHER | {"name": "write_stdin", "strict": False},
+        WEATHER | {"name": "update_plan", "strict": False},
+        WEATHER | {"name": "request_user_input", "strict": False},
+        WEATHER | {"name": "view_image", "strict": False},
+        {"type": "namespace", "name": "multi_agent", "description": "Agents.", "tools": [WEATHER]},
+        {"type": "namespace", "name": "other", "description": "Others.", "tools": [WEATHER]},
+        {"type": "web_search", "external_web_access": False},
+        WEATHER | {"name": "apply_patch", "strict": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "service_tier": None,
+    "prompt_cache_key": "0199-session",
+    "text": {"verbosity": "medium"},
+    "client_metadata": {"x-codex-installation-id": "1", "turn": "2"},
+}
+"""What Codex 0.169 sends for one question: types and fields as seen, texts shortened."""
+
+
+def test_what_codex_sends_is_served(http: httpx.Client, server: AppServer, engine: ScriptedEngine) -> None:
+    engine.script = saying("<think>", "<call>", "</call>")
+    with http.stream("POST", ROUTE, json=CODEX) as answer:
+        assert answer.status_code == 200
+        data = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
+    finished = [event["item"] for event in data if event["type"] == "response.output_item.done"]
+    assert [item["type"] for item in finished] == ["reasoning", "function_call"]
+    assert finished[0]["summary"] == [{"type": "summary_text", "text": "hm"}]
+    assert data[-1]["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 7}
+    prompt = prompt_of(server, engine)
+    assert prompt.count('"name": "') == 6
+    assert "web_search" not in prompt
+    assert prompt.index("You are Codex.") < prompt.index("Sandbox: none.") < prompt.index("What does a.py print?")
+    assert engine.cache.noted == {}
+    # The next turn: Codex sends all items back, without their ids, and the output of the call.
+    sent = [{name: value for name, value in item.items() if name not in ("id", "status")} for item in finished]
+    output = {"type": "function_call_output", "call_id": finished[1]["call_id"], "output": "42"}
+    engine.script = saying("It prints 42.")
+    answer = http.post(ROUTE, json=CODEX | {"input": [*CODEX["input"], *sent, output], "stream": False})
+    assert answer.status_code == 200, answer.text
+    longer = prompt_of(server, engine)
+    assert longer.startswith(prompt.removesuffix("<|im_start|>assistant\n"))
+    assert longer.endswith("<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"input": ""}, None),
+        ({"input": []}, "input"),
+        ({"input": "x", "stream_options": {"include_obfuscation": False}}, "stream_options"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+        (
+            {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "text.format.schema",
+        ),
+        (
+            {"input": "x", "text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "x"}]}]}, "input.0.content.0"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
+            "input.0.content.0",
+        ),
+        ({"input": "x", "model": "other"}, "model"),
+    ],
+)
+def test_what_is_found_out_late_is_refused_with_its_path_too(
+    http: httpx.Client, fields: dict[str, Any], param: str | None
+) -> None:
+    answer = http.post(ROUTE, json=fields)
+    if param is None:
+        assert answer.status_code == 200
+        return
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("query", "param"), [({"limit": 0}, "limit"), ({"limit": "x"}, "limit"), ({"order": "up"}, "order")]
+)
+def test_a_query_that_cannot_be_served_is_refused_in_the_form_of_the_api(
+    http: httpx.Client, query: dict[str, Any], param: str
+) -> None:
+    answer = http.get(f"{ROUTE}/resp_1/input_items", params=query)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
