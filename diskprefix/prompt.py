@@ -28,6 +28,14 @@ class Change(NamedTuple):
     path: str
 
 
+class LeftOut(NamedTuple):
+    """How many aged messages were left out, and where the first and the last of them stood in the client's body."""
+
+    messages: int
+    first: str
+    last: str
+
+
 @dataclass(frozen=True)
 class Rewriting:
     """In what a prompt differs from the conversation that the client sent.
@@ -37,6 +45,7 @@ class Rewriting:
 
     changes: tuple[Change, ...] = ()
     would_change: tuple[str, ...] = ()
+    left_out: LeftOut | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -168,6 +168,20 @@ class Settings:
         "The number of requests that are computed together. More wait. Each of the n replies to a request counts.",
         bounds=(1, 1024),
     )
+    prefill_compression: str = _server(
+        "off",
+        "auto leaves the oldest exchanges of a conversation out that has more than --prefill-threshold tokens. The "
+        "reply says so.",
+        choices=("off", "auto"),
+    )
+    prefill_threshold: int | None = _server(
+        None,
+        "Tokens of a prompt above which --prefill-compression leaves some out, until half as many remain.",
+        kind="integer",
+        metavar="N",
+        unset="three quarters of the model's positions",
+        bounds=(16, 2**31 - 1),
+    )
     kv_memory: int | None = _server(
         None,
         "Memory for the state of requests that run, and of those that ended. A request that does not fit waits; one "

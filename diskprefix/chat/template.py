@@ -16,12 +16,14 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from diskprefix.chat.boundaries import Offsets, neutralise, system_end, template_boundaries, template_markers
-from diskprefix.chat.content import UNSUPPORTED, Media, parts_for_template, read_media, text_for_template
+from diskprefix.chat.compression import shortened
+from diskprefix.chat.content import UNSUPPORTED, Media, holds_media, parts_for_template, read_media, text_for_template
 from diskprefix.chat.marks import find_marks, mark_targets
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.output.plain import PlainText
+from diskprefix.chat.preview import preview_of_chat, preview_of_text
 from diskprefix.chat.template_input import (
     TemplateInput,
     message_for_template,
@@ -29,8 +31,8 @@ from diskprefix.chat.template_input import (
     with_other_user_message,
 )
 from diskprefix.errors import ContextTooLong, InvalidRequest
-from diskprefix.printable import printable_only, shown
-from diskprefix.prompt import Mark, Prompt, Source, raw_boundaries
+from diskprefix.printable import shown
+from diskprefix.prompt import Mark, Prompt, Rewriting, Source, raw_boundaries
 from diskprefix.tokens import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
@@ -46,8 +48,6 @@ _TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, KeyError, AttributeErr
 _PROBED_CHARS_PER_POSITION = 32
 """Of a longer text, only so many characters are encoded first. Real text has about four characters per token."""
 
-_PREVIEW_CHARS = 100
-_PREVIEW_SCANNED_CHARS = 10_000
 _REASON_CHARS = 200
 _NOWHERE = (0, 0)
 _END_TOKENS = 32
@@ -60,6 +60,7 @@ class PromptRenderer:
     """Renders and tokenises the prompts of one model. May be called from several threads.
 
     `media` is the processor of a multimodal model. `normalisers` change conversations before they are rendered.
+    Aged messages of a conversation with more than `compress_above` tokens are left out.
     """
 
     def __init__(
@@ -70,9 +71,11 @@ class PromptRenderer:
         max_positions: int,
         media: MediaProcessor | None = None,
         normalisers: Normalisers = Normalisers(),  # noqa: B008 (immutable)
+        compress_above: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._normalisers = normalisers
+        self._compress_above = compress_above
         self._media = media
         self._max_positions = max_positions
         special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
@@ -98,10 +101,30 @@ class PromptRenderer:
         Raises `InvalidRequest` if the template or the model refuses the conversation, and `ContextTooLong` if the
         prompt exceeds the model's positions.
         """
-        conversation, rewriting = self._normalisers.apply(conversation)
+        conversation, rewriting = self._rewritten(conversation)
         media = read_media(conversation.messages, self._media)
         prompt = self._chat(conversation) if media is None else self._chat_with_media(conversation, media)
         return replace(prompt, rewriting=rewriting)
+
+    def _rewritten(self, conversation: Conversation) -> tuple[Conversation, Rewriting]:
+        """Returns the conversation that is rendered. Of one with media nothing is left out."""
+        conversation, rewriting = self._normalisers.apply(conversation)
+        limit = self._compress_above
+        if limit is None or holds_media(conversation.messages) or self._has_at_most(limit, conversation):
+            return conversation, rewriting
+        conversation, left_out = shortened(conversation, limit, self._count_tokens)
+        return conversation, replace(rewriting, left_out=left_out)
+
+    def _has_at_most(self, num_tokens: int, conversation: Conversation) -> bool:
+        rendered = self._render(self._template_input(conversation), conversation.ending)
+        try:
+            encoding = self._encode(rendered, add_special_tokens=self._adds_bos(rendered), param=conversation.path)
+        except ContextTooLong:
+            return False
+        return len(encoding["input_ids"]) <= num_tokens
+
+    def _count_tokens(self, texts: Sequence[str]) -> list[int]:
+        return [len(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]]
 
     def _chat(self, conversation: Conversation) -> Prompt:
         template_input = self._template_input(conversation)
@@ -127,7 +150,7 @@ class PromptRenderer:
             token_ids=token_ids,
             boundaries=boundaries,
             system_end=system_end(boundaries, offsets, rendered, probe) if probe else 0,
-            text=_chat_preview(template_input.messages),
+            text=preview_of_chat(template_input.messages),
             marks=marks,
             source=None if self._normalisers.is_off else _source(rendered, offsets),
         )
@@ -190,12 +213,12 @@ class PromptRenderer:
             token_ids = as_token_ids(prompt)
             ends = prompt if len(prompt) <= 120 else [*prompt[:60], *prompt[-60:]]
             text = str(self._tokenizer.decode(ends))
-        preview = _preview(text, text[_PREVIEW_CHARS:][-_PREVIEW_CHARS:])
+        preview = preview_of_text(text)
         return Prompt(token_ids=token_ids, boundaries=self._boundaries_of_text(token_ids, offsets), text=preview)
 
     def text_of(self, conversation: Conversation) -> str:
         """Returns what the template writes, without images and sounds. Raises `InvalidRequest` as `chat` does."""
-        conversation, _ = self._normalisers.apply(conversation)
+        conversation, _ = self._rewritten(conversation)
         return self._render(self._template_input(conversation), conversation.ending)
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -365,14 +388,3 @@ def _probe(template_input: TemplateInput) -> TemplateInput:
 
 def _source(text: str, offsets: Offsets) -> Source:
     return Source(text, np.fromiter((start for start, _ in offsets), np.int32, len(offsets)))
-
-
-def _chat_preview(messages: list[JsonObject]) -> str:
-    """Returns the beginnings of the first message and of the newest message of the user."""
-    newest = next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])
-    return _preview(messages[0]["content"], newest["content"] if newest is not messages[0] else "")
-
-
-def _preview(first: str, last: str) -> str:
-    parts = [printable_only(text[:_PREVIEW_SCANNED_CHARS])[:_PREVIEW_CHARS] for text in (first, last)]
-    return " … ".join(part for part in parts if part)

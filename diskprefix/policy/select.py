@@ -51,6 +51,7 @@ Reason: TypeAlias = Literal[
     "unsupported",
     "read_only",
     "faster_to_compute",
+    "left_out",
 ]
 """Why so much of a prompt is kept. Stable words: responses and log lines show them. server/README.md explains each."""
 StateKind: TypeAlias = Literal["token", "sliceable", "checkpoints", "one_pass"]
@@ -171,6 +172,8 @@ def select(
 ) -> Selection:
     """What of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same answer.
 
+    Of a prompt with messages left out, the scopes `auto` and `N` keep nothing: its tokens are not the conversation's.
+
     `state` says where a restored prefix can end. `cold_max` and `interval` place the checkpoints of `full` and
     `N`; for those of `auto`, `restored` is how many tokens need not be computed. `sighting` is what is known of the
     prompt's blocks beyond the window.
@@ -179,6 +182,8 @@ def select(
     if scope.kind == "off":
         return Selection(scope=scope, prompt_tokens=num_tokens, reason="off")
     auto = scope.kind == "auto"
+    if prompt.rewriting.left_out is not None and scope.kind != "full" and not prompt.marks:
+        return Selection(scope=scope, prompt_tokens=num_tokens, reason="left_out")
     seen = min(sighting.num_blocks * block_size, num_tokens)
     recent = recent[: scope.value] if auto else recent
     window = _Window(recent, [common_prefix_length(prompt.token_ids, earlier) for earlier in recent], seen, sighting)

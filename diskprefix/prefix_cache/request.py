@@ -411,10 +411,11 @@ class CachedRequest:
         return self.cache.store.problem is not None or self._publisher.chain.is_broken()
 
     def _remembered(self) -> TokenIds | None:
-        """The prompt, added to the history; None when it is too short to be worth a place in the window, or is only to
-        be read for."""
+        """The prompt, added to the history; None when it is too short to be worth a place in the window, is only to be
+        read for, or lacks messages of its conversation."""
         token_ids = self.prompt.token_ids
-        if len(token_ids) < self.cache.settings.kv_cache_min_tokens or not self.options.save:
+        is_too_short = len(token_ids) < self.cache.settings.kv_cache_min_tokens
+        if is_too_short or not self.options.save or self.selection.reason == "left_out":
             return None
         self.namespace.history.add(token_ids, self.options.group)
         self.namespace.admission.add(token_ids, self.planner.nodes.block_names, self.planner.nodes.block_size)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.template import PromptRenderer
-from diskprefix.errors import DiskPrefixError, NotReady
+from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.policy.scope import parse_scope
 from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.notify import notify
@@ -155,12 +155,18 @@ class Daemon:
 
         imports_s = self._elapsed_s()
         engine = self._load_engine(self.settings, progress)
+        try:
+            compress_above = self._compress_above(engine.max_positions)
+        except SettingsError:
+            engine.close()
+            raise
         renderer = PromptRenderer(
             engine.tokenizer,
             vocab_size=engine.model.config.get_text_config(decoder=True).vocab_size,
             max_positions=engine.max_positions,
             media=engine.media,
             normalisers=normalisers,
+            compress_above=compress_above,
         )
         renderer.warm_up()
         inbox = Inbox(
@@ -181,6 +187,17 @@ class Daemon:
             loaded_at=int(time.time()),
             startup_s={name: round(s, 3) for name, s in (seconds | {"total": self._elapsed_s()}).items()},
         )
+
+    def _compress_above(self, max_positions: int) -> int | None:
+        """Returns the threshold, None without one. Raises `SettingsError` for one that no prompt can exceed."""
+        if self.settings.prefill_compression == "off":
+            return None
+        threshold = self.settings.prefill_threshold or max_positions * 3 // 4
+        if threshold >= max_positions:
+            raise SettingsError(
+                f"--prefill-threshold: {threshold} is not below the {max_positions} positions of this model"
+            )
+        return threshold
 
     def _elapsed_s(self) -> float:
         return self.prior_s + time.perf_counter() - self._made_at

@@ -89,6 +89,8 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "kv_cache_cold_max": "9",
         "kv_cache_write_buffer": "64MiB",
         "kv_cache_gate": "OFF",
+        "prefill_compression": "auto",
+        "prefill_threshold": "5000",
         "normalise": "clock=on",
         "record": "~/requests.jsonl",
         "fingerprint": "portable",

@@ -29,6 +29,14 @@ class BreakReply(BaseModel):
     normalisers: list[str] = Field(description="Those that would change the line, were they on.")
 
 
+class LeftOutReply(BaseModel):
+    """Aged messages that are not part of the prompt."""
+
+    messages: int = Field(description="How many.")
+    first: str = Field(description="Where the first of them stood in the body.", examples=["messages.2"])
+    last: str = Field(description="Where the last of them stood.")
+
+
 class CacheReply(BaseModel):
     """What the disk cache did for this request. `diskprefix/server/README.md` explains the words."""
 
@@ -48,6 +56,7 @@ class CacheReply(BaseModel):
         default=True, description="Present if false: the state of a reply was restored, which a prefill may not equal."
     )
     broken_by: BreakReply | None = Field(default=None, description="Present if less was found because of one line.")
+    left_out: LeftOutReply | None = Field(default=None, description="Present if aged messages were left out.")
     changed: list[ChangeReply] = Field(default=[], description="Present if normalisers changed something.")
 
 
@@ -91,6 +100,8 @@ def _cache_reply(done: DoneEvent) -> dict[str, Any]:
         reply["broken_by"] = broken_by(report)
     if changes := report.rewriting.changes:
         reply["changed"] = [change._asdict() for change in changes]
+    if (left_out := report.rewriting.left_out) is not None:
+        reply["left_out"] = left_out._asdict()
     return reply if report.exact else reply | {"exact": False}
 
 
