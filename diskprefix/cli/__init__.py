@@ -12,7 +12,19 @@ import click
 from diskprefix.errors import DiskPrefixError
 from diskprefix.version import __version__
 
-COMMANDS = ("serve", "models", "inspect", "warm", "simulate", "verify", "purge", "compact", "export", "import")
+COMMANDS = (
+    "serve",
+    "clients",
+    "models",
+    "inspect",
+    "warm",
+    "simulate",
+    "verify",
+    "purge",
+    "compact",
+    "export",
+    "import",
+)
 """Each is the function of its name in the module of its name, with _ after the keyword `import`."""
 
 _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 4, 130, 141
@@ -45,6 +57,7 @@ def cli() -> None:
     Examples:
       diskprefix serve                          serve the embedded SmolLM2-135M-Instruct
       diskprefix serve --model ~/models/qwen    serve a folder, a hub id or a .gguf file
+      diskprefix clients codex                  print the settings with which Codex uses the daemon
       diskprefix inspect                        list what is saved
       diskprefix purge --older-than 7d          remove what was not used for a week
       diskprefix simulate day.jsonl             show what other settings would have done

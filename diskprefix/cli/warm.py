@@ -132,7 +132,7 @@ def warm(
                 settings = build_settings(flags | {"max_body_bytes": 2**40})
                 call = stack.enter_context(in_this_process(settings, say))
             else:
-                call = running_daemon(url, api_key)
+                call = running_daemon(url, api_key, ", or load the model here with --alone")
                 wait_ready(call, url, say)
         before = after = _state(call)
         for warmed in _warmed(call, files, str(kept)):

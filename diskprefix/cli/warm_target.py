@@ -57,8 +57,11 @@ Call: TypeAlias = Callable[[str, str, object], Answer]
 """Sends a request with a method, a path and a JSON body (None for none). Raises `NotReady` if there is no answer."""
 
 
-def running_daemon(url: str, api_key: str | None) -> Call:
-    """Returns what calls the daemon at `url`. Raises `SettingsError` for a URL or a key that no request can have."""
+def running_daemon(url: str, api_key: str | None, otherwise: str = "") -> Call:
+    """Returns what calls the daemon at `url`. Raises `SettingsError` for a URL or a key that no request can have.
+
+    `otherwise` ends the message of the error that says that there is no answer.
+    """
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         port = parts.port
@@ -88,8 +91,8 @@ def running_daemon(url: str, api_key: str | None) -> Call:
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise NotReady(
-                f"no daemon answers at {url} ({shown(reason)}); start one with `diskprefix serve`, give its "
-                "address with --url, or load the model here with --alone"
+                f"no daemon answers at {url} ({shown(reason)}); start one with `diskprefix serve`, or give its "
+                f"address with --url{otherwise}"
             ) from error
 
     return call

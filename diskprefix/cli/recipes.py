@@ -1,0 +1,103 @@
+"""The settings of clients: a file of `client_recipes/` for each, with places for address, model and key."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from diskprefix.errors import SettingsError
+
+FOLDER = Path(__file__).with_name("client_recipes")
+NO_KEY = "unused"
+"""What is given to a client that wants a key where the daemon has none."""
+_OUTPUT_SHARE = 4
+"""A reply may take so much of the positions, in clients that keep room for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What a client must know. `url` is without /v1, `context` is in tokens."""
+
+    url: str
+    model: str
+    key: str
+    context: int
+
+    @property
+    def values(self) -> dict[str, str]:
+        return {
+            "url": self.url,
+            "model": self.model,
+            "key": self.key,
+            "context": str(self.context),
+            "output": str(self.context // _OUTPUT_SHARE),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeFile:
+    """A file to write. A `path` with ~ begins in the home folder, another one in the current folder."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The settings of one client."""
+
+    name: str
+    title: str
+    run: str
+    note: str
+    environment: Mapping[str, str]
+    files: tuple[RecipeFile, ...]
+
+    def shown(self) -> str:
+        """Returns it as text for people, the environment as lines for a shell."""
+        parts = [f"## {self.title}"]
+        if self.note:
+            parts.append(self.note)
+        if self.environment:
+            parts.append("\n".join(f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()))
+        parts += [f"{file.path}:\n\n{_indented(file.text)}" for file in self.files]
+        if self.run:
+            parts.append(f"Then: {self.run}")
+        return "\n\n".join(parts)
+
+
+def names() -> list[str]:
+    """Returns the names of the clients that have a recipe."""
+    return sorted(file.stem for file in FOLDER.glob("*.toml"))
+
+
+def recipe(name: str, served: Served) -> Recipe:
+    """Returns the settings of the client `name`. Raises `SettingsError` if there is no recipe for it."""
+    if name not in names():
+        raise SettingsError(f"there is no recipe for {name!r}; there are {', '.join(names())}")
+    told: dict[str, Any] = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    plain = served.values
+    # The quoted strings of JSON, TOML, YAML and Python have these escapes in common.
+    escaped = {key: json.dumps(value)[1:-1] for key, value in plain.items()}
+    shell = {key: shlex.quote(value) for key, value in plain.items()}
+    return Recipe(
+        name=name,
+        title=told["title"],
+        run=Template(told.get("run", "")).substitute(shell),
+        note=Template(told.get("note", "")).substitute(plain),
+        environment={key: Template(value).substitute(plain) for key, value in told.get("environment", {}).items()},
+        files=tuple(
+            RecipeFile(path=file["path"], text=Template(file["text"]).substitute(escaped))
+            for file in told.get("files", ())
+        ),
+    )
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())

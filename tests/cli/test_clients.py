@@ -1,0 +1,127 @@
+"""`diskprefix clients`: the settings that it prints are well formed and say what the daemon says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from diskprefix.cli import clients
+from diskprefix.cli.recipes import Recipe, RecipeFile, Served, names, recipe
+from diskprefix.cli.warm_target import Answer
+from tests.cli.conftest import Run
+
+SERVED = Served(url="http://127.0.0.1:8642", model='a "model"\\1', key="k-1", context=32_768)
+"""The name has what quoted strings must escape."""
+PARSERS: dict[str, Any] = {".json": json.loads, ".toml": tomllib.loads, ".yml": yaml.safe_load, ".yaml": yaml.safe_load}
+PARSERS |= {".py": ast.parse}
+FILES = [(name, file) for name in names() for file in recipe(name, SERVED).files]
+
+
+def texts_of(value: object) -> list[str]:
+    """All texts of a parsed file, the keys of its objects too."""
+    if isinstance(value, ast.AST):
+        return [
+            node.value for node in ast.walk(value) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+    if isinstance(value, dict):
+        return [text for pair in value.items() for part in pair for text in texts_of(part)]
+    if isinstance(value, list):
+        return [text for part in value for text in texts_of(part)]
+    return [str(value)]
+
+
+def all_texts(told: Recipe) -> str:
+    parsed = [text for file in told.files for text in texts_of(PARSERS[Path(file.path).suffix](file.text))]
+    return "\n".join([told.note, told.run, *told.environment.values(), *parsed])
+
+
+class FakeDaemon:
+    """Answers as a daemon does that serves `model-1` with 4 096 positions."""
+
+    def __init__(self, models: Answer | None = None) -> None:
+        card = {"id": "model-1", "context_length": 4096}
+        self.models = models or Answer(200, json.dumps({"data": [card]}).encode())
+        self.asked: list[tuple[str, str | None]] = []
+
+    def __call__(self, url: str, api_key: str | None) -> Any:
+        self.asked.append((url, api_key))
+        health = Answer(200, b'{"status": "ok"}')
+        return lambda _method, path, _body: health if path == "/health" else self.models
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> FakeDaemon:
+    fake = FakeDaemon()
+    monkeypatch.setattr(clients, "running_daemon", fake)
+    return fake
+
+
+def test_each_client_of_the_list_has_a_recipe() -> None:
+    assert names() == [
+        *("aider", "claude-code", "cline", "codex", "continue", "langchain", "llm", "open-webui", "opencode"),
+        *("pydantic-ai", "qwen-code"),
+    ]
+
+
+@pytest.mark.parametrize(("name", "file"), FILES, ids=[f"{name}-{Path(file.path).name}" for name, file in FILES])
+def test_each_file_parses_and_keeps_the_name_of_the_model(name: str, file: RecipeFile) -> None:
+    texts = texts_of(PARSERS[Path(file.path).suffix](file.text))
+    assert any(SERVED.model in text for text in texts), f"{name}: {texts}"
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_recipe_names_the_address_and_the_key(name: str) -> None:
+    told = all_texts(recipe(name, SERVED))
+    assert SERVED.url in told
+    assert SERVED.key in told
+    assert "$" not in told.replace("$schema", "")
+
+
+@pytest.mark.parametrize("name", ["claude-code", "codex", "opencode", "qwen-code", "aider", "continue"])
+def test_clients_that_can_know_the_context_are_told_it(name: str) -> None:
+    assert str(SERVED.context) in all_texts(recipe(name, SERVED))
+
+
+def test_the_settings_are_those_of_the_running_daemon(run: Run, daemon: FakeDaemon) -> None:
+    ended = run("clients", "codex", "--url", "http://10.0.0.1:9/v1/", "--api-key", "secret", "--json")
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    [told] = json.loads(ended.stdout)["clients"]
+    settings = tomllib.loads(told["files"][0]["text"])
+    assert (settings["model"], settings["model_context_window"]) == ("model-1", 4096)
+    assert settings["model_providers"]["diskprefix"]["base_url"] == "http://10.0.0.1:9/v1"
+    assert told["environment"] == {"DISKPREFIX_API_KEY": "secret"}
+    assert daemon.asked == [("http://10.0.0.1:9/v1/", "secret")]
+
+
+def test_without_a_name_all_are_printed(run: Run, daemon: FakeDaemon) -> None:  # noqa: ARG001
+    ended = run("clients", "--model", "mine")
+    assert [line for line in ended.stdout.splitlines() if line.startswith("## ")] == [
+        f"## {recipe(name, SERVED).title}" for name in names()
+    ]
+    assert "export ANTHROPIC_MODEL=mine" in ended.stdout
+    assert '    model: "openai/mine"' in ended.stdout
+
+
+def test_an_unknown_name_is_one_clear_line(run: Run, daemon: FakeDaemon) -> None:
+    ended = run("clients", "emacs")
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: there is no recipe for 'emacs'; there are aider, claude-code,")
+    assert daemon.asked == []
+
+
+def test_a_refused_key_and_no_daemon_are_one_clear_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = Answer(401, b'{"error": {"message": "this key is not known"}}')
+    monkeypatch.setattr(clients, "running_daemon", FakeDaemon(refusal))
+    ended = run("clients", "llm", "--api-key", "wrong")
+    assert (ended.exit_code, ended.stderr) == (2, "error: --api-key: this key is not known\n")
+    monkeypatch.undo()
+    ended = run("clients", "llm", "--url", "http://127.0.0.1:1")
+    assert ended.exit_code == 1
+    assert ended.stderr.startswith("error: no daemon answers at http://127.0.0.1:1 (")
+    assert "--alone" not in ended.stderr
