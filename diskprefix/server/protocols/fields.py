@@ -115,6 +115,10 @@ class PrefixCacheOptions(Body, extra="forbid"):
         description="Keep the reply's state, and restore that of earlier replies, which is not exact bit for bit. "
         "Without effect where a model is exact at every token: then replies are kept by the scope.",
     )
+    replay: bool = Field(
+        default=True,
+        description="`false`: the chat template writes all earlier replies anew, and this reply is not remembered.",
+    )
     save: bool = Field(default=True, description="`false`: restore what is stored, but keep nothing of this request.")
     ttl: Annotated[
         Any,
