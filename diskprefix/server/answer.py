@@ -47,17 +47,21 @@ _ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 
 
 def described(
-    body: type[BaseModel], whole: type[BaseModel], chunk: type[BaseModel], error: type[BaseModel] = ErrorBody
+    body: type[BaseModel],
+    whole: type[BaseModel],
+    chunk: type[BaseModel] | None = None,
+    error: type[BaseModel] = ErrorBody,
 ) -> dict[str, Any]:
     """Returns the OpenAPI description of a route. FastAPI cannot see the body: `read_json` reads it."""
+    answer: dict[str, Any] = {"model": whole}
+    if chunk is not None:
+        schema = {"$ref": f"#/components/schemas/{chunk.__name__}"}
+        answer["description"] = "The reply; with `stream: true` server-sent events."
+        answer["content"] = {"text/event-stream": {"schema": schema}}
     return {
         "response_model": None,
         "responses": {
-            200: {
-                "model": whole,
-                "description": "The reply; with `stream: true` server-sent events.",
-                "content": {"text/event-stream": {"schema": {"$ref": f"#/components/schemas/{chunk.__name__}"}}},
-            },
+            200: answer,
             **{status: {"model": error} for status in _ERRORS},
         },
         "openapi_extra": {
