@@ -59,9 +59,10 @@ class Encoder:
             raise self._too_long(str(num_tokens), param)
 
     def _too_long(self, num_tokens: str, param: str) -> ContextTooLong:
+        # Agents look for the words of Anthropic's API, "prompt is too long: N tokens > M", and then shorten it.
         return ContextTooLong(
-            f"{param}: the prompt has {num_tokens} tokens, and this model has {self._max_positions} positions for "
-            "prompt and reply together",
+            f"{param}: the prompt is too long: {num_tokens} tokens > {self._max_positions}, the positions of this "
+            "model for prompt and reply together",
             param=param,
         )
 

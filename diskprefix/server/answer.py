@@ -26,6 +26,8 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import log_context
+from diskprefix.server.protocols.anthropic_messages import Messages
+from diskprefix.server.protocols.anthropic_replies import AnthropicErrorBody, AnthropicEvent, AnthropicMessage
 from diskprefix.server.protocols.constraint import constraint_of
 from diskprefix.server.protocols.dialect import Arrival, Asked, Dialect, Head
 from diskprefix.server.protocols.fields import RequestBody
@@ -99,6 +101,16 @@ async def responses(request: Request) -> Response:
     return await answer(request, Responses())
 
 
+@router.post(
+    "/v1/messages",
+    summary="Anthropic messages",
+    **described(Messages.body, AnthropicMessage, AnthropicEvent, AnthropicErrorBody),
+)
+async def messages(request: Request) -> Response:
+    """Reply to a conversation, in the form of Anthropic's API."""
+    return await answer(request, Messages())
+
+
 async def answer(request: Request, dialect: Dialect[B]) -> Response:
     """Reads a request, submits it, and returns what sends the reply.
 
@@ -113,7 +125,7 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
             body, scope=serving.scope, caller=context.caller.tenant, reuse_generated=daemon.settings.reuse_generated
         )
         asked = await dialect.read(body, Arrival(serving=serving, tenant=cache.tenant))
-        replayed = await _prompt(daemon, serving, asked, cache)
+        replayed = await prompt_of(asked.prompt, daemon, serving, cache)
         reader, generate = await asyncio.to_thread(_request, serving, asked, replayed, cache, dialect)
     prompt = replayed.prompt
     head = Head(
@@ -140,9 +152,10 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     return PatientResponse(generation, reader, writer)
 
 
-async def _prompt(daemon: Daemon, serving: Serving, asked: Asked, cache: CacheOptions) -> Replayed:
+async def prompt_of(
+    wanted: Conversation | str | list[int], daemon: Daemon, serving: Serving, cache: CacheOptions
+) -> Replayed:
     """Renders the prompt in a thread, and waits until the tenant's stored prompts are known."""
-    wanted = asked.prompt
     has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)
 
     def make_prompt() -> tuple[Replayed, Future[None] | None]:

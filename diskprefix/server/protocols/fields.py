@@ -26,8 +26,8 @@ from diskprefix.server.protocols.structured_outputs import StructuredOutputs, Te
 from diskprefix.settings import parse_duration
 
 
-class CacheControl(Body, extra="forbid"):
-    """A mark in the form of Anthropic's API. A field that is not listed here is refused."""
+class CacheControl(Body):
+    """A mark in the form of Anthropic's API."""
 
     type: Literal["ephemeral"] = Field(description="`ephemeral`.")
     ttl: Literal["5m", "1h"] | None = Field(default=None, description="Time to live after the last use.")
