@@ -111,7 +111,7 @@ EXPECTED_PAGES = {
     *("diskprefix/README.md", "diskprefix/cli/README.md", "diskprefix/server/README.md", "diskprefix/chat/README.md"),
     *("diskprefix/engine/README.md", "diskprefix/model/README.md", "diskprefix/kv/README.md"),
     *("diskprefix/store/README.md", "diskprefix/prefix_cache/README.md", "diskprefix/policy/README.md"),
-    "diskprefix/simulate/README.md",
+    *("diskprefix/simulate/README.md", "diskprefix/chat/output/README.md"),
 }
 
 

@@ -167,7 +167,6 @@ class Daemon:
             media=engine.media,
             normalisers=normalisers,
             compress_above=compress_above,
-            end_ids=engine.end_ids,
         )
         renderer.warm_up()
         inbox = Inbox(

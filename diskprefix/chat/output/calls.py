@@ -1,0 +1,291 @@
+"""Reads tool calls in the syntaxes of `syntax.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+
+import regex
+
+from diskprefix.chat.output.dialects import Call, braces, python_calls
+from diskprefix.chat.output.events import OutputDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.output.reader import Reader, Step
+from diskprefix.chat.output.syntax import CallSyntax
+from diskprefix.chat.output.tools import Tools
+
+_NAME_KEYS = {"name", "tool_name", "function", "function_name", "tool"}
+_ARGUMENT_KEYS = {"arguments", "parameters", "args", "params", "input"}
+_OTHER_KEYS = {"id", "type", "tool_call_id", "call_id", "index"}
+
+
+def any_of(texts: Iterable[str]) -> regex.Pattern[str]:
+    """Returns a pattern of literal texts, the longest first; one that never matches if there are none."""
+    return regex.compile("|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
+
+
+class Calls:
+    """Makes deltas of the calls of one reply, and counts them."""
+
+    def __init__(self, emit: Callable[[OutputDelta], None]) -> None:
+        self._emit = emit
+        self.count = 0
+
+    def begin(self, name: str) -> None:
+        """A call begins; what `arguments` gets is its."""
+        self._emit(ToolCallBegin(self.count, name))
+        self.count += 1
+
+    def arguments(self, text: str) -> None:
+        """More JSON text of the arguments of the newest call."""
+        if text:
+            self._emit(ToolCallDelta(self.count - 1, text))
+
+    def whole(self, call: Call) -> None:
+        """A call that was read as a whole."""
+        self.begin(call.name)
+        self.arguments(_json(call.arguments))
+
+
+class CallReader:
+    """Reads calls of one syntax from `reader` and hands them to `calls`."""
+
+    def __init__(self, reader: Reader, syntax: CallSyntax, tools: Tools, calls: Calls) -> None:
+        self._reader = reader
+        self._syntax = syntax
+        self._tools = tools
+        self._calls = calls
+        self._head = regex.compile(syntax.head) if syntax.head else None
+        self._tail = regex.compile(syntax.tail or r"(?!)")
+        self._ends = any_of(syntax.ends)
+        self._argument = regex.compile(syntax.argument or r"(?!)")
+        self._argument_end = regex.compile(syntax.argument_end or r"(?!)")
+
+    def group(self) -> Step[bool]:
+        """Reads the calls behind a tag that opens them, with the tag that ends them, which may be missing.
+
+        Returns False, and has read nothing, if there is no call.
+        """
+        start = self._calls.count
+        if self._syntax.body == "python":
+            yield from self._python()
+        else:
+            more = bool(self._syntax.ends or self._syntax.bare_heads)
+            while (yield from self._one()) and more:
+                pass
+        if self._calls.count == start:
+            return False
+        yield from self._reader.space()
+        yield from self._reader.match(self._ends)
+        return True
+
+    def _one(self) -> Step[bool]:
+        start = self._reader.at
+        yield from self._reader.space()
+        if self._head and (found := (yield from self._reader.match(self._head))):
+            done = yield from self._behind_head(found["name"].strip())
+        else:
+            done = yield from self.objects(known_only=False)
+        if not done:
+            self._reader.at = start
+        return done
+
+    def _behind_head(self, name: str) -> Step[bool]:
+        if self._syntax.body == "braces":
+            return (yield from self._braces(name))
+        if self._syntax.body == "parameters":
+            self._calls.begin(name)
+            yield from self._parameters(name)
+        elif (first := (yield from self._reader.peek())) == "{":
+            self._calls.begin(name)
+            yield from self._arguments()
+        elif first == "(":
+            return (yield from self._python_call(name))
+        elif self._reader.at < len(self._reader.text) and not (yield from self._reader.match(self._tail)):
+            return False
+        else:
+            self._calls.whole(Call(name, {}))
+            return True
+        yield from self._reader.space()
+        while (yield from self._reader.match(self._tail)):
+            yield from self._reader.space()
+        return True
+
+    def objects(self, *, known_only: bool) -> Step[bool]:
+        """Reads calls as JSON objects, in a row or in an array. Returns whether there was one.
+
+        `known_only`: an object counts only if it has arguments and the name of a tool of the request.
+        """
+        reader, found = self._reader, False
+        if in_array := (yield from reader.peek()) == "[":
+            reader.at += 1
+        while True:
+            start = reader.at
+            if found and (yield from reader.peek()) in {",", ";"}:
+                reader.at += 1
+            is_object = (yield from reader.peek()) == "{"
+            if not is_object or not (yield from self._object(known_only)):
+                reader.at = start
+                break
+            found = True
+        if found and in_array and (yield from reader.peek()) == "]":
+            reader.at += 1
+        return found
+
+    def _object(self, known_only: bool) -> Step[bool]:
+        """Reads one call that is an object. Returns whether a call has begun; from then on everything is part of it."""
+        reader = self._reader
+        name, early, begun = "", "", False
+        reader.at += 1
+        while (following := (yield from reader.peek())) and following in ',"':
+            if following == ",":
+                reader.at += 1
+            key = _text((yield from reader.string()))
+            if key is None or (yield from reader.peek()) != ":":
+                return begun
+            reader.at += 1
+            if begun:
+                yield from reader.json(_nowhere)
+            elif self._syntax.name_is_key:
+                begun = yield from self._begin(key, known_only, "")
+            elif key in _NAME_KEYS and not name:
+                if (yield from reader.peek()) == "{":
+                    begun = yield from self._object(known_only)
+                    if not begun:
+                        return False
+                    continue
+                name = _text((yield from reader.string())) or ""
+                if not name or (known_only and name not in self._tools):
+                    return False
+                begun = bool(early) and (yield from self._begin(name, known_only, early))
+            elif key in _ARGUMENT_KEYS and not name and not early:
+                pieces: list[str] = []
+                if not (yield from reader.json(pieces.append)):
+                    return False
+                early = "".join(pieces)
+            elif key in _ARGUMENT_KEYS and name:
+                begun = yield from self._begin(name, known_only, "")
+            elif known_only and key not in _OTHER_KEYS:
+                return False
+            else:
+                yield from reader.json(_nowhere)
+        if following == "}":
+            reader.at += 1
+            if name and not begun and not known_only:
+                self._calls.whole(Call(name, {}))
+                return True
+        return begun
+
+    def _begin(self, name: str, known_only: bool, arguments: str) -> Step[bool]:
+        """Begins a call. Its arguments are here, or follow."""
+        if known_only and name not in self._tools:
+            return False
+        self._calls.begin(name)
+        if arguments:
+            self._calls.arguments(_unquoted(arguments))
+        else:
+            yield from self._arguments()
+        return True
+
+    def _arguments(self) -> Step[None]:
+        """Reads the JSON of arguments. Objects are passed on as they come."""
+        reader = self._reader
+        reader.forget()
+        if (yield from reader.peek()) == "{":
+            yield from reader.json(self._calls.arguments)
+        else:
+            pieces: list[str] = []
+            yield from reader.json(pieces.append)
+            self._calls.arguments(_unquoted("".join(pieces)))
+
+    def _parameters(self, name: str) -> Step[None]:
+        """Reads arguments that have tags of their own. Texts are passed on as they come."""
+        reader, before = self._reader, "{"
+        while True:
+            reader.forget()
+            yield from reader.space()
+            found = yield from reader.match(self._argument)
+            if found is None:
+                break
+            key = found["key"].strip()
+            self._calls.arguments(f"{before}{_json(key)}: ")
+            before = ", "
+            note = found.groupdict().get("is_text")
+            if note == "true" or (note is None and self._tools.is_text(name, key)):
+                complete = yield from self._text_value()
+            else:
+                complete = yield from self._value(name, key)
+            if not complete:
+                return
+        self._calls.arguments("{}" if before == "{" else "}")
+
+    def _text_value(self) -> Step[bool]:
+        self._calls.arguments('"')
+        found = yield from self._reader.until(self._argument_end, lambda text: self._calls.arguments(_json(text)[1:-1]))
+        if found is None:
+            return False
+        self._reader.at = found.end()
+        self._calls.arguments('"')
+        return True
+
+    def _value(self, name: str, key: str) -> Step[bool]:
+        pieces: list[str] = []
+        found = yield from self._reader.until(self._argument_end, pieces.append)
+        if found is not None:
+            self._reader.at = found.end()
+        self._calls.arguments(_json(self._tools.value(name, key, "".join(pieces))))
+        return found is not None
+
+    def _braces(self, name: str) -> Step[bool]:
+        text = yield from self._reader.before(self._ends)
+        arguments = None if text is None else braces(text, self._syntax.quotes)
+        if arguments is None:
+            return False
+        self._calls.whole(Call(name, arguments))
+        return True
+
+    def _python_call(self, name: str) -> Step[bool]:
+        source = yield from self._reader.brackets()
+        calls = python_calls(f"{name}{source}", self._tools) if source else []
+        for call in calls:
+            self._calls.whole(call)
+        return bool(calls)
+
+    def _python(self) -> Step[None]:
+        start = self._reader.at
+        yield from self._reader.space()
+        if self._syntax.ends:
+            source = yield from self._reader.before(self._ends)
+        else:
+            source = yield from self._reader.brackets()
+        calls = python_calls(source, self._tools) if source else []
+        for call in calls:
+            self._calls.whole(call)
+        if not calls:
+            self._reader.at = start
+
+
+def _nowhere(text: str) -> None:
+    """Takes what is left out: an id, a type."""
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _text(quoted: str | None) -> str | None:
+    """Returns the text of a JSON string."""
+    if quoted is None:
+        return None
+    try:
+        text = json.loads(quoted, strict=False)
+    except ValueError:
+        return None
+    return str(text)
+
+
+def _unquoted(arguments: str) -> str:
+    """Returns arguments as JSON text of an object, where they were written as a text that holds one, or as nothing."""
+    if arguments.startswith('"'):
+        text = (_text(arguments) or "").strip()
+        return text if text.startswith("{") else arguments if text else "{}"
+    return "{}" if arguments in ("null", "") else arguments

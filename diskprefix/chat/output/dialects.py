@@ -1,0 +1,104 @@
+"""Calls that are not written as JSON: Python expressions, and objects with bare keys and quotes of their own."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any, NamedTuple
+
+from diskprefix.chat.messages import JsonObject
+from diskprefix.chat.output.tools import Tools
+
+_UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+"""Raised for texts that are no Python, and for those that are nested too deeply."""
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+_BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)(\s*:)")
+_WRAPPERS = {"print"}
+"""What Gemma writes around its calls."""
+
+
+class Call(NamedTuple):
+    """A call that was read as a whole."""
+
+    name: str
+    arguments: JsonObject
+
+
+def python_calls(source: str, tools: Tools) -> list[Call]:
+    """Returns the calls in Python source: expressions, or lists of them. Returns none if anything else is in it."""
+    try:
+        statements = ast.parse(source.strip()).body
+        return [call for statement in statements for call in _calls_of(_value_of(statement), source.strip(), tools)]
+    except _UNREADABLE:
+        return []
+
+
+def _value_of(statement: ast.stmt) -> ast.expr:
+    if isinstance(statement, ast.Expr | ast.Assign):
+        return statement.value
+    raise ValueError("no expression")
+
+
+def _calls_of(node: ast.expr, source: str, tools: Tools) -> list[Call]:
+    if isinstance(node, ast.List | ast.Tuple):
+        return [call for element in node.elts for call in _calls_of(element, source, tools)]
+    if not isinstance(node, ast.Call):
+        raise ValueError("no call")
+    name = ast.unparse(node.func)
+    if name in _WRAPPERS and name not in tools:
+        return [call for argument in node.args for call in _calls_of(argument, source, tools)]
+    # Llama 3.1 calls its own tools with get_weather.call(…).
+    name = name.removesuffix(".call") if name not in tools else name
+    keys = list(tools.properties(name))
+    arguments = {key: _literal(value, source) for key, value in zip(keys, node.args, strict=False)}
+    if len(arguments) < len(node.args):
+        raise ValueError("more arguments than the tool has")
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("**")
+        arguments[keyword.arg] = _literal(keyword.value, source)
+    return [Call(name, arguments)]
+
+
+def _literal(node: ast.expr, source: str) -> Any:
+    """Returns the value of a literal. A text that is JSON too is read as JSON, whose escapes differ."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        try:
+            return json.loads(ast.get_source_segment(source, node) or "")
+        except ValueError:
+            return node.value
+    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
+        return _JSON_NAMES[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(element, source) for element in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_key(key): _literal(value, source) for key, value in zip(node.keys, node.values, strict=True)}
+    value = ast.literal_eval(node)
+    json.dumps(value, allow_nan=False)
+    return value
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("a key that is no text")
+
+
+def braces(text: str, quote: str) -> JsonObject | None:
+    """Returns the object that `{key:value}` stands for, with texts between two `quote`s. None: it cannot be read."""
+    parts = text.split(quote)
+    for index, part in enumerate(parts):
+        # JSON's own texts stay as they are; bare keys stand only outside of them.
+        parts[index] = json.dumps(part) if index % 2 else _with_quoted_keys(part)
+    try:
+        value = json.loads("".join(parts))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _with_quoted_keys(text: str) -> str:
+    pieces = re.split(r'("(?:[^"\\]|\\.)*")', text)
+    return "".join(piece if piece.startswith('"') else _BARE_KEY.sub(r'\1"\2"\3', piece) for piece in pieces)

@@ -1,0 +1,254 @@
+"""How families of models write calls and thoughts, as tables. `choose.py` takes the one that a template writes."""
+
+from __future__ import annotations
+
+from diskprefix.chat.output.syntax import CallSyntax, Family, Written
+
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|think|>", "<|end|>"),
+)
+"""Tags around reasoning."""
+
+_NAME = r"(?P<name>[\w.\-]+)"
+_OBJECT = '{"name": NAME, "arguments": ARGUMENTS}'
+
+
+def _objects(begin: str, end: str, call: str = _OBJECT, *, array: bool = True, **more: bool) -> CallSyntax:
+    """Objects between tags: a JSON array of them, or one and its tags for each call."""
+    if array:
+        written = Written(call, before=f"{begin}[", between=", ", after=f"]{end}")
+    else:
+        written = Written(f"{begin}\n{call}\n{end}", between="\n")
+    return CallSyntax("objects", written, (begin,), (end,) if end else (), **more)  # type: ignore[arg-type]
+
+
+HERMES = _objects("<tool_call>", "</tool_call>", array=False)
+
+_FUNCTION = r"<function=(?P<name>[^>\n]+)>"
+_PARAMETER = r"<parameter=(?P<key>[^>\n]+)>(?:\n|(?=[^\n]))"
+_PARAMETER_END = r"\n?</parameter>|\n?(?=<parameter=[^>\n]+>)|\n?(?=</function>)"
+_TAGGED = Written(
+    "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+    "<parameter=KEY>\nVALUE\n</parameter>\n",
+    between="\n",
+)
+
+
+def _tagged(begin: str, end: str) -> CallSyntax:
+    """As Qwen3-Coder: <function=…> with <parameter=…> in it."""
+    call = _TAGGED.call.replace("<tool_call>", begin).replace("</tool_call>", end)
+    return CallSyntax(
+        "parameters",
+        Written(call, _TAGGED.argument, between="\n"),
+        begins=(begin, "<function="),
+        ends=(end,),
+        bare_heads=("<function=",),
+        head=_FUNCTION,
+        tail="</function>",
+        argument=_PARAMETER,
+        argument_end=_PARAMETER_END,
+    )
+
+
+def _invoked(begin: str, end: str, prefix: str, note: str = "") -> CallSyntax:
+    """As Anthropic's older models and those after them: <invoke name="…"> with <parameter name="…"> in it."""
+    argument = rf'<{prefix}parameter name="(?P<key>[^"\n]+)"(?: string="(?P<is_text>true|false)")?>'
+    return CallSyntax(
+        "parameters",
+        Written(
+            f'{begin}\n<{prefix}invoke name="NAME">\nARGUMENTS</{prefix}invoke>\n{end}',
+            f'<{prefix}parameter name="KEY"{note}>VALUE</{prefix}parameter>\n',
+            between="\n",
+        ),
+        begins=(begin,),
+        ends=(end,),
+        head=rf'<{prefix}invoke name="(?P<name>[^"\n]+)">',
+        tail=f"</{prefix}invoke>",
+        argument=argument,
+        argument_end=f"</{prefix}parameter>",
+    )
+
+
+def _keyed(newline: str) -> CallSyntax:
+    """As GLM: the name behind the tag, then <arg_key> and <arg_value>."""
+    return CallSyntax(
+        "parameters",
+        Written(
+            f"<tool_call>NAME{newline}ARGUMENTS</tool_call>",
+            f"<arg_key>KEY</arg_key>{newline}<arg_value>VALUE</arg_value>{newline}",
+            between="\n",
+        ),
+        begins=("<tool_call>",),
+        head=r"(?P<name>[\w.\-]+)\s*(?=<arg_key>|</tool_call>)",
+        tail="</tool_call>",
+        argument=r"<arg_key>\s*(?P<key>[^<]*?)\s*</arg_key>\s*<arg_value>",
+        argument_end="</arg_value>",
+    )
+
+
+def _braces(begin: str, end: str, quotes: str) -> CallSyntax:
+    """As Gemma 4: call:NAME{key:value}, with quotes of its own."""
+    return CallSyntax(
+        "braces",
+        Written(f"{begin}call:NAMEARGUMENTS{end}"),
+        begins=(begin,),
+        ends=(end,),
+        head=rf"call:{_NAME}(?=\s*\{{)",
+        quotes=quotes,
+    )
+
+
+def _python(begin: str, end: str) -> CallSyntax:
+    return CallSyntax(
+        "python",
+        Written("NAME(ARGUMENTS)", "KEY=VALUE", before=f"{begin}[", between=", ", after=f"]{end}"),
+        begins=(begin,) if begin else (),
+        ends=(end,) if end else (),
+    )
+
+
+def _deepseek(head: str, tail: str, call: str) -> CallSyntax:
+    begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    return CallSyntax(
+        "json",
+        Written(call, before=begin, after=end),
+        begins=(begin, "<｜tool▁calls｜>", "<｜tool▁call▁begin｜>"),
+        ends=(end,),
+        bare_heads=("<｜tool▁call▁begin｜>",),
+        head=head,
+        tail=tail,
+    )
+
+
+_BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK_R1 = _deepseek(
+    rf"(?:{_BEGIN})?(?:function)?{_SEP}(?P<name>[^\s<]+)\s*```(?:json)?\n",
+    rf"```|{_END}",
+    f"{_BEGIN}function{_SEP}NAME\n```json\nARGUMENTS\n```{_END}",
+)
+DEEPSEEK_V31 = _deepseek(rf"{_BEGIN}(?P<name>[^\s<]+?)\s*{_SEP}", _END, f"{_BEGIN}NAME{_SEP}ARGUMENTS{_END}")
+
+MISTRAL_NAMED = CallSyntax(
+    "json",
+    Written("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
+    begins=("[TOOL_CALLS]",),
+    head=rf"{_NAME}(?:\[CALL_ID\][\w\-]*)?(?:\[ARGS\]\s*|\s*(?=\{{))",
+    more_tags=("[CALL_ID]",),
+)
+MISTRAL = _objects("[TOOL_CALLS]", "")
+
+KIMI = CallSyntax(
+    "json",
+    Written(
+        "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+        before="<|tool_calls_section_begin|>",
+        after="<|tool_calls_section_end|>",
+    ),
+    begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+    ends=("<|tool_calls_section_end|>",),
+    bare_heads=("<|tool_call_begin|>",),
+    head=r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+    tail=r"<\|tool_call_end\|>",
+)
+
+SOLAR = CallSyntax(
+    "json",
+    Written(
+        "<|tool_call:begin|>call0<|tool_call:name|>NAME<|tool_call:args|>ARGUMENTS<|tool_call:end|>",
+        before="<|tool_calls|>",
+    ),
+    begins=("<|tool_calls|>", "<|tool_call:begin|>"),
+    bare_heads=("<|tool_call:begin|>",),
+    head=rf"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>{_NAME}<\|tool_call:args\|>",
+    tail=r"<\|tool_call:end\|>",
+)
+
+FUNCTIONARY = CallSyntax(
+    "json",
+    Written("<function=NAME>ARGUMENTS</function>"),
+    begins=("<function=",),
+    bare_heads=("<function=",),
+    head=_FUNCTION,
+    tail="</function>",
+)
+
+MINICPM = CallSyntax(
+    "parameters",
+    Written('<function name="NAME">ARGUMENTS</function>', '<param name="KEY">VALUE</param>'),
+    begins=("<function name=",),
+    bare_heads=("<function name=",),
+    head=r'<function name="(?P<name>[^"\n]+)">',
+    tail="</function>",
+    argument=r'<param name="(?P<key>[^"\n]+)">(?:<!\[CDATA\[)?',
+    argument_end=r"(?:\]\]>)?</param>",
+)
+
+LLAMA = CallSyntax(
+    "objects",
+    Written('{"name": NAME, "parameters": ARGUMENTS}', between="; "),
+    begins=("<|python_tag|>",),
+    head=r"(?P<name>\w+)\.call(?=\()",
+)
+PLAIN = CallSyntax(
+    "objects",
+    Written(_OBJECT, before="[", between=", ", after="]"),
+    head=r'<function(?:=| name=")(?P<name>[^>"\n]+)"?>',
+    tail="</function>",
+)
+"""What small models write, whatever their template writes: JSON without tags, or a tag with the name and JSON."""
+
+NONE = Family("none", PLAIN)
+
+FAMILIES = (
+    Family("qwen3-coder", _tagged("<tool_call>", "</tool_call>"), marks=("<parameter=",)),
+    Family("seed-oss", _tagged("<seed:tool_call>", "</seed:tool_call>")),
+    Family("glm", _keyed("\n"), marks=("</arg_key>\n",)),
+    Family("glm-4.7", _keyed(""), marks=("</arg_key><arg_value>",)),
+    Family("hermes", HERMES),
+    Family("minimax", _invoked("<minimax:tool_call>", "</minimax:tool_call>", "")),
+    Family("atem", _invoked("<atem:function_calls>", "</atem:function_calls>", "atem:")),
+    Family(
+        "deepseek-v3.2",
+        _invoked("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", ' string="IS_TEXT"'),
+    ),
+    Family("deepseek-v4", _invoked("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜", ' string="IS_TEXT"')),
+    Family("deepseek-v3.1", DEEPSEEK_V31),
+    Family("deepseek", DEEPSEEK_R1),
+    Family("mistral", MISTRAL_NAMED, marks=("[ARGS]",)),
+    Family("mistral-array", MISTRAL),
+    Family("kimi", KIMI),
+    Family("solar", SOLAR),
+    Family("functionary", FUNCTIONARY),
+    Family("minicpm", MINICPM),
+    Family("gemma-4", _braces("<|tool_call>", "<tool_call|>", '<|"|>')),
+    Family("functiongemma", _braces("<start_function_call>", "<end_function_call>", "<escape>")),
+    Family("granite", _objects("<|tool_call|>", ""), dropped=("<response>", "</response>")),
+    Family("phi-4-mini", _objects("<|tool_call|>", "<|/tool_call|>")),
+    Family("functools", _objects("functools", "")),
+    Family("nemotron", _objects("<TOOLCALL>", "</TOOLCALL>")),
+    Family("tool-calls", _objects("<tool_calls>", "</tool_calls>"), dropped=("<answer>", "</answer>")),
+    Family("internlm", _objects("<|action_start|><|plugin|>", "<|action_end|>", array=False)),
+    Family(
+        "command-r7b",
+        _objects(
+            "<|START_ACTION|>", "<|END_ACTION|>", '{"tool_call_id": "0", "tool_name": NAME, "parameters": ARGUMENTS}'
+        ),
+        dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    Family("command-r", _objects("Action: ```json", "```", '{"tool_name": NAME, "parameters": ARGUMENTS}')),
+    Family("gigachat", _objects("<|function_call|>", "", array=False)),
+    Family("apertus", _objects("<|tools_prefix|>", "<|tools_suffix|>", "{NAME: ARGUMENTS}", name_is_key=True)),
+    Family("lfm2", _python("<|tool_call_start|>", "<|tool_call_end|>")),
+    Family("gemma-3", _python("```tool_code", "```")),
+    Family("pythonic", _python("", ""), marks=("(",)),
+    Family("llama-3", LLAMA, marks=('"parameters"',)),
+    Family("json", PLAIN, marks=('"arguments"',)),
+)
+"""In the order in which they are tried."""

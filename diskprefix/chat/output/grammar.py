@@ -1,0 +1,114 @@
+"""Grammars of forced calls, in a family's own syntax, as llguidance reads them (Lark)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diskprefix.chat.messages import JsonObject
+from diskprefix.chat.output.syntax import Body, Written
+from diskprefix.chat.output.tools import Tools
+
+_AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How llguidance lays JSON out: as jinja's tojson does, which is what the model has seen."""
+
+_DEFINITIONS = ("$defs", "definitions")
+_JOINED_BY = {"python": ", "}
+
+
+def call_grammar(
+    body: Body, written: Written, tools: Sequence[JsonObject], token_ids: Mapping[str, int], *, many: bool
+) -> str:
+    """Returns the grammar of one or (`many`) of one or more calls of `tools`.
+
+    `token_ids` has the tags that are special tokens: a model must write the token, not its letters.
+    """
+    return _Grammar(body, written, tools, token_ids).text(many=many)
+
+
+class _Grammar:
+    def __init__(self, body: Body, written: Written, tools: Sequence[JsonObject], token_ids: Mapping[str, int]) -> None:
+        self._body: Body = body
+        self._written = written
+        self._functions: list[JsonObject] = [tool["function"] for tool in tools]
+        self._tools = Tools(tools)
+        self._token_ids = token_ids
+        self._special = re.compile("|".join(map(re.escape, sorted(token_ids, key=len, reverse=True))) or r"(?!)")
+        self._rules: list[str] = []
+
+    def text(self, *, many: bool) -> str:
+        calls = [self._call(index, function) for index, function in enumerate(self._functions)]
+        written = self._written
+        more = f"({self._literal(written.between)} call)*" if many else ""
+        start = f"start: {self._literal(written.before)} call {more} {self._literal(written.after)}"
+        return "\n".join([" ".join(start.split()), f"call: {' | '.join(calls)}", *self._rules]) + "\n"
+
+    def _call(self, index: int, function: JsonObject) -> str:
+        name = json.dumps(function["name"], ensure_ascii=False) if self._body == "objects" else function["name"]
+        before, after = self._written.call.replace("NAME", name).split("ARGUMENTS")
+        schema = function.get("parameters") or {}
+        if self._written.argument:
+            arguments = self._arguments(index, schema)
+        else:
+            arguments = self._json(f"arguments_{index}", {"type": "object"} | schema)
+        return self._rule(f"call_{index}", f"{self._literal(before)} {arguments} {self._literal(after)}")
+
+    def _arguments(self, index: int, schema: JsonObject) -> str:
+        """Arguments in the order of the schema; those that are not required may be left out."""
+        properties = self._tools.properties(self._functions[index]["name"])
+        required = set(schema.get("required") or ())
+        separator = self._literal(_JOINED_BY.get(self._body, ""))
+        definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
+        first, rest = '""', '""'
+        # From the last to the first, since what is written before an argument decides whether it needs a separator.
+        for number, (key, value) in reversed(list(enumerate(properties.items()))):
+            label = f"{index}_{number}"
+            argument = self._argument(label, index, key, value | definitions if isinstance(value, dict) else {})
+            optional = key not in required
+            begins = f"{argument} {rest}"
+            first = self._rule(f"first_{label}", f"{begins} | {first}" if optional else begins)
+            follows = f"({separator} {argument})?" if optional else f"{separator} {argument}"
+            rest = self._rule(f"rest_{label}", f"{follows} {rest}")
+        return first
+
+    def _argument(self, label: str, index: int, key: str, schema: JsonObject) -> str:
+        is_text = self._body == "parameters" and self._tools.is_text(self._functions[index]["name"], key)
+        written = self._written.argument.replace("KEY", key).replace("IS_TEXT", str(is_text).lower())
+        before, after = written.split("VALUE")
+        if not is_text:
+            value = f"{self._json(f'value_{label}', schema)} {self._literal(after)}"
+        elif values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+            value = f"({' | '.join(self._literal(str(one)) for one in values)}) {self._literal(after)}"
+        else:
+            value = self._free_text(label, after)
+        return self._rule(f"argument_{label}", f"{self._literal(before)} {value}")
+
+    def _free_text(self, label: str, after: str) -> str:
+        """Any text up to what ends it."""
+        if self._special.match(after):
+            return f"{self._rule(f'text_{label}', '/(?s:.*)/')} {self._literal(after)}"
+        return self._rule(f"text_{label}[suffix={json.dumps(after)}]", "/(?s:.*)/", name=f"text_{label}")
+
+    def _json(self, name: str, schema: Any) -> str:
+        options = {"x-guidance": _AS_TEMPLATES_WRITE}
+        return self._rule(name, f"%json {json.dumps(schema | options, ensure_ascii=False)}")
+
+    def _rule(self, head: str, expression: str, *, name: str | None = None) -> str:
+        self._rules.append(f"{head}: {' '.join(expression.split()) if not expression.startswith('%') else expression}")
+        return name or head
+
+    def _literal(self, text: str) -> str:
+        """Returns `text` as terminals; the empty text as none."""
+        pieces = []
+        at = 0
+        for found in self._special.finditer(text):
+            pieces += [text[at : found.start()], found[0]]
+            at = found.end()
+        pieces.append(text[at:])
+        return " ".join(
+            f"<[{self._token_ids[piece]}]>" if piece in self._token_ids else json.dumps(piece, ensure_ascii=False)
+            for piece in pieces
+            if piece
+        )

@@ -1,0 +1,186 @@
+"""Parses replies: reasoning at the beginning, then content and calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import regex
+
+from diskprefix.chat.output.calls import CallReader, Calls, any_of
+from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin
+from diskprefix.chat.output.families import PLAIN
+from diskprefix.chat.output.reader import Reader, Step
+from diskprefix.chat.output.syntax import Family
+from diskprefix.chat.output.tools import Tools
+
+Thoughts = Sequence[tuple[str, str]]
+"""Pairs of tags around reasoning."""
+
+_INLINE = r'\{(?=\s*"(?:name|type|function|arguments|parameters)"\s*:)'
+_FENCE = r"```\w*"
+_WRAPPERS = (
+    *("tools", "tool", "tool_call", "tool_calls", "function_call", "function_calls"),
+    *("response", "json", "JSON", "xml"),
+)
+"""Names of tags that small models write around calls, whatever their template writes."""
+_WRAPPER_END = any_of(["```", *(f"</{name}>" for name in _WRAPPERS)])
+
+
+class StreamParser(ABC):
+    """Runs a parser that is written as one generator, `reply`, whenever text comes."""
+
+    def __init__(self) -> None:
+        self.reader = Reader()
+        self._out: list[OutputDelta] = []
+        self._space: tuple[Callable[[str], OutputDelta], str] = (ContentDelta, "")
+        self._running = self.reply()
+
+    @abstractmethod
+    def reply(self) -> Step[None]:
+        """Parses a whole reply; `emit`, `content` and `reasoning` take what is found."""
+
+    def feed(self, text: str) -> list[OutputDelta]:
+        """See `OutputParser`."""
+        self.reader.text += text
+        return self._run()
+
+    def finish(self) -> list[OutputDelta]:
+        """See `OutputParser`."""
+        self.reader.ended = True
+        return self._run()
+
+    def _run(self) -> list[OutputDelta]:
+        next(self._running, None)
+        out, self._out = self._out, []
+        return out
+
+    def emit(self, delta: OutputDelta) -> None:
+        """Gives `delta` out. White space before a call is dropped."""
+        if isinstance(delta, ToolCallBegin):
+            self.drop_space()
+        self._out.append(delta)
+
+    def content(self, text: str) -> None:
+        """More of the answer. White space at its end is held, since it is dropped before a tag."""
+        self._text(ContentDelta, text)
+
+    def reasoning(self, text: str) -> None:
+        """More of the reasoning; else as `content`."""
+        self._text(ReasoningDelta, text)
+
+    def _text(self, delta: Callable[[str], OutputDelta], text: str) -> None:
+        text = self._space[1] + text
+        shown = text.rstrip()
+        self._space = delta, text[len(shown) :]
+        if shown:
+            self.emit(delta(shown))
+
+    def drop_space(self) -> None:
+        """Drops the white space that is held."""
+        self._space = ContentDelta, ""
+
+    def end(self) -> None:
+        """The reply has ended. White space that is held belongs to it."""
+        delta, space = self._space
+        if space:
+            self.emit(delta(space))
+
+
+class FamilyParser(StreamParser):
+    """Parses the replies of a family; it also takes calls without tags, if they name a tool of the request."""
+
+    def __init__(self, family: Family, thoughts: Thoughts, tools: Tools, prompt_end: str) -> None:
+        super().__init__()
+        self._family = family
+        self._thoughts = thoughts
+        self._opened = next((end for begin, end in thoughts if prompt_end.rstrip().endswith(begin)), None)
+        calls = Calls(self.emit)
+        self._calls = CallReader(self.reader, family.calls, tools, calls)
+        self._plain = CallReader(self.reader, PLAIN, tools, calls)
+        self._opener = self._openers(family, tools)
+        self._begins = self._begins_in_reasoning(family, tools)
+
+    @staticmethod
+    def _openers(family: Family, tools: Tools) -> regex.Pattern[str]:
+        """What may begin a call, or is a tag around content. Python's calls have no sign but their names."""
+        kinds = {"drop": any_of(family.dropped).pattern}
+        if tools:
+            own = {*family.calls.begins, *family.dropped}
+            wrapper = any_of(tag for tag in map("<{}>".format, _WRAPPERS) if tag not in own).pattern
+            names = any_of(tools.names).pattern
+            kinds |= {
+                "call": any_of(family.calls.begins).pattern,
+                "python": rf"^\[\s*(?:{names})\s*\(" if family.calls.body == "python" else r"(?!)",
+                "function": rf"<function(?:=| name=\")(?:{names})\"?>\s*(?=\{{)",
+                "inline": _INLINE if family.is_bare else r"(?!)",
+                "json": rf"^[ \t]{{0,8}}(?:{_FENCE}\s*)?(?:(?:{wrapper})\s*)?(?:\[(?=\s*\{{)|\{{(?=\s*\"))",
+            }
+        return regex.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in kinds.items()), regex.MULTILINE)
+
+    @staticmethod
+    def _begins_in_reasoning(family: Family, tools: Tools) -> str:
+        """Calls that a model begins before it has ended its reasoning. A tag that is plain text may be quoted there."""
+        begins = family.calls.begins if tools else ()
+        patterns = [regex.escape(tag) if "|" in tag or "｜" in tag else rf"^{regex.escape(tag)}" for tag in begins]
+        return "|".join(patterns) or r"(?!)"
+
+    def reply(self) -> Step[None]:
+        """See `StreamParser`."""
+        yield from self._reasoning()
+        while (found := (yield from self.reader.until(self._opener, self.content))) is not None:
+            if found.lastgroup == "drop":
+                self.reader.at = found.end()
+                yield from self._behind_tag()
+            else:
+                yield from self._try_calls(found, self.content)
+        self.end()
+
+    def _try_calls(self, found: regex.Match[str], otherwise: Callable[[str], None]) -> Step[bool]:
+        """Reads the calls that `found` opens. If there are none, `found` is text for `otherwise`."""
+        kind = found.lastgroup
+        if kind in ("json", "inline"):
+            self.reader.at = found.end() - 1
+            done = yield from self._plain.objects(known_only=True)
+            yield from self._wrapper_ends(done)
+        elif kind == "function":
+            self.reader.at = found.start()
+            done = yield from self._plain.group()
+        else:
+            self.reader.at = (
+                found.start() if kind == "python" or found[0] in self._family.calls.bare_heads else found.end()
+            )
+            done = yield from self._calls.group()
+        if done:
+            yield from self._behind_tag()
+        else:
+            self.reader.at = found.end()
+            otherwise(found[0])
+        return done
+
+    def _wrapper_ends(self, done: bool) -> Step[None]:
+        while done:
+            yield from self.reader.space()
+            done = (yield from self.reader.match(_WRAPPER_END)) is not None
+
+    def _behind_tag(self) -> Step[None]:
+        """White space beside a tag belongs to the tag."""
+        self.drop_space()
+        yield from self.reader.space()
+        self.reader.forget(at_line_start=True)
+
+    def _reasoning(self) -> Step[None]:
+        begins = any_of(begin for begin, _ in self._thoughts).pattern
+        found = yield from self.reader.match(regex.compile(rf"\s*(?P<begin>{begins})"))
+        end = dict(self._thoughts)[found["begin"]] if found else self._opened
+        if end is None:
+            return
+        yield from self._behind_tag()
+        stop = regex.compile(f"(?P<end>{regex.escape(end)})|(?P<call>{self._begins})", regex.MULTILINE)
+        while (found := (yield from self.reader.until(stop, self.reasoning))) is not None:
+            if found.lastgroup == "end":
+                self.reader.at = found.end()
+                yield from self._behind_tag()
+                return
+            if (yield from self._try_calls(found, self.reasoning)):
+                return

@@ -1,0 +1,196 @@
+"""Reads a text that comes in pieces. The methods that may need more text are generators, which yield to wait for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar
+
+import regex
+
+T = TypeVar("T")
+Step: TypeAlias = Generator[None, None, T]
+"""A part of a parser. It yields when it needs more text, and returns a T."""
+
+Take: TypeAlias = Callable[[str], None]
+
+_SPACE = re.compile(r"\s*")
+_STRING = regex.compile(r'"(?:[^"\\]|\\.)*"', regex.DOTALL)
+_SCALAR = re.compile(r"[^\s,;:\[\]{}\"<]*")
+_MARKS = re.compile(r'["\\{}\[\]<`\x00-\x1f]')
+_BRACKETS = re.compile(r"""["'\\()\[\]{}]""")
+
+
+class Reader:
+    """The text that is here and not yet used. `text[at:]` is unread; `ended`: no more comes.
+
+    A position may be kept to go back to it, until `forget` is called.
+    """
+
+    def __init__(self) -> None:
+        self.text = "\n"
+        """Begins with the character before the unread text. A reply begins like a line."""
+        self.at = 1
+        self.ended = False
+
+    def forget(self, *, at_line_start: bool = False) -> None:
+        """Drops what was read. `at_line_start`: what follows counts as the beginning of a line."""
+        self.text = ("\n" if at_line_start else self.text[self.at - 1]) + self.text[self.at :]
+        self.at = 1
+
+    def more(self) -> Step[bool]:
+        """Waits for more text. Returns False if no more comes."""
+        if self.ended:
+            return False
+        yield
+        return True
+
+    def space(self) -> Step[None]:
+        """Skips white space."""
+        while True:
+            found = _SPACE.match(self.text, self.at)
+            assert found is not None
+            self.at = found.end()
+            if self.at < len(self.text) or not (yield from self.more()):
+                return
+
+    def peek(self) -> Step[str]:
+        """Skips white space. Returns the next character, "" at the end, and does not read it."""
+        yield from self.space()
+        return self.text[self.at : self.at + 1]
+
+    def match(self, pattern: regex.Pattern[str]) -> Step[regex.Match[str] | None]:
+        """Reads what `pattern` matches here. Returns None, and reads nothing, if it does not match.
+
+        A match counts as soon as it is whole, so a pattern must not end with something that may grow.
+        """
+        while True:
+            found = pattern.match(self.text, self.at, partial=not self.ended)
+            if found is None:
+                return None
+            if not found.partial:
+                self.at = found.end()
+                return found
+            yield
+
+    def until(self, pattern: regex.Pattern[str], take: Take) -> Step[regex.Match[str] | None]:
+        """Hands the text to `take` up to a match of `pattern`, and stops before it; None: the text has ended.
+
+        Only what may be the beginning of a match is held back.
+        """
+        while True:
+            found = pattern.search(self.text, self.at, partial=not self.ended)
+            end = len(self.text) if found is None else found.start()
+            if end > self.at:
+                take(self.text[self.at : end])
+                self.at = end
+            self.forget()
+            if found is not None and not found.partial:
+                return pattern.match(self.text, self.at)
+            if not (yield from self.more()):
+                return None
+
+    def before(self, pattern: regex.Pattern[str]) -> Step[str | None]:
+        """Reads the text before a match of `pattern`, or the whole rest if there is none. None: no text is left."""
+        while True:
+            found = pattern.search(self.text, self.at)
+            if found is not None or not (yield from self.more()):
+                read = self.text[self.at : found.start() if found else None]
+                self.at += len(read)
+                return read or None
+
+    def string(self) -> Step[str | None]:
+        """Reads a JSON string behind white space, with its quotes. Returns None if there is none."""
+        yield from self.space()
+        found = yield from self.match(_STRING)
+        return None if found is None else found[0]
+
+    def json(self, take: Take) -> Step[bool]:
+        """Reads a JSON value and hands its text to `take` as it comes. Returns whether it is complete.
+
+        An object or an array is complete when its brackets are closed; one in which a tag stands is broken. Control
+        characters in strings, which JSON forbids and small models write, are escaped.
+        """
+        first = yield from self.peek()
+        if first == '"':
+            text = yield from self.string()
+            take(self._rest() if text is None else text)
+            return text is not None
+        if first and first in "{[":
+            return (yield from self._nested(take))
+        return (yield from self._scalar(take))
+
+    def _rest(self) -> str:
+        rest, self.at = self.text[self.at :], len(self.text)
+        return rest
+
+    def _scalar(self, take: Take) -> Step[bool]:
+        while True:
+            found = _SCALAR.match(self.text, self.at)
+            assert found is not None
+            if found.end() < len(self.text) or not (yield from self.more()):
+                take(found[0])
+                self.at = found.end()
+                return bool(found[0])
+
+    def _nested(self, take: Take) -> Step[bool]:
+        depth, in_string, escaped = 0, False, 0
+        while True:
+            skip = self.at + escaped
+            for found in _MARKS.finditer(self.text, skip):
+                mark, at = found[0], found.start()
+                if at < skip:
+                    continue
+                if in_string:
+                    if mark == "\\":
+                        skip = at + 2
+                    elif mark == '"':
+                        in_string = False
+                    elif mark < " ":
+                        take(self.text[self.at : at] + f"\\u{ord(mark):04x}")
+                        self.at = at + 1
+                elif mark == '"':
+                    in_string = True
+                elif mark in "{[":
+                    depth += 1
+                elif mark in "}]":
+                    depth -= 1
+                    if not depth:
+                        take(self.text[self.at : at + 1])
+                        self.at = at + 1
+                        return True
+                elif mark in "<`":
+                    # No JSON goes on like this: a tag follows, and the value is broken.
+                    take(self.text[self.at : at])
+                    self.at = at
+                    return False
+            escaped = max(0, skip - len(self.text))
+            if self.at < len(self.text):
+                take(self._rest())
+            if not (yield from self.more()):
+                return False
+
+    def brackets(self) -> Step[str | None]:
+        """Reads a Python expression in brackets as a whole. Returns None, and reads nothing, if it does not end."""
+        depth, quote, at = 0, "", self.at
+        while True:
+            found = _BRACKETS.search(self.text, at)
+            if found is None:
+                at = max(at, len(self.text))
+                if not (yield from self.more()):
+                    return None
+                continue
+            mark, at = found[0], found.end()
+            if mark == "\\":
+                at += 1
+            elif quote:
+                quote = "" if mark == quote else quote
+            elif mark in "\"'":
+                quote = mark
+            elif mark in "([{":
+                depth += 1
+            elif mark in ")]}":
+                depth -= 1
+                if depth <= 0:
+                    read, self.at = self.text[self.at : at], at
+                    return read

@@ -1,0 +1,804 @@
+# ruff: noqa: E501, UP031
+"""What models of many families have written, and what other servers read in it: facts, from the tests of two projects.
+
+* llama.cpp, tests/test-chat.cpp (MIT)
+* vLLM, tests/tool_parsers/test_*_tool_parser.py (Apache-2.0)
+
+Only inputs and expected results were taken over. White space around content and reasoning is not compared: the servers
+differ in what belongs to a tag. The tools of a case are those that it calls, with the types of their arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Calls: TypeAlias = list[tuple[str, Any]]
+
+LLAMA_CPP, VLLM = "llama.cpp", "vLLM"
+HELLO = "Hello, world!\nWhat's up?"
+THOUGHT = "I'm\nthinking"
+ONE: Calls = [("special_function", {"arg1": 1})]
+TWO: Calls = [*ONE, ("python", {"code": "print('hello')"})]
+OBJECT = '{"name": "special_function", "arguments": {"arg1": 1}}'
+TOKYO: Calls = [("get_weather", {"city": "Tokyo"})]
+BOTH: Calls = [*TOKYO, ("get_time", {"timezone": "Asia/Tokyo"})]
+TYPES: Calls = [
+    (
+        "test_function",
+        {
+            "string_field": "hello",
+            "int_field": 42,
+            "float_field": 3.14,
+            "bool_field": True,
+            "null_field": None,
+            "array_field": ["a", "b", "c"],
+            "object_field": {"nested": "value"},
+        },
+    )
+]
+TYPES_JSON = (
+    '{"string_field": "hello", "int_field": 42, "float_field": 3.14, "bool_field": true, "null_field": null, '
+    '"array_field": ["a", "b", "c"], "object_field": {"nested": "value"}}'
+)
+QUOTES: Calls = [
+    ("test_function", {"quoted": 'He said "hello"', "path": "C:\\Users\\file.txt", "newline": "line1\nline2"})
+]
+QUOTES_JSON = '{"quoted": "He said \\"hello\\"", "path": "C:\\\\Users\\\\file.txt", "newline": "line1\\nline2"}'
+DS_BEGIN, DS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DS_CALL, DS_SEP, DS_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+KIMI, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+SAN_FRANCISCO: Calls = [("get_weather", {"city": "San Francisco", "metric": "celsius"})]
+JOHN_DOE = {
+    "name": "John Doe",
+    "age": 37,
+    "address": {"city": "San Francisco", "state": "CA"},
+    "role": None,
+    "passed_test": True,
+    "aliases": ["John", "Johnny"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A reply. `opened`: the prompt ends with the tag that begins reasoning. `arguments`: of a reply that was cut off."""
+
+    family: str
+    source: str
+    text: str
+    calls: Calls
+    content: str = ""
+    reasoning: str = ""
+    opened: str = ""
+    arguments: str | None = None
+    tools: tuple[str, ...] = ()
+    """Tools of the request that are not called."""
+    miss: str = ""
+    """Why it is not read as that server reads it."""
+
+
+def _kimi(name: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>{name} <|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def _deepseek(name: str, arguments: str) -> str:
+    return f"{DS_CALL}function{DS_SEP}{name}\n```json\n{arguments}\n```{DS_CALL_END}"
+
+
+def _glm(name: str, *pairs: tuple[str, str], indent: str = "") -> str:
+    lines = [f"{indent}<arg_key>{key}</arg_key>\n{indent}<arg_value>{value}</arg_value>\n" for key, value in pairs]
+    return f"<tool_call>{name}\n{''.join(lines)}{indent}</tool_call>"
+
+
+_TAG = "<tool_call>\n%s\n</tool_call>" % OBJECT
+HERMES = [
+    Case(
+        "hermes",
+        LLAMA_CPP,
+        'Let\'s call something\n<tool_call>{"name"',
+        [],
+        content='Let\'s call something\n<tool_call>{"name"',
+    ),
+    Case(
+        "hermes",
+        LLAMA_CPP,
+        f"{THOUGHT}</think>\n<tool_call>{OBJECT}</tool_call>",
+        ONE,
+        reasoning=THOUGHT,
+        opened="<think>\n",
+    ),
+    Case("hermes", LLAMA_CPP, _TAG, ONE),
+    Case("hermes", LLAMA_CPP, HELLO + _TAG, ONE, content=HELLO),
+    Case("hermes", LLAMA_CPP, '<function=special_function>{"arg1": 1}</function>', ONE),
+    Case("hermes", LLAMA_CPP, '<function name="special_function">\n{"arg1": 1}\n</function>', ONE),
+    Case("hermes", LLAMA_CPP, f"<tool>\n  {OBJECT}\n</tool>", ONE),
+    Case("hermes", LLAMA_CPP, f"<tools>\n  {OBJECT}\n</tools>", ONE),
+    Case("hermes", LLAMA_CPP, f"<response>\n  {OBJECT}\n</response>", ONE),
+    Case("hermes", LLAMA_CPP, f"```xml\n<response>\n    {OBJECT}\n</response>\n```", ONE),
+    Case("hermes", LLAMA_CPP, f"```xml\n  {OBJECT}\n```", ONE),
+    Case("hermes", LLAMA_CPP, f"```\n  {OBJECT}\n```", ONE),
+    Case("hermes", LLAMA_CPP, f"```\n{OBJECT}\n```", ONE),
+    Case("hermes", LLAMA_CPP, f"```json\n  {OBJECT}\n```", ONE),
+    Case("hermes", LLAMA_CPP, f"```json\n\n      <function_call> {OBJECT} \n      </function_call> \n``` ", ONE),
+    Case("hermes", LLAMA_CPP, f"<json>\n  {OBJECT}\n</json>", ONE),
+    Case("hermes", LLAMA_CPP, '<xml>\n  {\n    "name": "special_function", "arguments": {"arg1": 1}\n  }\n</xml>', ONE),
+    Case("hermes", LLAMA_CPP, f"<JSON>\n  {OBJECT}\n</JSON>", ONE),
+    Case("hermes", LLAMA_CPP, OBJECT, ONE),
+    Case("hermes", LLAMA_CPP, '{\n  "name": "special_function", "arguments": {"arg1": 1}}', ONE),
+    Case(
+        "hermes",
+        LLAMA_CPP,
+        f'{_TAG}\n<tool_call>\n{{"name": "python", "arguments": {{"code":"print(\'hello\')"}}}}\n</tool_call>',
+        TWO,
+    ),
+    Case(
+        "hermes",
+        LLAMA_CPP,
+        '<function=special_function>{"arg1": 1}</function>\n<function=python>{"code":"print(\'hello\')"}</function>',
+        TWO,
+    ),
+    Case("hermes", LLAMA_CPP, f"This is not a tool call:\n{OBJECT}", ONE, content="This is not a tool call:"),
+    Case("hermes", LLAMA_CPP, HELLO, [], content=HELLO),
+    Case("hermes", LLAMA_CPP, f"<think>{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+    Case("hermes", LLAMA_CPP, f"{THOUGHT}</think>{HELLO}", [], content=f"{THOUGHT}</think>{HELLO}"),
+    Case("hermes", LLAMA_CPP, f"{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT, opened="<think>"),
+    Case("hermes", LLAMA_CPP, "<think><tool_call>nah uhg</tool_call>", [], reasoning="<tool_call>nah uhg</tool_call>"),
+    Case(
+        "hermes",
+        VLLM,
+        '<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}}',
+        [("final_answer", {"trigger": True})],
+    ),
+    Case(
+        "hermes",
+        VLLM,
+        'Sure, let me check.<tool_call>{"name": "get_weather", "arguments": {"city": "Tokyo"}}</tool_call>',
+        TOKYO,
+        content="Sure, let me check.",
+    ),
+    Case(
+        "hermes",
+        VLLM,
+        '<tool_call>\n{"name": "get_db_config", "arguments": "{\\"param\\": \\"max_connections\\"}"}\n</tool_call>',
+        [("get_db_config", {"param": "max_connections"})],
+    ),
+    Case(
+        "hermes", VLLM, '<tool_call>\n{"name": "do_thing", "arguments": "hello"}\n</tool_call>', [("do_thing", "hello")]
+    ),
+    Case(
+        "hermes",
+        VLLM,
+        '<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}',
+        [],
+        content='<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}',
+        tools=("final_answer",),
+        miss="the arguments are complete, so the call is given though its last brace is missing",
+    ),
+]
+
+LLAMA = [
+    Case("llama-3", LLAMA_CPP, '{"name": "special_function", "parameters": {"arg1": 1}}', ONE),
+    Case(
+        "llama-3",
+        LLAMA_CPP,
+        "<|python_tag|>code_interpreter.call(code=\"print('hey')\")",
+        [("code_interpreter", {"code": "print('hey')"})],
+    ),
+    Case(
+        "llama-3", LLAMA_CPP, "<|python_tag|>python.call(code=\"print('hey')\")", [("python", {"code": "print('hey')"})]
+    ),
+    Case("llama-3", LLAMA_CPP, HELLO, [], content=HELLO),
+    Case(
+        "llama-3",
+        VLLM,
+        'Here is the result: {"name": "getOpenIncidentsTool", "parameters": {}} More?',
+        [("getOpenIncidentsTool", {})],
+        content="Here is the result:More?",
+    ),
+    Case(
+        "llama-3",
+        VLLM,
+        '{"name": "searchTool", "arguments": {"query": "test", "limit": 10}}',
+        [("searchTool", {"query": "test", "limit": 10})],
+    ),
+    *(
+        Case(
+            "llama-3",
+            VLLM,
+            '{"name": "searchTool", "parameters": {"query": "test1"}}%s{"name": "getOpenIncidentsTool", "parameters": {}}'
+            % between,
+            [("searchTool", {"query": "test1"}), ("getOpenIncidentsTool", {})],
+        )
+        for between in ("; ", ";", ";\n", "\n", " ; ")
+    ),
+    Case(
+        "llama-3",
+        VLLM,
+        '{"name": "complexTool", "parameters": {"a": {"b": {"c": {"d": "deep"}}}}}',
+        [("complexTool", {"a": {"b": {"c": {"d": "deep"}}}})],
+    ),
+    Case(
+        "llama-3",
+        VLLM,
+        '{"name": "searchTool", "parameters": {"query": "test {value} [complex]","nested": {"inner": "more {brackets}"}}}',
+        [("searchTool", {"query": "test {value} [complex]", "nested": {"inner": "more {brackets}"}})],
+    ),
+    Case("llama-3", VLLM, '{"parameters": {}}', [], content='{"parameters": {}}'),
+    Case(
+        "llama-3",
+        VLLM,
+        '{"name": "toolWithoutParams"}',
+        [],
+        content='{"name": "toolWithoutParams"}',
+        tools=("toolWithoutParams",),
+    ),
+    Case(
+        "llama-3",
+        VLLM,
+        '{"name": "searchTool", "parameters": {"query": "test"}} I used {searchTool}.',
+        [("searchTool", {"query": "test"})],
+        content="I used {searchTool}.",
+    ),
+    Case(
+        "llama-3",
+        VLLM,
+        '{"name": "searchTool", "parameters": {"query": "test"}} The arguments were {"query": "test"}',
+        [("searchTool", {"query": "test"})],
+        content='The arguments were {"query": "test"}',
+    ),
+]
+
+_R7B = '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "special_function", "parameters": {"arg1": 1}}\n]<|END_ACTION|>'
+_R7B_THOUGHT = f"<|START_THINKING|>{THOUGHT}<|END_THINKING|>"
+COHERE = [
+    Case("command-r7b", LLAMA_CPP, HELLO, [], content=HELLO),
+    Case("command-r7b", LLAMA_CPP, f"<|START_RESPONSE|>{HELLO}<|END_RESPONSE|>", [], content=HELLO),
+    Case(
+        "command-r7b",
+        LLAMA_CPP,
+        f"{_R7B_THOUGHT}<|START_RESPONSE|>{HELLO}<|END_RESPONSE|>",
+        [],
+        content=HELLO,
+        reasoning=THOUGHT,
+    ),
+    Case("command-r7b", LLAMA_CPP, _R7B_THOUGHT + _R7B, ONE, reasoning=THOUGHT),
+    Case("command-r7b", LLAMA_CPP, f"<|START_THINKING|><|END_THINKING|>{_R7B}", ONE),
+]
+
+_MISTRAL = '[TOOL_CALLS] [{"name": "add", "arguments":{"a": 3.5, "b": 4}}, {"name": "sub", "arguments":{"c": "CA"}}]'
+_ADD: Calls = [("add", {"a": 3.5, "b": 4})]
+MISTRAL = [
+    Case(
+        "mistral-array",
+        LLAMA_CPP,
+        '[TOOL_CALLS][{"name": "special_function", "arguments": {"arg1": 1}, "id": "123456789"}]',
+        ONE,
+    ),
+    Case("mistral-array", VLLM, '[TOOL_CALLS][{"name": "add", "arguments":{"a": 3.5, "b": 4}}]', _ADD),
+    Case(
+        "mistral-array",
+        VLLM,
+        '[TOOL_CALLS] [{"arguments":{"name": "John Doe"}, "name": "get_age"}]',
+        [("get_age", {"name": "John Doe"})],
+    ),
+    Case("mistral-array", VLLM, _MISTRAL, [*_ADD, ("sub", {"c": "CA"})]),
+    Case(
+        "mistral-array",
+        VLLM,
+        'Hello[TOOL_CALLS] [{"name": "add", "arguments":{"a": 3.5, "b": 4}}]',
+        _ADD,
+        content="Hello",
+    ),
+    Case(
+        "mistral-array",
+        VLLM,
+        '[TOOL_CALLS] [{"name": "add", "arguments":{"a": 3.5, "b": 4}}]\nextra',
+        _ADD,
+        content="extra",
+    ),
+    Case("mistral-array", VLLM, "[TOOL_CALLS] not json at all", [], content="[TOOL_CALLS] not json at all"),
+    Case("mistral", VLLM, '[TOOL_CALLS]add{"a": 3.5, "b": 4}', _ADD),
+    Case(
+        "mistral",
+        VLLM,
+        '[TOOL_CALLS]add{"a": 3.5, "b": 4}[TOOL_CALLS]multiply{"a": 3, "b": 6}',
+        [*_ADD, ("multiply", {"a": 3, "b": 6})],
+    ),
+    Case("mistral", LLAMA_CPP, '[TOOL_CALLS]special_function[ARGS]{"arg1": 1}', ONE),
+    Case("mistral", LLAMA_CPP, '[TOOL_CALLS]special_function[CALL_ID]123456789[ARGS]{"arg1": 1}', ONE),
+    Case("mistral", LLAMA_CPP, f"[THINK]{THOUGHT}[/THINK]{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+]
+
+_ONE_CALL = _deepseek("special_function", '{"arg1": 1}')
+DEEPSEEK = [
+    Case("deepseek", LLAMA_CPP, f"{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT, opened="<think>\n"),
+    Case("deepseek", LLAMA_CPP, f"<think>{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+    Case(
+        "deepseek",
+        LLAMA_CPP,
+        f"<think>{THOUGHT}</think>\n\n{DS_BEGIN}{_ONE_CALL}{DS_END}",
+        ONE,
+        reasoning=THOUGHT,
+    ),
+    Case(
+        "deepseek",
+        LLAMA_CPP,
+        f'<｜tool▁calls｜>function{DS_SEP}special_function\n```json\n{{"arg1": 1}}\n```{DS_CALL_END}{DS_END}',
+        ONE,
+    ),
+    Case(
+        "deepseek",
+        LLAMA_CPP,
+        f"It starts with {DS_BEGIN} and ends with",
+        [],
+        reasoning=f"It starts with {DS_BEGIN} and ends with",
+        opened="<think>\n",
+    ),
+    Case(
+        "deepseek",
+        VLLM,
+        DS_BEGIN
+        + _deepseek("get_weather", '{"city": "Tokyo"}')
+        + _deepseek("get_time", '{"timezone": "Asia/Tokyo"}')
+        + DS_END,
+        BOTH,
+    ),
+    Case("deepseek", VLLM, DS_BEGIN + _deepseek("test_function", TYPES_JSON) + DS_END, TYPES),
+    Case("deepseek", VLLM, DS_BEGIN + _deepseek("test_function", QUOTES_JSON) + DS_END, QUOTES),
+    Case("deepseek", VLLM, DS_BEGIN + _deepseek("get_current_time", "{}") + DS_END, [("get_current_time", {})]),
+    Case(
+        "deepseek",
+        VLLM,
+        "Let me check." + DS_BEGIN + _deepseek("get_weather", '{"city": "Tokyo"}') + DS_END,
+        TOKYO,
+        content="Let me check.",
+    ),
+    Case(
+        "deepseek-v3.1", VLLM, f'{DS_BEGIN}{DS_CALL}get_weather{DS_SEP}{{"city": "Tokyo"}}{DS_CALL_END}{DS_END}', TOKYO
+    ),
+]
+
+GRANITE = [
+    Case("granite", LLAMA_CPP, HELLO, [], content=HELLO),
+    Case("granite", LLAMA_CPP, f"<think>{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+    Case("granite", LLAMA_CPP, f"<|tool_call|>[{OBJECT}]", ONE),
+    Case(
+        "granite",
+        VLLM,
+        '<|tool_call|> [{"name": "get_weather", "arguments": {"city": "Tokyo"}},\n  {"name": "get_time", "arguments": {"timezone": "Asia/Tokyo"}}\n]',
+        BOTH,
+    ),
+    Case("granite", VLLM, f'<tool_call> [{{"name": "test_function", "arguments": {TYPES_JSON}}}]', TYPES),
+    Case("granite", VLLM, f'<tool_call> [{{"name": "test_function", "arguments": {QUOTES_JSON}}}]', QUOTES),
+    Case("granite", VLLM, '<|tool_call|> [{"name": "refresh", "arguments": {}}]', [("refresh", {})]),
+    Case(
+        "granite",
+        VLLM,
+        'Let me check.\n<|tool_call|> [{"name": "get_weather", "arguments": {"city": "Tokyo"}}]\nDone.',
+        TOKYO,
+        content="Let me check.Done.",
+    ),
+    Case(
+        "granite",
+        VLLM,
+        '<|tool_call|> [{"arguments": {"city": "Tokyo"}, "name": "get_weather"}, {"arguments": {"timezone": "Asia/Tokyo"}, "name": "get_time"}]',
+        BOTH,
+    ),
+    Case("granite", VLLM, 'Some text [{"name": "func"}]', [], content='Some text [{"name": "func"}]', tools=("func",)),
+]
+
+FUNCTOOLS = [
+    Case("functools", LLAMA_CPP, f" functools[{OBJECT}]", ONE),
+    Case(
+        "functools",
+        VLLM,
+        'functools[{"name": "get_weather", "arguments": {"city": "Tokyo"}}, {"name": "get_time", "arguments": {"timezone": "Asia/Tokyo"}}]',
+        BOTH,
+    ),
+    Case("functools", VLLM, f'functools[{{"name": "test_function", "arguments": {TYPES_JSON}}}]', TYPES),
+    Case(
+        "functools",
+        VLLM,
+        'Let me check.\nfunctools[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]\nMore?',
+        TOKYO,
+        content="Let me check.More?",
+    ),
+    Case("functools", VLLM, "functools[] This is just text", [], content="functools[] This is just text"),
+    Case("functools", VLLM, "functools[ This is just text ]", [], content="functools[ This is just text ]"),
+]
+
+INTERNLM = [
+    Case(
+        "internlm",
+        VLLM,
+        '<|action_start|><|plugin|>{"name": "get_weather", "parameters": {"city": "Tokyo"}}<|action_end|>',
+        TOKYO,
+    ),
+    Case(
+        "internlm",
+        VLLM,
+        f'<|action_start|><|plugin|>{{"name": "test_function", "parameters": {TYPES_JSON}}}<|action_end|>',
+        TYPES,
+    ),
+    Case(
+        "internlm",
+        VLLM,
+        "<|action_start|><|plugin|>not json<|action_end|>",
+        [],
+        content="<|action_start|><|plugin|>not json<|action_end|>",
+    ),
+    Case(
+        "internlm",
+        VLLM,
+        '<|action_start|><|plugin|>{"name": "delete_everything", "parameters": {"city": "Tokyo"}}<|action_end|>',
+        [],
+        tools=("get_weather",),
+        content="",
+        miss="a call of an unknown tool with the family's own tags is given: the agent answers it with an error",
+    ),
+]
+
+_REGISTER = (
+    "register_user(name='John Doe', age=37, address={'city': 'San Francisco', 'state': 'CA'}, role=None, "
+    "passed_test=True, aliases=['John', 'Johnny'])"
+)
+_SF = "get_weather(city='San Francisco', metric='celsius')"
+PYTHONIC = [
+    Case("pythonic", VLLM, "How can I help you today?", [], content="How can I help you today?"),
+    Case("pythonic", VLLM, f"[{_SF}]", SAN_FRANCISCO),
+    Case("pythonic", VLLM, f"[{_REGISTER}]", [("register_user", JOHN_DOE)]),
+    Case("pythonic", VLLM, f"[{_SF}, {_REGISTER}]", [*SAN_FRANCISCO, ("register_user", JOHN_DOE)]),
+    Case("pythonic", VLLM, "[get_weather()]", [("get_weather", {})]),
+    Case("pythonic", VLLM, "[do_something_cool(additional_data={})]", [("do_something_cool", {"additional_data": {}})]),
+    Case("pythonic", VLLM, "[do_something_cool(steps=[])]", [("do_something_cool", {"steps": []})]),
+    Case(
+        "pythonic",
+        VLLM,
+        r"[get_weather(city='Martha\'s Vineyard', metric='\"cool units\"')]",
+        [("get_weather", {"city": "Martha's Vineyard", "metric": '"cool units"'})],
+    ),
+    Case(
+        "pythonic",
+        VLLM,
+        f"[bad(x=b'z'), {_SF}]",
+        SAN_FRANCISCO,
+        tools=("bad",),
+        miss="a list with a call that cannot be read is text as a whole: no token is lost",
+    ),
+    Case("lfm2", LLAMA_CPP, "<|tool_call_start|>[special_function(arg1=1)]<|tool_call_end|>", ONE),
+    Case("gemma-3", VLLM, f"```tool_code\nprint({_SF})\n```", SAN_FRANCISCO),
+]
+
+KIMI_K2 = [
+    Case("kimi", VLLM, "This is a test", [], content="This is a test"),
+    Case(
+        "kimi",
+        VLLM,
+        "I'll check. " + KIMI + _kimi("functions.get_weather:0", '{"city": "Tokyo"}') + KIMI_END,
+        TOKYO,
+        content="I'll check.",
+    ),
+    Case(
+        "kimi",
+        VLLM,
+        KIMI
+        + _kimi("functions.get_weather:0", '{"city": "Tokyo"}')
+        + _kimi("functions.get_time:1", '{"timezone": "Asia/Tokyo"}')
+        + KIMI_END,
+        BOTH,
+    ),
+    Case(
+        "kimi",
+        VLLM,
+        KIMI + _kimi("functions.process_html:0", '{"html": "<div>content</div>"}') + KIMI_END,
+        [("process_html", {"html": "<div>content</div>"})],
+    ),
+    Case(
+        "kimi",
+        VLLM,
+        KIMI + _kimi("functions.data:0", '{\n  "name": "test",\n  "value": 123\n}') + KIMI_END,
+        [("data", {"name": "test", "value": 123})],
+    ),
+    Case("kimi", VLLM, KIMI + _kimi("get_weather:0", '{"city": "Tokyo"}') + KIMI_END, TOKYO),
+    Case("kimi", VLLM, KIMI + _kimi("functions.test:0", "{}") + KIMI_END, [("test", {})]),
+    Case(
+        "kimi",
+        VLLM,
+        KIMI
+        + _kimi("functions.bad:0", '{"city": "Beijing"')
+        + _kimi("functions.good:1", '{"city": "Shanghai"}')
+        + KIMI_END,
+        [("bad", '{"city": "Beijing"'), ("good", {"city": "Shanghai"})],
+    ),
+    Case(
+        "kimi",
+        VLLM,
+        KIMI + _kimi("0", '{"city": "Tokyo"}') + KIMI_END,
+        TOKYO,
+        miss="a call without a name is given under its number: a name that is guessed from arguments may be the wrong one",
+    ),
+]
+
+_XML = "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>"
+_P = "<parameter=%s>%s</parameter>\n"
+_XML_TYPES = [
+    ("string_field", "hello"),
+    ("int_field", "42"),
+    ("float_field", "3.14"),
+    ("bool_field", "true"),
+    ("null_field", "null"),
+    ("array_field", '["a", "b", "c"]'),
+    ("object_field", '{"nested": "value"}'),
+]
+QWEN_CODER = [
+    Case("qwen3-coder", VLLM, _XML % ("get_weather", _P % ("city", "Tokyo")), TOKYO),
+    Case("qwen3-coder", VLLM, _XML % ("get_weather", _P % ("city", "\nTokyo\n")), TOKYO),
+    Case(
+        "qwen3-coder",
+        VLLM,
+        _XML % ("get_weather", _P % ("city", "Tokyo")) + _XML % ("get_time", _P % ("timezone", "Asia/Tokyo")),
+        BOTH,
+    ),
+    Case("qwen3-coder", VLLM, _XML % ("test_function", "".join(_P % pair for pair in _XML_TYPES)), TYPES),
+    Case("qwen3-coder", VLLM, _XML % ("refresh", ""), [("refresh", {})]),
+    Case(
+        "qwen3-coder",
+        VLLM,
+        "Let me check.\n\n" + _XML % ("get_weather", _P % ("city", "Tokyo")) + "\n\nDone.",
+        TOKYO,
+        content="Let me check.Done.",
+    ),
+    Case(
+        "qwen3-coder",
+        VLLM,
+        _XML
+        % (
+            "test_function",
+            _P % ("quoted", 'He said "hello"')
+            + _P % ("path", "C:\\Users\\file.txt")
+            + _P % ("newline", "line1\nline2"),
+        ),
+        QUOTES,
+    ),
+    Case(
+        "qwen3-coder",
+        VLLM,
+        "<tool_call><function=></function></tool_call>",
+        [],
+        content="<tool_call><function=></function></tool_call>",
+    ),
+    Case("qwen3-coder", VLLM, "<function=get_weather>\n<parameter=city>\nTokyo\n</parameter>\n</function>", TOKYO),
+    Case(
+        "qwen3-coder",
+        VLLM,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nTokyo\n</function>\n</tool_call>",
+        TOKYO,
+    ),
+    Case(
+        "seed-oss",
+        VLLM,
+        (_XML % ("get_weather", _P % ("city", "Tokyo"))).replace("tool_call>", "seed:tool_call>"),
+        TOKYO,
+    ),
+    Case("seed-oss", LLAMA_CPP, f"<seed:think>{THOUGHT}</seed:think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+]
+
+_DALLAS = (("city", "Dallas"), ("state", "TX"), ("unit", "fahrenheit"))
+GLM = [
+    Case("glm", VLLM, "This is a test", [], content="This is a test"),
+    Case("glm", VLLM, _glm("get_current_weather", *_DALLAS, indent="    "), [("get_current_weather", dict(_DALLAS))]),
+    Case("glm", VLLM, "I'll help. " + _glm("get_weather", ("city", "Tokyo")), TOKYO, content="I'll help."),
+    Case(
+        "glm",
+        VLLM,
+        _glm("get_weather", ("city", "Tokyo")) + "\n\nmeanwhile\n\n" + _glm("get_time", ("timezone", "Asia/Tokyo")),
+        BOTH,
+        content="meanwhile",
+    ),
+    Case(
+        "glm",
+        VLLM,
+        "<think>I want to.</think>\n\nI will.\n" + _glm("get_weather", ("city", "Tokyo")),
+        TOKYO,
+        content="I will.",
+        reasoning="I want to.",
+    ),
+    Case("glm", VLLM, "<tool_call>get_current_time\n</tool_call>", [("get_current_time", {})]),
+    Case(
+        "glm-4.7", VLLM, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Tokyo</arg_value></tool_call>", TOKYO
+    ),
+    Case(
+        "glm",
+        VLLM,
+        _glm("get_weather", ("city", "Tokyo")).removesuffix("\n</tool_call>"),
+        [],
+        content=_glm("get_weather", ("city", "Tokyo")).removesuffix("\n</tool_call>"),
+        tools=("get_weather",),
+        miss="arguments are passed on as they come, so a call that is cut off has begun",
+    ),
+]
+
+_GEMMA = "<start_function_call>call:%s{%s}<end_function_call>"
+GEMMA = [
+    Case("functiongemma", VLLM, "Hello, how can I help you today?", [], content="Hello, how can I help you today?"),
+    Case(
+        "functiongemma",
+        VLLM,
+        "Let me see. " + _GEMMA % ("get_weather", "city:<escape>Tokyo<escape>"),
+        TOKYO,
+        content="Let me see.",
+    ),
+    Case(
+        "functiongemma",
+        VLLM,
+        _GEMMA % ("get_weather", "city:<escape>San Francisco<escape>,metric:<escape>celsius<escape>"),
+        SAN_FRANCISCO,
+    ),
+    Case(
+        "functiongemma",
+        VLLM,
+        _GEMMA % ("get_weather", "city:<escape>Tokyo<escape>")
+        + _GEMMA % ("get_time", "timezone:<escape>Asia/Tokyo<escape>"),
+        BOTH,
+    ),
+    Case("gemma-4", LLAMA_CPP, "<|tool_call>call:special_function{arg1:1}<tool_call|>", ONE),
+    Case(
+        "gemma-4",
+        LLAMA_CPP,
+        '<|tool_call>call:f{a:<|"|>x "y": {z}<|"|>,b:[1,{c:true}]}<tool_call|>',
+        [("f", {"a": 'x "y": {z}', "b": [1, {"c": True}]})],
+    ),
+    Case("gemma-4", LLAMA_CPP, f"<|channel>thought\n{THOUGHT}<channel|>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+]
+
+_INVOKE = '<invoke name="%s">%s</invoke>'
+_IP = '<parameter name="%s">%s</parameter>'
+MINIMAX = [
+    Case(
+        "minimax",
+        VLLM,
+        "Let me check. <minimax:tool_call>"
+        + _INVOKE % ("get_weather", _IP % ("city", "Tokyo"))
+        + "</minimax:tool_call>",
+        TOKYO,
+        content="Let me check.",
+    ),
+    Case(
+        "minimax",
+        VLLM,
+        "<minimax:tool_call>"
+        + _INVOKE % ("get_weather", _IP % ("city", "Tokyo"))
+        + _INVOKE % ("get_time", _IP % ("timezone", "Asia/Tokyo"))
+        + "</minimax:tool_call>",
+        BOTH,
+    ),
+    Case(
+        "minimax",
+        VLLM,
+        "<minimax:tool_call>"
+        + _INVOKE % ("get_weather", _IP % ("city", "Seattle") + _IP % ("days", "5"))
+        + "</minimax:tool_call>",
+        [("get_weather", {"city": "Seattle", "days": "5"})],
+    ),
+]
+
+_HY = '<tool_calls>[{"name": "get_weather", "arguments": {"city": "%s"}}]</tool_calls>'
+HUNYUAN = [
+    Case("tool-calls", VLLM, _HY % "Tokyo", TOKYO),
+    Case("tool-calls", VLLM, _HY % "北京", [("get_weather", {"city": "北京"})]),
+    Case("tool-calls", VLLM, "I will call. " + _HY % "Tokyo", TOKYO, content="I will call."),
+    Case("tool-calls", VLLM, _HY % "Tokyo" + "\n</answer>", TOKYO),
+    Case(
+        "tool-calls",
+        VLLM,
+        '<tool_calls>[{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": 42}}]</tool_calls>',
+        [("a", {}), ("b", {"x": 42})],
+    ),
+    Case(
+        "tool-calls",
+        VLLM,
+        '<tool_calls>[{"name": "a", "arguments": {"l": {"m": {"n": 1}}}}]</tool_calls>',
+        [("a", {"l": {"m": {"n": 1}}})],
+    ),
+    Case("tool-calls", VLLM, _HY % "Tokyo" + "\nThank you!", TOKYO, content="Thank you!"),
+]
+
+_ANALYSIS = f"<|channel|>analysis<|message|>{THOUGHT}<|end|>"
+_TO = "<|start|>assistant<|channel|>commentary to=functions.special_function"
+HARMONY = [
+    Case("harmony", LLAMA_CPP, f"<|channel|>analysis<|message|>{THOUGHT}", [], reasoning=THOUGHT),
+    Case("harmony", LLAMA_CPP, _ANALYSIS, [], reasoning=THOUGHT),
+    Case(
+        "harmony",
+        LLAMA_CPP,
+        f"{_ANALYSIS}<|start|>assistant<|channel|>final<|message|>{HELLO}",
+        [],
+        content=HELLO,
+        reasoning=THOUGHT,
+    ),
+    Case(
+        "harmony",
+        LLAMA_CPP,
+        f'{_ANALYSIS}{_TO} <|constrain|>json<|message|>{{"arg1',
+        [("special_function", None)],
+        reasoning=THOUGHT,
+        arguments='{"arg1',
+    ),
+    Case(
+        "harmony",
+        LLAMA_CPP,
+        f'{_ANALYSIS}{_TO}<|message|>{{"arg1',
+        [("special_function", None)],
+        reasoning=THOUGHT,
+        arguments='{"arg1',
+    ),
+    Case("harmony", LLAMA_CPP, f'{_ANALYSIS}{_TO} <|constrain|>json<|message|>{{"arg1": 1}}', ONE, reasoning=THOUGHT),
+    Case(
+        "harmony",
+        LLAMA_CPP,
+        f'{_ANALYSIS}{_TO.replace("commentary", "analysis")} <|constrain|>json<|message|>{{"arg1": 1}}',
+        ONE,
+        reasoning=THOUGHT,
+    ),
+    Case(
+        "harmony",
+        LLAMA_CPP,
+        f"{_ANALYSIS}<|start|>assistant<|channel|>commentary<|message|>{HELLO}",
+        [],
+        content=HELLO,
+        reasoning=THOUGHT,
+    ),
+    Case(
+        "harmony",
+        LLAMA_CPP,
+        f'{_ANALYSIS}<|start|>assistant<|channel|>commentary<|message|>{HELLO}<|end|>{_TO} <|constrain|>json<|message|>{{"arg1": 1}}',
+        ONE,
+        content=HELLO,
+        reasoning=THOUGHT,
+    ),
+    Case(
+        "harmony",
+        LLAMA_CPP,
+        ' to=functions.special_function<|channel|>commentary <|constrain|>json<|message|>{"arg1": 1}',
+        ONE,
+    ),
+    Case(
+        "harmony",
+        LLAMA_CPP,
+        ' to=functions.special_function<|channel|>analysis <|constrain|>json<|message|>{"arg1": 1}',
+        ONE,
+    ),
+    Case(
+        "harmony",
+        LLAMA_CPP,
+        f'{_ANALYSIS}<|start|>assistant to=functions.special_function<|channel|>analysis <|constrain|>json<|message|>{{"arg1": 1}}',
+        ONE,
+        reasoning=THOUGHT,
+    ),
+]
+
+FUNCTIONARY = [
+    Case("functionary", LLAMA_CPP, '<function=special_function>{"arg1": 1}</function>', ONE),
+    Case("functionary", LLAMA_CPP, '<function=special_function>{"arg1": 1}<', ONE, content="<"),
+    Case("functionary", LLAMA_CPP, HELLO, [], content=HELLO),
+]
+
+CASES = [
+    *HERMES,
+    *LLAMA,
+    *COHERE,
+    *MISTRAL,
+    *DEEPSEEK,
+    *GRANITE,
+    *FUNCTOOLS,
+    *INTERNLM,
+    *PYTHONIC,
+    *KIMI_K2,
+    *QWEN_CODER,
+    *GLM,
+    *GEMMA,
+    *MINIMAX,
+    *HUNYUAN,
+    *HARMONY,
+    *FUNCTIONARY,
+]

@@ -1,0 +1,75 @@
+"""Grammars of forced calls: llguidance compiles them, and what they generate is parsed back."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from typing import Any
+
+import llguidance
+import llguidance.numpy
+import pytest
+
+from diskprefix.chat.output.families import FAMILIES, NONE
+from diskprefix.chat.output.formats import FamilyFormat
+from tests.chat.output.replies import format_named, read, tool
+
+NAMES = [family.name for family in (*FAMILIES, NONE)] + ["harmony"]
+BYTES = llguidance.LLTokenizer("byte")
+WEATHER = tool("get_weather", city={"type": "string"}, days={"type": "integer"}, unit={"type": "string"})
+WEATHER["function"]["parameters"]["required"] = ["city"]
+TOOLS = [WEATHER, tool("no_arguments"), tool("rank", kind={"enum": ["a", "b"]}, items={"type": "array"})]
+REQUIRED = {"get_weather": {"city"}, "no_arguments": set(), "rank": {"kind", "items"}}
+
+
+def generated(grammar: str, seed: int) -> str | None:
+    """A random text of the grammar, of printable characters; None if it does not end soon."""
+    chance, matcher, text = random.Random(seed), llguidance.LLMatcher(BYTES, grammar), b""
+    mask = llguidance.numpy.allocate_token_bitmask(1, BYTES.vocab_size)
+    for _ in range(600):
+        if matcher.is_stopped() or (matcher.is_accepting() and chance.random() < 0.3):
+            return text.decode()
+        llguidance.numpy.fill_next_token_bitmask(matcher, mask)
+        allowed = [byte for byte in range(256) if mask[0][byte // 32] >> (byte % 32) & 1]
+        printable = [byte for byte in allowed if 32 <= byte < 127] or allowed
+        ending = [byte for byte in printable if chr(byte) in '"<}]`[)'] if chance.random() < 0.5 else []
+        byte = chance.choice(ending or printable)
+        text += bytes([byte])
+        assert matcher.consume_token(byte)
+    return None
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_grammar_generates_is_parsed_back(name: str, many: bool) -> None:
+    format = format_named(name)
+    grammar = format.call_grammar(TOOLS, many=many)
+    assert llguidance.LLMatcher.validate_grammar(grammar, BYTES) == ""
+    texts = (generated(grammar, seed) for seed in range(50))
+    ended = list(islice((text for text in texts if text is not None), 2))
+    assert len(ended) == 2
+    for text in ended:
+        reply = read(format, [text], TOOLS, "<|start|>assistant")
+        assert reply.content.strip() == "", text
+        assert many or len(reply.calls) == 1
+        for called, arguments in reply.parsed_calls:
+            assert REQUIRED[called] <= set(arguments), text
+
+
+def test_a_tag_that_is_a_special_token_is_written_as_that_token() -> None:
+    mistral = next(family for family in FAMILIES if family.name == "mistral")
+    format = FamilyFormat(mistral, token_ids={"[TOOL_CALLS]": 9, "[ARGS]": 32})
+    grammar = format.call_grammar(TOOLS[1:2], many=False)
+    assert '<[9]> "no_arguments" <[32]>' in " ".join(grammar.split()).replace('"" ', "")
+
+
+def definitions() -> dict[str, Any]:
+    asked = tool("find", where={"$ref": "#/$defs/place"})
+    asked["function"]["parameters"]["$defs"] = {"place": {"enum": ["Oslo", "Rome"]}}
+    return asked
+
+
+def test_definitions_of_a_schema_hold_where_each_argument_has_its_own() -> None:
+    grammar = format_named("pythonic").call_grammar([definitions()], many=False)
+    assert llguidance.LLMatcher.validate_grammar(grammar, BYTES) == ""
+    assert generated(grammar, 0) in ('[find(where="Oslo")]', '[find(where="Rome")]')

@@ -1,0 +1,83 @@
+"""Any reply, cut in any way: nothing is lost, and nothing but the text decides what is read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diskprefix.chat.output.families import FAMILIES, NONE
+from tests.chat.output.replies import format_named, joined, read, tool
+
+NAMES = [family.name for family in (*FAMILIES, NONE)] + ["harmony"]
+TOOLS = [tool("get_weather", city={"type": "string"}, days={"type": "integer"})]
+WORDS = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "<function=get_weather>",
+        "</function>",
+        "```json\n",
+        "```",
+    ),
+    *("<parameter=city>", "</parameter>", '{"name": "get_weather"', ', "arguments": {', '"city": "Oslo"', "}", "}}"),
+    *("[TOOL_CALLS]", "[", "]", "get_weather", "(city='Oslo')", "\n", " ", "<", '"', "\\", "é", "x", "<|channel|>"),
+    *("<|message|>", "<|end|>", "final", "<|tool_call>call:", "<tool_call|>", "<arg_key>", "<｜tool▁calls▁begin｜>"),
+]
+TEXTS = st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(NAMES), TEXTS, st.data())
+def test_how_a_text_is_cut_makes_no_difference(name: str, text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = read(format_named(name), [text], TOOLS)
+    assert read(format_named(name), pieces, TOOLS) == whole
+    assert read(format_named(name), text, TOOLS) == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from([family.name for family in FAMILIES if not family.dropped]), TEXTS)
+def test_without_tools_and_thoughts_the_content_is_the_text(name: str, text: str) -> None:
+    reply = read(format_named(name), [text], [])
+    if not reply.reasoning and not text.lstrip().startswith("<think>"):
+        assert reply.content == text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_text_is_passed_on_as_it_comes(name: str) -> None:
+    parser = format_named(name).parser(TOOLS, "")
+    for word in ("Hello", " there", ", how", " are", " you"):
+        assert joined(parser.feed(word)).content == word
+
+
+def test_half_a_tag_is_never_shown_and_a_whole_one_is_not_waited_for() -> None:
+    parser = format_named("hermes").parser(TOOLS, "")
+    assert joined(parser.feed("Look: <tool")).content == "Look:"
+    assert parser.feed("_call>") == []
+    assert joined(parser.feed('{"name": "get_weather", "arguments": {"city": "O')).calls == [
+        ["get_weather", '{"city": "O']
+    ]
+
+
+def test_without_tools_a_call_is_content() -> None:
+    text = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
+    assert read(format_named("hermes"), [text], []).content == text
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "other", "arguments": {}}', '```json\n{"name": "other", "arguments": {}}\n```']
+)
+def test_an_object_without_tags_is_a_call_only_of_a_tool_of_the_request(text: str) -> None:
+    reply = read(format_named("hermes"), [text], TOOLS)
+    assert (reply.calls, reply.content) == ([], text)
+
+
+def test_control_characters_in_arguments_are_escaped() -> None:
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Os\nlo\\"\t"}}</tool_call>'
+    assert json.loads(read(format_named("hermes"), text, TOOLS).calls[0][1]) == {"city": 'Os\nlo"\t'}
