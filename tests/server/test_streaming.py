@@ -99,7 +99,7 @@ def whole(script: Script) -> Sent:
 
 def sent_by(script: Script, response: Callable[[Generation], Any]) -> Sent:
     sent = Sent(script)
-    scope = {"type": "http", "path": "/v1/chat/completions", "state": {"record": sent.context}}
+    scope = {"type": "http", "path": "/v1/chat/completions", "headers": [], "state": {"record": sent.context}}
     asyncio.run(response(cast("Generation", script))(scope, None, sent.send))
     assert script.is_closed
     return sent
