@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from diskprefix.cache_options import group_of
+from diskprefix.chat.output.plain import PlainText
 from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError, ModelError, StoreUnavailable
 from diskprefix.server import body as reading
@@ -568,6 +569,18 @@ def test_what_the_model_cannot_do_is_a_400_before_anything_is_queued(
         answer = client.post(CHAT, json=HELLO | fields | {"stream": stream})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert engine.requests == []
+
+
+def test_the_engine_shows_the_special_tokens_that_the_parser_reads(server: AppServer, engine: ScriptedEngine) -> None:
+    class Tagged(PlainText):
+        special_tokens = frozenset({"<|im_start|>"})
+
+    assert server.daemon.serving is not None
+    server.daemon.serving.renderer.output_format = Tagged()
+    with server.client() as client:
+        assert client.post(CHAT, json=HELLO).is_success
+        assert client.post("/v1/completions", json={"prompt": "x"}).is_success
+    assert [request.shown_special_tokens for request in engine.requests] == [{"<|im_start|>"}, frozenset()]
 
 
 def test_every_response_has_the_id_of_its_request(server: AppServer) -> None:

@@ -1,0 +1,269 @@
+"""The official `openai` client with tools and thoughts, over a scripted model that writes prepared replies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.chat import ChatCompletionChunk
+from pydantic import BaseModel
+
+from diskprefix.app import load_engine
+from diskprefix.server import generation
+from tests.server.agent_model import TEMPLATE, call, saying, thought
+from tests.server.chat_model import write_chat_model
+from tests.server.scripted import AppServer, ScriptedEngine, scripted_app, started_app
+
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "description": name, "parameters": PARAMETERS}}
+    for name in ("read", "write")
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "What does a.py print?"}]
+REPLY = thought("I must look.") + "I look.\n" + call("read", path="a.py") + "\n" + call("write", path='b "2".py')
+CALLS = [("read", {"path": "a.py"}), ("write", {"path": 'b "2".py'})]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
+    with scripted_app(model, engine) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAI]:
+    # The scripted model says all at once. What waits is not joined, as if the client kept up with it.
+    monkeypatch.setattr(generation, "_is_continued", lambda *_: False)
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**{"model": "scripted", "messages": MESSAGES, "tools": TOOLS} | fields)
+
+
+def called(message: Any) -> list[tuple[str, Any]]:
+    return [(item.function.name, json.loads(item.function.arguments)) for item in message.tool_calls or []]
+
+
+def test_a_reply_has_content_reasoning_and_calls(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying(REPLY)
+    reply = ask(client)
+    [choice] = reply.choices
+    assert called(choice.message) == CALLS
+    assert choice.message.content == "I look."
+    assert choice.message.reasoning_content == choice.message.reasoning == "I must look."
+    assert choice.finish_reason == "tool_calls"
+    ids = [item.id for item in choice.message.tool_calls]
+    assert len(set(ids)) == 2
+    assert all(found.startswith("call_") for found in ids)
+    assert 0 < reply.usage.completion_tokens_details.reasoning_tokens < reply.usage.completion_tokens
+
+
+def deltas_of(chunks: list[ChatCompletionChunk]) -> list[Any]:
+    return [choice.delta for chunk in chunks for choice in chunk.choices]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 1000])
+def test_a_stream_has_the_parts_in_order_and_never_half_a_tag(
+    client: OpenAI, engine: ScriptedEngine, piece: int
+) -> None:
+    engine.script = saying(REPLY, piece=piece)
+    chunks = list(ask(client, stream=True))
+    deltas = deltas_of(chunks)
+    content = "".join(delta.content or "" for delta in deltas)
+    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert (content, reasoning) == ("I look.", "I must look.")
+    assert not any(char in (delta.content or "") for delta in deltas for char in "<>{}")
+    calls = [item for delta in deltas for item in delta.tool_calls or []]
+    begins = [item for item in calls if item.id is not None]
+    assert [(item.index, item.function.name, item.type) for item in begins] == [
+        (0, "read", "function"),
+        (1, "write", "function"),
+    ]
+    assert calls.index(begins[0]) == 0, "the name comes first"
+    arguments = ["".join(item.function.arguments for item in calls if item.index == index) for index in (0, 1)]
+    assert [json.loads(text) for text in arguments] == [wanted for _, wanted in CALLS]
+    assert all(item.function.name is None for item in calls if item.id is None)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert deltas[0].role == "assistant"
+    kinds = [kind_of(delta) for delta in deltas]
+    assert sorted(kinds, key=["begin", "reasoning", "content", "call", "end"].index) == kinds
+
+
+def kind_of(delta: Any) -> str:
+    if delta.role == "assistant" and not (delta.content or delta.tool_calls or hasattr(delta, "reasoning")):
+        return "begin"
+    if delta.tool_calls:
+        return "call"
+    return "reasoning" if hasattr(delta, "reasoning_content") else "content" if delta.content else "end"
+
+
+def test_arguments_are_streamed_as_they_come(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying(call("write", path="x" * 400), piece=10)
+    texts = [
+        item.function.arguments
+        for delta in deltas_of(list(ask(client, stream=True)))
+        for item in delta.tool_calls or []
+    ]
+    assert max(map(len, texts)) < 200
+    assert json.loads("".join(texts)) == {"path": "x" * 400}
+
+
+def test_the_stream_helper_assembles_calls(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying(REPLY)
+    with client.chat.completions.stream(model="scripted", messages=MESSAGES, tools=TOOLS) as stream:
+        events = [event.type for event in stream]
+        message = stream.get_final_completion().choices[0].message
+    assert called(message) == CALLS
+    assert message.content == "I look."
+    assert "tool_calls.function.arguments.delta" in events
+
+
+def test_without_parallel_calls_the_reply_has_the_first_one(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying(REPLY)
+    assert called(ask(client, parallel_tool_calls=False).choices[0].message) == CALLS[:1]
+
+
+def test_each_choice_has_calls_of_its_own(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying(call("read", path="a"), "no call", call("write", path="b"))
+    choices = ask(client, n=3).choices
+    assert [called(choice.message) for choice in choices] == [[("read", {"path": "a"})], [], [("write", {"path": "b"})]]
+    assert [choice.finish_reason for choice in choices] == ["tool_calls", "stop", "tool_calls"]
+    assert choices[0].message.content is None
+
+
+def test_a_call_that_was_cut_off_ends_with_length(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying(call("write", path="a")[:40], reason="length")
+    assert ask(client).choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("fields", [{"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}])
+def test_where_no_tool_is_offered_a_call_is_text(client: OpenAI, engine: ScriptedEngine, fields: Any) -> None:
+    text = call("read", path="a.py")
+    engine.script = saying(text)
+    message = ask(client, **fields).choices[0].message
+    assert (message.content, message.tool_calls) == (text, None)
+
+
+def test_the_client_sends_back_what_it_got(client: OpenAI, engine: ScriptedEngine) -> None:
+    """Calls, results and reasoning become a prompt again."""
+    engine.script = saying(REPLY)
+    message = ask(client).choices[0].message
+    results = [{"role": "tool", "tool_call_id": item.id, "content": "done"} for item in message.tool_calls]
+    assert ask(client, messages=[*MESSAGES, message.model_dump(), *results]).usage.prompt_tokens > 0
+    text = engine.tokenizer.decode(engine.requests[-1].prompt.token_ids)
+    assert call("read", path="a.py") in text
+    assert "<think>\nI must look.\n</think>" in text
+    assert text.count("<tool_response>\ndone\n</tool_response>") == 2
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "write"}}])
+def test_a_call_that_is_asked_for_constrains_the_reply(client: OpenAI, engine: ScriptedEngine, choice: Any) -> None:
+    engine.script = saying(call("write", path="b"))
+    assert called(ask(client, tool_choice=choice).choices[0].message) == [("write", {"path": "b"})]
+    constraint = engine.requests[-1].constraint
+    assert constraint is not None
+    assert constraint.kind == "grammar"
+    assert ("read" in constraint.source) is (choice == "required")
+
+
+def test_thinking_is_turned_off_by_the_effort_none(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying("hello")
+    for effort, is_closed in (("none", True), ("low", False)):
+        ask(client, reasoning_effort=effort)
+        text = engine.tokenizer.decode(engine.requests[-1].prompt.token_ids)
+        assert text.endswith("<think>\n\n</think>\n\n") is is_closed
+
+
+def test_a_reply_that_was_begun_goes_on(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying(" prints 2.")
+    reply = ask(client, messages=[*MESSAGES, {"role": "assistant", "content": "a.py"}])
+    assert reply.choices[0].message.content == " prints 2."
+    assert engine.tokenizer.decode(engine.requests[-1].prompt.token_ids).endswith("<|im_start|>assistant\na.py")
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+CITY_TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": CITY | {"additionalProperties": False}}}
+    for name in ("weather", "population")
+]
+
+
+@pytest.fixture(scope="module")
+def daemon(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+    """A real engine over random weights: it writes what it must, and nothing sensible besides."""
+    with started_app(model, load_engine, kv_cache_dir=tmp_path_factory.mktemp("kv"), block_size=16) as server:
+        server.wait_ready()
+        yield server
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_of_random_weights_calls_the_tool_that_it_must_call(daemon: AppServer, stream: bool) -> None:
+    named = {"type": "function", "function": {"name": "population"}}
+    with OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0) as client:
+        for choice, names in (("required", {"weather", "population"}), (named, {"population"})):
+            for seed in range(3):
+                fields: dict[str, Any] = {"model": "agent", "messages": MESSAGES, "tools": CITY_TOOLS, "seed": seed}
+                fields |= {"tool_choice": choice, "parallel_tool_calls": False}
+                if stream:
+                    with client.chat.completions.stream(**fields) as events:
+                        reply = events.get_final_completion().choices[0]
+                else:
+                    reply = client.chat.completions.create(**fields).choices[0]
+                [(name, arguments)] = called(reply.message)
+                assert name in names
+                assert arguments in ({"city": "Oslo"}, {"city": "Rome"})
+                assert (reply.message.content or "", reply.finish_reason) == ("", "tool_calls")
+
+
+def test_a_reply_of_a_schema_or_a_call_is_one_of_both(daemon: AppServer) -> None:
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "city", "schema": CITY_TOOLS[0]["function"]["parameters"]},
+    }
+    fields: dict[str, Any] = {"model": "agent", "messages": MESSAGES, "tools": CITY_TOOLS, "response_format": form}
+    with OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0) as client:
+        for choice in client.chat.completions.create(**fields, n=8, seed=1, reasoning_effort="none").choices:
+            texts = [arguments for _, arguments in called(choice.message)] or [json.loads(choice.message.content or "")]
+            assert all(text in ({"city": "Oslo"}, {"city": "Rome"}) for text in texts)
+
+
+class City(BaseModel):
+    city: Literal["Oslo", "Rome"]
+
+
+def test_the_parse_helper_gets_an_object_of_its_class(daemon: AppServer) -> None:
+    with OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0) as client:
+        reply = client.chat.completions.parse(
+            model="agent", messages=MESSAGES, response_format=City, reasoning_effort="none", seed=5
+        )
+        assert isinstance(reply.choices[0].message.parsed, City)
+        tool = openai.pydantic_function_tool(City, name="weather")
+        forced = client.chat.completions.parse(
+            model="agent", messages=MESSAGES, tools=[tool], tool_choice="required", parallel_tool_calls=False, seed=5
+        )
+        [item] = forced.choices[0].message.tool_calls or []
+        assert isinstance(item.function.parsed_arguments, City)
+
+
+def test_props_and_the_model_card_tell_how_the_model_writes(server: AppServer) -> None:
+    with server.client() as client:
+        assert client.get("/props").json()["model"]["output_format"] == "hermes"
+        [card] = client.get("/v1/models").json()["data"]
+    assert {"tool_use", "reasoning"} <= set(card["capabilities"])
