@@ -17,7 +17,8 @@ class CacheOptions:
     `group`: only prompts of the same group are in the window of this one (8 bytes, see `group_of`; empty for those
     without a key); what was seen before the window counts whatever its group. `save`: whether anything is kept, or only
     restored. `ttl_s`: how long it is kept after its last use, in seconds; None leaves that to the daemon.
-    `reuse_generated`: keep the state of the first choice's reply, and restore that of earlier replies.
+    `reuse_generated`: keep the state of the first choice's reply, and restore that of earlier replies. `replay`:
+    earlier replies stand in the prompt as the tokens that were sampled, and this reply is remembered for that.
     """
 
     scope: Scope
@@ -26,6 +27,7 @@ class CacheOptions:
     save: bool = True
     ttl_s: float | None = None
     reuse_generated: bool = False
+    replay: bool = True
 
 
 def group_of(key: str) -> bytes:

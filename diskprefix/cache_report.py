@@ -30,7 +30,8 @@ class CacheReport:
     for the state of a reply that was decoded. `restore_ms`: reading, verifying and copying the state.
 
     `broken` is where the prompt leaves an earlier one although most of what follows is the same, `broken_line` the line
-    of the prompt there; None and empty if there is no such place, or nobody asks. `rewriting` is the prompt's.
+    of the prompt there; None and empty if there is no such place, or nobody asks. `rewriting` and
+    `replayed` are the prompt's.
     """
 
     selection: Selection
@@ -45,6 +46,7 @@ class CacheReport:
     broken: Break | None = None
     broken_line: str = ""
     rewriting: Rewriting = field(default_factory=Rewriting)
+    replayed: int = 0
 
     @property
     def diverged_at(self) -> int | None:

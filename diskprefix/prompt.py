@@ -73,6 +73,7 @@ class Prompt:
     system message and the tools, 0 if there is none. `text` is what a person reads in `inspect`. `media` holds
     what the model is given beside the tokens, images for example: with it, equal tokens are not equal prompts. `marks`
     are the positions that the client marked, in ascending order. `source` is None if nobody asks what its lines are.
+    `replayed` is the number of messages in whose place the tokens stand that were sampled for them.
     """
 
     token_ids: TokenIds
@@ -83,6 +84,7 @@ class Prompt:
     marks: tuple[Mark, ...] = ()
     rewriting: Rewriting = field(default_factory=Rewriting)
     source: Source | None = None
+    replayed: int = 0
 
 
 def last_safe(prompt: Prompt, limit: int) -> int:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from diskprefix.chat.boundaries import Offsets, neutralise, system_end, template_boundaries, template_markers
+from diskprefix.chat.boundaries import Offsets, Write, neutralise, system_end, template_boundaries, template_markers
 from diskprefix.chat.compression import shortened
 from diskprefix.chat.content import UNSUPPORTED, Media, holds_media, parts_for_template, read_media, text_for_template
+from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.marks import find_marks, mark_targets
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.normalisers import Normalisers
@@ -25,11 +27,14 @@ from diskprefix.chat.output.choose import choose_format
 from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.preview import preview_of_chat, preview_of_text
+from diskprefix.chat.replay import Origin, Replayed, SampledTurn, TurnStore, find_turns
+from diskprefix.chat.splice import Span, end_texts, find_spans, readings, with_turns
 from diskprefix.chat.template_input import (
     TemplateInput,
     message_for_template,
+    probe_of,
     variables_for_template,
-    with_other_user_message,
+    without_media,
 )
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.printable import shown
@@ -37,7 +42,7 @@ from diskprefix.prompt import Mark, Prompt, Rewriting, Source, raw_boundaries
 from diskprefix.tokens import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     from diskprefix.model.media import MediaProcessor
 
@@ -46,22 +51,32 @@ log = logging.getLogger("diskprefix")
 _TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError)
 """Raised by templates for messages that they were not written for."""
 
-_PROBED_CHARS_PER_POSITION = 32
-"""Of a longer text, only so many characters are encoded first. Real text has about four characters per token."""
-
 _REASON_CHARS = 200
 _NOWHERE = (0, 0)
 _END_TOKENS = 32
 """Enough to see whether the template opened a thought, and whether it closed it."""
+_MAX_RENDERINGS = 4
+"""To find out which remembered turns fit."""
 _PROBE_TEXT = "diskprefix"
 _SYSTEM: JsonObject = {"role": "system", "content": _PROBE_TEXT}
+
+
+class _Rendered(NamedTuple):
+    """What the template wrote for a conversation."""
+
+    conversation: Conversation
+    template_input: TemplateInput
+    text: str
+    spans: tuple[Span, ...] = ()
+    """Of replies in whose place sampled tokens stand."""
 
 
 class PromptRenderer:
     """Renders and tokenises the prompts of one model. May be called from several threads.
 
     `media` is the processor of a multimodal model. `normalisers` change conversations before they are rendered.
-    Aged messages of a conversation with more than `compress_above` tokens are left out.
+    Aged messages of a conversation with more than `compress_above` tokens are left out. `end_ids` are the tokens with
+    which the model ends a reply.
     """
 
     def __init__(
@@ -73,16 +88,19 @@ class PromptRenderer:
         media: MediaProcessor | None = None,
         normalisers: Normalisers = Normalisers(),  # noqa: B008 (immutable)
         compress_above: int | None = None,
+        end_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._normalisers = normalisers
         self._compress_above = compress_above
         self._media = media
-        self._max_positions = max_positions
+        self._encoder = Encoder(tokenizer, vocab_size=vocab_size, max_positions=max_positions)
         special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self._special = special | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self._added = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()} | self._special
         self._markers: dict[str, dict[str, int]] = {}
+        self._endings: dict[str, frozenset[str]] = {}
+        self.end_ids = frozenset({*end_ids, tokenizer.eos_token_id} - {None})
         self.vocab_size = vocab_size
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         self._warned_of_tools = False
@@ -104,15 +122,24 @@ class PromptRenderer:
         return choose_format(self._template([]), render, self._special)
 
     def chat(self, conversation: Conversation) -> Prompt:
-        """Returns the prompt of a conversation.
+        """Returns the prompt of a conversation, all of it as the template writes it.
 
         Raises `InvalidRequest` if the template or the model refuses the conversation, and `ContextTooLong` if the
         prompt exceeds the model's positions.
         """
+        return self.replay(conversation, None).prompt
+
+    def replay(self, conversation: Conversation, turns: TurnStore | None) -> Replayed:
+        """Returns the prompt of a conversation, with the tokens of the replies that `turns` remembers.
+
+        Raises as `chat` does, for what `chat` raises.
+        """
         conversation, rewriting = self._rewritten(conversation)
         media = read_media(conversation.messages, self._media)
-        prompt = self._chat(conversation) if media is None else self._chat_with_media(conversation, media)
-        return replace(prompt, rewriting=rewriting)
+        if media is not None:
+            return Replayed(replace(self._chat_with_media(conversation, media), rewriting=rewriting))
+        prompt, origin = self._replay(conversation, turns)
+        return Replayed(replace(prompt, rewriting=rewriting), origin)
 
     def _rewritten(self, conversation: Conversation) -> tuple[Conversation, Rewriting]:
         """Returns the conversation that is rendered. Of one with media nothing is left out."""
@@ -120,32 +147,53 @@ class PromptRenderer:
         limit = self._compress_above
         if limit is None or holds_media(conversation.messages) or self._has_at_most(limit, conversation):
             return conversation, rewriting
-        conversation, left_out = shortened(conversation, limit, self._count_tokens)
+        conversation, left_out = shortened(conversation, limit, self._encoder.count)
         return conversation, replace(rewriting, left_out=left_out)
 
     def _has_at_most(self, num_tokens: int, conversation: Conversation) -> bool:
         rendered = self._render(self._template_input(conversation), conversation.ending)
+        adds_bos = self._adds_bos(rendered)
         try:
-            encoding = self._encode(rendered, add_special_tokens=self._adds_bos(rendered), param=conversation.path)
+            encoding = self._encoder.encode(rendered, add_special_tokens=adds_bos, param=conversation.path)
         except ContextTooLong:
             return False
         return len(encoding["input_ids"]) <= num_tokens
 
-    def _count_tokens(self, texts: Sequence[str]) -> list[int]:
-        return [len(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]]
+    def _replay(self, conversation: Conversation, turns: TurnStore | None) -> Replayed:
+        if turns is not None and (found := find_turns(conversation.messages, turns)):
+            # Reasoning that the client left out may be too long.
+            with suppress(ContextTooLong):
+                return self._chat(self._rendered(conversation, found))
+        return self._chat(self._rendered(conversation, {}))
 
-    def _chat(self, conversation: Conversation) -> Prompt:
+    def _rendered(self, conversation: Conversation, found: Mapping[int, SampledTurn]) -> _Rendered:
+        """Renders with those of the remembered turns that fit."""
+        for _ in range(_MAX_RENDERINGS):
+            if not found:
+                break
+            said = replace(conversation, messages=with_turns(conversation.messages, found))
+            template_input = self._template_input(said)
+            text = self._try_render(template_input, said.ending)
+            read = partial(readings, self.output_format, said.tools or (), self._special, text)
+            spans = find_spans(text, found, self._endings_of(said.tools), read)
+            if len(spans) == len(found):
+                return _Rendered(said, template_input, text, tuple(spans.values()))
+            # What does not fit stands as the client sent it, which is not the text before that what does fit.
+            found = {index: found[index] for index in spans}
         template_input = self._template_input(conversation)
-        rendered = self._render(template_input, conversation.ending)
+        return _Rendered(conversation, template_input, self._render(template_input, conversation.ending))
+
+    def _chat(self, chat: _Rendered) -> Replayed:
+        conversation, template_input, rendered, spans = chat
         markers = self._markers_of(template_input.tools)
         neutral_parts, changed = neutralise(list(template_input), markers)
         neutral_input = TemplateInput(*neutral_parts)
         neutral = self._try_render(neutral_input, conversation.ending) if changed else None
-        encoding = self._encode(rendered, add_special_tokens=self._adds_bos(rendered), param=conversation.path)
-        token_ids = as_token_ids(encoding["input_ids"])
-        offsets = encoding["offset_mapping"]
-        boundaries = template_boundaries(token_ids, offsets, markers.values(), rendered, neutral)
-        probe = self._try_render(_probe(template_input), "reply")
+        adds_bos, path = self._adds_bos(rendered), conversation.path
+        encoded = self._encoder.encode_spliced(rendered, spans, adds_bos=adds_bos, param=path)
+        offsets = encoded.offsets
+        boundaries = template_boundaries(encoded.templates_ids, offsets, markers.values(), rendered, neutral)
+        probe = self._try_render(probe_of(template_input), "reply")
         marks: tuple[Mark, ...] = ()
         if targets := mark_targets(conversation):
             shown_as = template_input, rendered
@@ -153,15 +201,17 @@ class PromptRenderer:
                 # The text of a message must not pass for what the template writes at the end of a message.
                 shown_as = neutral_input, neutral
             render = partial(self._try_render, ending="none")
-            marks = find_marks(targets, *shown_as, offsets, len(token_ids), render)
-        return Prompt(
-            token_ids=token_ids,
+            marks = find_marks(targets, *shown_as, offsets, len(offsets), render)
+        prompt = Prompt(
+            token_ids=as_token_ids(encoded.token_ids),
             boundaries=boundaries,
             system_end=system_end(boundaries, offsets, rendered, probe) if probe else 0,
             text=preview_of_chat(template_input.messages),
             marks=marks,
             source=None if self._normalisers.is_off else _source(rendered, offsets),
+            replayed=len(spans),
         )
+        return Replayed(prompt, Origin.of(conversation.messages, rendered) if conversation.ending == "reply" else None)
 
     def _chat_with_media(self, conversation: Conversation, media: Media) -> Prompt:
         """Returns a prompt without boundaries: the cache is not used for prompts with media."""
@@ -170,7 +220,7 @@ class PromptRenderer:
         for message, sent in zip(template_input.messages, conversation.messages, strict=True):
             message["content"] = parts_for_template(sent.content) or text_for_template("")
         rendered = self._render(template_input, conversation.ending)
-        if rendered == self._try_render(_without_media(template_input), conversation.ending):
+        if rendered == self._try_render(without_media(template_input), conversation.ending):
             raise InvalidRequest(
                 f"{conversation.path}: the chat template leaves images and sounds out; use another one with "
                 "--chat-template",
@@ -178,9 +228,9 @@ class PromptRenderer:
                 code=UNSUPPORTED,
             )
         # The text alone may be too long; that is cheaper to find than to prepare the images.
-        self._encode(rendered, add_special_tokens=False, param=conversation.path)
+        self._encoder.encode(rendered, add_special_tokens=False, param=conversation.path)
         prepared = self._media.prepare(rendered, media.images, media.audio)
-        self._check_positions(len(prepared.token_ids), conversation.path)
+        self._encoder.check_positions(len(prepared.token_ids), conversation.path)
         return Prompt(token_ids=prepared.token_ids, media=prepared.tensors)
 
     def _adds_bos(self, rendered: str) -> bool:
@@ -212,12 +262,12 @@ class PromptRenderer:
         """
         offsets = None
         if isinstance(prompt, str):
-            encoding = self._encode(prompt, add_special_tokens=True, param="prompt")
+            encoding = self._encoder.encode(prompt, add_special_tokens=True, param="prompt")
             token_ids, offsets = as_token_ids(encoding["input_ids"]), encoding["offset_mapping"]
             text = prompt
         else:
-            self._check_positions(len(prompt), param="prompt")
-            self._check_vocabulary(prompt)
+            self._encoder.check_positions(len(prompt), param="prompt")
+            self._encoder.check_vocabulary(prompt)
             token_ids = as_token_ids(prompt)
             ends = prompt if len(prompt) <= 120 else [*prompt[:60], *prompt[-60:]]
             text = str(self._tokenizer.decode(ends))
@@ -236,7 +286,7 @@ class PromptRenderer:
 
     def detokenize(self, token_ids: list[int]) -> str:
         """Returns the text of tokens, special ones included. Raises `InvalidRequest` for an unknown token id."""
-        self._check_vocabulary(token_ids, param="tokens")
+        self._encoder.check_vocabulary(token_ids, param="tokens")
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def end_of(self, prompt: Prompt) -> str:
@@ -256,46 +306,6 @@ class PromptRenderer:
         bos = self._tokenizer.bos_token_id
         first = next((i for i, token_id in enumerate(token_ids.tolist()) if token_id != bos), len(token_ids))
         return boundaries if any(end > first for end in boundaries) else ()
-
-    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> BatchEncoding:
-        """Returns the token ids and offsets of `text`.
-
-        To encode megabytes of text takes many seconds and gigabytes of memory. So the beginning of a long text is
-        encoded first, and the whole text only if the beginning does not show that it is too long.
-        """
-        limit = self._max_positions * _PROBED_CHARS_PER_POSITION
-        if len(text) > limit:
-            begins = self._tokenizer(text[:limit], add_special_tokens=False, verbose=False)["input_ids"]
-            # Twice as many, because the last tokens of a text that is cut differ from those of the whole text.
-            if len(begins) >= 2 * self._max_positions:
-                raise self._too_long(f"more than {len(begins) // 2}", param)
-        encoding = self._tokenizer(
-            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
-        )
-        num_tokens = len(encoding["input_ids"])
-        if not num_tokens:
-            raise InvalidRequest(f"{param}: the prompt has no tokens", param=param)
-        self._check_positions(num_tokens, param)
-        return encoding
-
-    def _check_positions(self, num_tokens: int, param: str) -> None:
-        if num_tokens >= self._max_positions:
-            raise self._too_long(str(num_tokens), param)
-
-    def _too_long(self, num_tokens: str, param: str) -> ContextTooLong:
-        return ContextTooLong(
-            f"{param}: the prompt has {num_tokens} tokens, and this model has {self._max_positions} positions for "
-            "prompt and reply together",
-            param=param,
-        )
-
-    def _check_vocabulary(self, token_ids: Sequence[int], param: str = "prompt") -> None:
-        for index, token_id in enumerate(token_ids):
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidRequest(
-                    f"{param}.{index}: {token_id} is not a token id of this model (0 to {self.vocab_size - 1})",
-                    param=f"{param}.{index}",
-                )
 
     def _template_input(self, conversation: Conversation) -> TemplateInput:
         tools = conversation.tools
@@ -323,20 +333,34 @@ class PromptRenderer:
         """Returns the token ids of the template's markers, by their texts. Templates for tools may be other ones."""
         template = self._template(tools)
         if template not in self._markers:
-
-            def write(messages: Sequence[JsonObject], add_generation_prompt: bool) -> str:
-                # An empty list selects the same template as the real tools.
-                some_tools: list[JsonObject] | None = None if tools is None else []
-                for listed in ([_SYSTEM, *messages], list(messages)):
-                    ending: Ending = "reply" if add_generation_prompt else "none"
-                    rendered = self._try_render(TemplateInput(listed, some_tools, {}), ending)
-                    if rendered:
-                        return rendered
-                return ""
-
-            texts = template_markers(self._special.keys(), self._added.keys() - self._special.keys(), write)
+            texts = template_markers(
+                self._special.keys(), self._added.keys() - self._special.keys(), self._writer(tools)
+            )
             self._markers[template] = {text: self._added[text] for text in texts}
         return self._markers[template]
+
+    def _endings_of(self, tools: list[JsonObject] | None) -> frozenset[str]:
+        """Returns what may stand behind a reply."""
+        template = self._template(tools)
+        if template not in self._endings:
+            self._endings[template] = end_texts(
+                self._added, self.end_ids, self._writer(tools), self._encoder.first_token
+            )
+        return self._endings[template]
+
+    def _writer(self, tools: list[JsonObject] | None) -> Write:
+        """Returns what renders made-up conversations, to see what the template of `tools` writes."""
+        # An empty list selects the same template as the real tools.
+        some_tools: list[JsonObject] | None = None if tools is None else []
+
+        def write(messages: Sequence[JsonObject], add_generation_prompt: bool) -> str:
+            ending: Ending = "reply" if add_generation_prompt else "none"
+            for listed in ([_SYSTEM, *messages], list(messages)):
+                if rendered := self._try_render(TemplateInput(listed, some_tools, {}), ending):
+                    return rendered
+            return ""
+
+        return write
 
     def _render(self, template_input: TemplateInput, ending: Ending) -> str:
         """Renders, with content in the form that the template takes. Raises `InvalidRequest` as `_apply` does."""
@@ -377,21 +401,6 @@ class PromptRenderer:
         except InvalidRequest as error:
             log.debug("no boundaries are known: %s", error.message)
             return ""
-
-
-def _without_media(template_input: TemplateInput) -> TemplateInput:
-    return template_input._replace(
-        messages=[
-            {**message, "content": [part for part in message["content"] if part["type"] == "text"]}
-            for message in template_input.messages
-        ]
-    )
-
-
-def _probe(template_input: TemplateInput) -> TemplateInput:
-    """Returns the leading system messages and the tools, followed by a user message other than the real one."""
-    leading = template_input.leading_system
-    return template_input._replace(messages=with_other_user_message(leading, template_input.messages[len(leading) :]))
 
 
 def _source(text: str, offsets: Offsets) -> Source:

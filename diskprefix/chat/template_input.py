@@ -66,9 +66,25 @@ def _tool_call(call: ToolCall) -> JsonObject:
     return rendered if call.id is None else {"id": call.id, **rendered}
 
 
+def without_media(template_input: TemplateInput) -> TemplateInput:
+    """Returns the same with the text parts of each message alone."""
+    return template_input._replace(
+        messages=[
+            {**message, "content": [part for part in message["content"] if part["type"] == "text"]}
+            for message in template_input.messages
+        ]
+    )
+
+
 def with_other_user_message(messages: Sequence[JsonObject], rest: Sequence[JsonObject]) -> list[JsonObject]:
     """Returns `messages` and a user message that begins with another character than `rest`, their real continuation."""
     return [*messages, {"role": "user", "content": other_first_character(rest[0]["content"] if rest else "")}]
+
+
+def probe_of(template_input: TemplateInput) -> TemplateInput:
+    """Returns the leading system messages and the tools, followed by a user message other than the real one."""
+    leading = template_input.leading_system
+    return template_input._replace(messages=with_other_user_message(leading, template_input.messages[len(leading) :]))
 
 
 def other_first_character(text: str) -> str:

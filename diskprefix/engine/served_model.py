@@ -73,9 +73,10 @@ class ServedModel:
         """See `Scheduler`."""
         self.startup_timings: dict[str, float] = {}
         """Seconds by step of loading."""
-        self._eos = _eos_ids(self.model, self.tokenizer)
+        self.end_ids = _eos_ids(self.model, self.tokenizer)
+        """The tokens that end a reply."""
         self._special_tokens = special_tokens(self.tokenizer)
-        self.constraints = ConstraintCompiler(self.tokenizer, self._eos, _vocab_size(self.model))
+        self.constraints = ConstraintCompiler(self.tokenizer, self.end_ids, _vocab_size(self.model))
         self.pool = self._make_pool()
         if cache.layout.unsupported:
             self._require_uncached()
@@ -130,7 +131,7 @@ class ServedModel:
 
         `end` is why the reply ends here whatever the token is, None if it does not.
         """
-        if token in self._eos:
+        if token in self.end_ids:
             shown = text.push(token) if token in self._special_tokens.values() else ""
             return TextEvent(choice, shown + text.finish(), (token,)), "stop"
         new_text = text.push(token)

@@ -267,6 +267,7 @@ class CachedRequest:
             broken=self._broken,
             broken_line=self.prompt.source.line_at(self._broken.at) if self._broken and self.prompt.source else "",
             rewriting=self.prompt.rewriting,
+            replayed=self.prompt.replayed,
         )
         log.debug("%s", report.log_line())
         return report

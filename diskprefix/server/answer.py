@@ -18,6 +18,7 @@ from diskprefix.chat.content import holds_media
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.format import OutputFormat, OutputParser
 from diskprefix.chat.output.plain import PlainText
+from diskprefix.chat.replay import Replayed
 from diskprefix.engine.request import DoneEvent, GenerateRequest
 from diskprefix.prompt import Prompt
 from diskprefix.server.body import read_json
@@ -25,6 +26,8 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import log_context
+from diskprefix.server.protocols.anthropic_messages import Messages
+from diskprefix.server.protocols.anthropic_replies import AnthropicErrorBody, AnthropicEvent, AnthropicMessage
 from diskprefix.server.protocols.constraint import constraint_of
 from diskprefix.server.protocols.dialect import Arrival, Asked, Dialect, Head
 from diskprefix.server.protocols.fields import RequestBody
@@ -32,9 +35,9 @@ from diskprefix.server.protocols.openai_chat import Chat
 from diskprefix.server.protocols.openai_completions import Completions
 from diskprefix.server.protocols.openai_replies import ChatCompletion, ChatCompletionChunk, Completion
 from diskprefix.server.protocols.params import cache_options
-from diskprefix.server.protocols.reply import ReplyReader
 from diskprefix.server.protocols.responses.dialect import Responses
 from diskprefix.server.protocols.responses.replies import ModelResponse, ResponseStreamEvent
+from diskprefix.server.remembering import RememberingReader, reply_memory, stored_turns
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, PatientResponse
 
@@ -46,17 +49,21 @@ _ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 
 
 def described(
-    body: type[BaseModel], whole: type[BaseModel], chunk: type[BaseModel], error: type[BaseModel] = ErrorBody
+    body: type[BaseModel],
+    whole: type[BaseModel],
+    chunk: type[BaseModel] | None = None,
+    error: type[BaseModel] = ErrorBody,
 ) -> dict[str, Any]:
     """Returns the OpenAPI description of a route. FastAPI cannot see the body: `read_json` reads it."""
+    answer: dict[str, Any] = {"model": whole}
+    if chunk is not None:
+        schema = {"$ref": f"#/components/schemas/{chunk.__name__}"}
+        answer["description"] = "The reply; with `stream: true` server-sent events."
+        answer["content"] = {"text/event-stream": {"schema": schema}}
     return {
         "response_model": None,
         "responses": {
-            200: {
-                "model": whole,
-                "description": "The reply; with `stream: true` server-sent events.",
-                "content": {"text/event-stream": {"schema": {"$ref": f"#/components/schemas/{chunk.__name__}"}}},
-            },
+            200: answer,
             **{status: {"model": error} for status in _ERRORS},
         },
         "openapi_extra": {
@@ -94,6 +101,16 @@ async def responses(request: Request) -> Response:
     return await answer(request, Responses())
 
 
+@router.post(
+    "/v1/messages",
+    summary="Anthropic messages",
+    **described(Messages.body, AnthropicMessage, AnthropicEvent, AnthropicErrorBody),
+)
+async def messages(request: Request) -> Response:
+    """Reply to a conversation, in the form of Anthropic's API."""
+    return await answer(request, Messages())
+
+
 async def answer(request: Request, dialect: Dialect[B]) -> Response:
     """Reads a request, submits it, and returns what sends the reply.
 
@@ -108,8 +125,9 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
             body, scope=serving.scope, caller=context.caller.tenant, reuse_generated=daemon.settings.reuse_generated
         )
         asked = await dialect.read(body, Arrival(serving=serving, tenant=cache.tenant))
-        prompt = await _prompt(daemon, serving, asked, cache)
-        reader, generate = await asyncio.to_thread(_request, serving, asked, prompt, cache, dialect)
+        replayed = await prompt_of(asked.prompt, daemon, serving, cache)
+        reader, generate = await asyncio.to_thread(_request, serving, asked, replayed, cache, dialect)
+    prompt = replayed.prompt
     head = Head(
         id=generate.id,
         created=int(time.time()),
@@ -134,21 +152,25 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     return PatientResponse(generation, reader, writer)
 
 
-async def _prompt(daemon: Daemon, serving: Serving, asked: Asked, cache: CacheOptions) -> Prompt:
+async def prompt_of(
+    wanted: Conversation | str | list[int], daemon: Daemon, serving: Serving, cache: CacheOptions
+) -> Replayed:
     """Renders the prompt in a thread, and waits until the tenant's stored prompts are known."""
-    wanted = asked.prompt
     has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)
 
-    def make_prompt() -> tuple[Prompt, Future[None] | None]:
+    def make_prompt() -> tuple[Replayed, Future[None] | None]:
         renderer = serving.renderer
-        prompt = renderer.chat(wanted) if isinstance(wanted, Conversation) else renderer.completion(wanted)
-        return prompt, None if prompt.media else serving.engine.cache.load(cache.tenant)
+        if isinstance(wanted, Conversation):
+            replayed = renderer.replay(wanted, stored_turns(serving, cache))
+        else:
+            replayed = Replayed(renderer.completion(wanted))
+        return replayed, None if replayed.prompt.media else serving.engine.cache.load(cache.tenant)
 
-    prompt, loading = await daemon.prepare(make_prompt, has_media=has_media)
+    replayed, loading = await daemon.prepare(make_prompt, has_media=has_media)
     if loading is not None:
         # It takes long for a tenant who was not here lately. Others may wait for it too when this client goes away.
         await asyncio.shield(asyncio.wrap_future(loading))
-    return prompt
+    return replayed
 
 
 def _clamped_to(asked: Asked, prompt: Prompt, max_positions: int) -> int | None:
@@ -158,12 +180,13 @@ def _clamped_to(asked: Asked, prompt: Prompt, max_positions: int) -> int | None:
 
 
 def _request(
-    serving: Serving, asked: Asked, prompt: Prompt, cache: CacheOptions, dialect: Dialect[B]
-) -> tuple[ReplyReader, GenerateRequest]:
+    serving: Serving, asked: Asked, replayed: Replayed, cache: CacheOptions, dialect: Dialect[B]
+) -> tuple[RememberingReader, GenerateRequest]:
     """Returns what the engine gets, and what reads the reply. Without a conversation, all of the reply is content.
 
     Raises `InvalidRequest` for a constraint that cannot be compiled, which may take a second.
     """
+    prompt, memory = replayed.prompt, reply_memory(serving, cache, replayed.origin)
     is_chat, choice = isinstance(asked.prompt, Conversation), asked.tool_choice
     output_format: OutputFormat = serving.renderer.output_format if is_chat else PlainText()
     tools = choice.allowed(asked.prompt.tools or ()) if isinstance(asked.prompt, Conversation) else []
@@ -181,4 +204,4 @@ def _request(
     def new_parser() -> OutputParser:
         return output_format.parser(tools, prompt_end)
 
-    return ReplyReader(new_parser, dialect.call_id_prefix, many_calls=choice.many), generate
+    return RememberingReader(new_parser, dialect.call_id_prefix, memory, many_calls=choice.many), generate

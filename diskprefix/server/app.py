@@ -11,13 +11,15 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from diskprefix.server import answer, models, responses, status, tokenizing
+from diskprefix.server import answer, counting, models, responses, status, tokenizing
 from diskprefix.server.access_log import AccessLog
 from diskprefix.server.auth import OPEN_PATHS, Auth
 from diskprefix.server.browser_guard import BrowserGuard
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.errors import HANDLERS
 from diskprefix.server.keys import ApiKeys
+from diskprefix.server.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
+from diskprefix.server.protocols.anthropic_replies import AnthropicEvent
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.server.protocols.openai_completions import CompletionRequest
 from diskprefix.server.protocols.openai_replies import ChatCompletionChunk
@@ -35,9 +37,12 @@ Every response says what the cache did (`prefix_cache`) and where the time went 
 _OUTSIDE_FASTAPI: tuple[type[BaseModel], ...] = (
     ChatRequest,
     CompletionRequest,
+    MessagesRequest,
+    CountTokensRequest,
     ChatCompletionChunk,
     ResponseRequest,
     ResponseStreamEvent,
+    AnthropicEvent,
     TokenizeRequest,
     DetokenizeRequest,
 )
@@ -79,6 +84,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.add_middleware(AccessLog, metrics=daemon.metrics)
     app.include_router(answer.router)
     app.include_router(responses.router)
+    app.include_router(counting.router)
     app.include_router(models.router)
     app.include_router(tokenizing.router)
     app.include_router(status.router)

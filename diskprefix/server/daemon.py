@@ -167,6 +167,7 @@ class Daemon:
             media=engine.media,
             normalisers=normalisers,
             compress_above=compress_above,
+            end_ids=engine.end_ids,
         )
         renderer.warm_up()
         inbox = Inbox(

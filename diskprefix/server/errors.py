@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -95,15 +96,16 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_error(fault: Fault, request_id: str) -> dict[str, Any]:
-    """Anthropic's form. It has no field for `param` and `code`; clients ignore what they do not know."""
+    """Returns an error in Anthropic's form, whose `details` tell what a program may need."""
     kind = _ANTHROPIC_TYPES.get(fault.status, "invalid_request_error" if fault.status < 500 else "api_error")
-    error = {"type": kind, "message": fault.message, "param": fault.param, "code": fault.code}
+    details = {"error_code": fault.code, "param": fault.param}
+    error = {"type": kind, "message": fault.message, "details": details}
     return {"type": "error", "error": error, "request_id": request_id}
 
 
 def _written(scope: Scope, fault: Fault) -> dict[str, Any]:
-    """Returns the error in the form of the API whose path was called."""
-    if scope["path"].startswith(_ANTHROPIC_PATH):
+    """Returns the error in the form of the API that was called. Anthropic's clients name theirs on every route."""
+    if scope["path"].startswith(_ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope):
         return anthropic_error(fault, log_context(Request(scope)).request_id)
     return openai_error(fault)
 

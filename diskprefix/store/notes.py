@@ -142,15 +142,17 @@ class Notes:
 
     def _replace(self, key: bytes, value: bytes | None) -> None:
         """The caller holds the lock."""
-        self.waiting_bytes += len(value or b"") - len(self._waiting.get(key) or b"")
+        if key in self._waiting:
+            self.waiting_bytes -= _waiting_size(self._waiting[key])
         self._waiting[key] = value
+        self.waiting_bytes += _waiting_size(value)
 
     def _forget(self, written: dict[bytes, bytes | None]) -> None:
         """What was replaced while it was written still waits."""
         with self._lock:
             for key, value in written.items():
                 if self._waiting.get(key, b"") is value:
-                    self.waiting_bytes -= len(self._waiting.pop(key) or b"")
+                    self.waiting_bytes -= _waiting_size(self._waiting.pop(key))
             roots = {key[:HASH_BYTES] for key in self._waiting}
             self._roots = {root: record for root, record in self._roots.items() if root in roots}
 
@@ -174,6 +176,11 @@ class Notes:
         for note in notes:
             if note.key not in lost:
                 self._sizes[note.root] = self._sizes.get(note.root, 0) + note.num_bytes
+
+
+def _waiting_size(value: bytes | None) -> int:
+    """A deletion waits too."""
+    return 1 if value is None else len(value)
 
 
 @dataclass(frozen=True)

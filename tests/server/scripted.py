@@ -124,6 +124,7 @@ class ScriptedEngine:
         self.media: Any = None
         self.max_positions = POSITIONS
         self.max_sequences = 1
+        self.end_ids: frozenset[int] = frozenset()
         self.model_name = "scripted"
         self.identity = {"root": "0123456789abcdef0123456789abcdef"}
         self.startup_timings = {"weights": 0.5}
@@ -197,6 +198,7 @@ class ScriptedNotes:
 
     noted: dict[tuple[Tenant, NoteKind, str], bytes]
     tenant: Tenant
+    ttl_s: float = 1.0
 
     def put(self, kind: NoteKind, id_: str, content: bytes) -> bool:
         self.noted[self.tenant, kind, id_] = content

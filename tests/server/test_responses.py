@@ -334,6 +334,27 @@ def test_a_response_of_another_key_or_salt_is_not_found(client: OpenAI, server: 
     assert http.post(ROUTE, json=on | {"cache_salt": "s"}).status_code == 200
 
 
+def test_the_tokens_of_an_input_are_counted_as_the_request_then_has_them(
+    client: OpenAI, engine: ScriptedEngine, http: httpx.Client
+) -> None:
+    first = client.responses.create(model=MODEL, input="Count.")
+    fields: Any = {
+        "model": MODEL,
+        "input": [{"role": "user", "content": "On."}],
+        "instructions": "Be brief.",
+        "previous_response_id": first.id,
+        "tools": [WEATHER],
+    }
+    engine.requests.clear()
+    counted = client.responses.input_tokens.count(**fields)
+    assert engine.requests == []
+    client.responses.create(**fields)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == len(engine.requests[-1].prompt.token_ids)
+    refused = http.post(f"{ROUTE}/input_tokens", json={"input": []})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+
+
 CODEX: dict[str, Any] = {
     "model": MODEL,
     "input": [

@@ -4,12 +4,14 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.store import notes as notes_module
+from diskprefix.store.changes import Changes
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.note_record import NoteKind, note_key, note_limit, root_limit
 from diskprefix.store.notes import Notes, TenantNotes
@@ -206,6 +208,32 @@ def test_what_waits_is_bounded_and_counts_what_was_replaced_or_written_no_more(
         assert of(notes).put(RESPONSE, "resp_3", noise(600))
     assert of(notes).put(RESPONSE, "resp_4", noise(600))
     assert not of(notes).put(RESPONSE, "resp_5", noise(600))
+
+
+def test_what_is_replaced_or_deleted_while_it_is_written_is_written_next(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, changes = new_notes(store), store.changes
+    of(notes).put(RESPONSE, "replaced", b"old")
+    of(notes).put(RESPONSE, "deleted", b"old")
+
+    @contextmanager
+    def meanwhile() -> Iterator[Changes]:
+        with changes() as found:
+            yield found
+        of(notes).put(RESPONSE, "replaced", b"new")
+        of(notes).delete(RESPONSE, "deleted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "changes", meanwhile)
+        notes.write()
+    assert of(notes).get(RESPONSE, "replaced") == b"new"
+    assert of(notes).get(RESPONSE, "deleted") is None
+    assert notes.is_waiting
+    notes.write()
+    assert of(new_notes(store)).get(RESPONSE, "replaced") == b"new"
+    assert of(new_notes(store)).get(RESPONSE, "deleted") is None
+    assert notes.waiting_bytes == 0
 
 
 @pytest.mark.parametrize("failure", [StoreFull("full"), StoreUnavailable("gone")])

@@ -26,8 +26,8 @@ from diskprefix.server.protocols.structured_outputs import StructuredOutputs, Te
 from diskprefix.settings import parse_duration
 
 
-class CacheControl(Body, extra="forbid"):
-    """A mark in the form of Anthropic's API. A field that is not listed here is refused."""
+class CacheControl(Body):
+    """A mark in the form of Anthropic's API."""
 
     type: Literal["ephemeral"] = Field(description="`ephemeral`.")
     ttl: Literal["5m", "1h"] | None = Field(default=None, description="Time to live after the last use.")
@@ -114,6 +114,10 @@ class PrefixCacheOptions(Body, extra="forbid"):
         default=None,
         description="Keep the reply's state, and restore that of earlier replies, which is not exact bit for bit. "
         "Without effect where a model is exact at every token: then replies are kept by the scope.",
+    )
+    replay: bool = Field(
+        default=True,
+        description="`false`: the chat template writes all earlier replies anew, and this reply is not remembered.",
     )
     save: bool = Field(default=True, description="`false`: restore what is stored, but keep nothing of this request.")
     ttl: Annotated[

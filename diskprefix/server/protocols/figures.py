@@ -58,6 +58,10 @@ class CacheReply(BaseModel):
     broken_by: BreakReply | None = Field(default=None, description="Present if less was found because of one line.")
     left_out: LeftOutReply | None = Field(default=None, description="Present if aged messages were left out.")
     changed: list[ChangeReply] = Field(default=[], description="Present if normalisers changed something.")
+    replayed: int = Field(
+        default=0,
+        description="Present above 0: so many earlier replies stand in the prompt as the tokens sampled then.",
+    )
 
 
 class TimingsReply(BaseModel):
@@ -102,6 +106,8 @@ def _cache_reply(done: DoneEvent) -> dict[str, Any]:
         reply["changed"] = [change._asdict() for change in changes]
     if (left_out := report.rewriting.left_out) is not None:
         reply["left_out"] = left_out._asdict()
+    if report.replayed:
+        reply["replayed"] = report.replayed
     return reply if report.exact else reply | {"exact": False}
 
 

@@ -72,6 +72,7 @@ def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant, reuse_gene
         save=asked.save,
         ttl_s=_RETENTION_S.get(body.prompt_cache_retention or "") if asked.ttl is None else asked.ttl,
         reuse_generated=reuse_generated if asked.reuse_generated is None else asked.reuse_generated,
+        replay=asked.replay,
     )
 
 

@@ -96,6 +96,8 @@ class ReplyReader:
         self._call_id_prefix = call_id_prefix
         self._many_calls = many_calls
         self._parsers: dict[int, OutputParser] = {}
+        self.shortened: set[int] = set()
+        """The choices of which not all calls are passed on."""
         self._called: set[int] = set()
         """The choices that called a tool."""
         self._thinking: set[int] = set()
@@ -139,6 +141,7 @@ class ReplyReader:
         named: list[ReplyDelta] = []
         for delta in deltas:
             if isinstance(delta, ToolCallBegin | ToolCallDelta) and delta.index and not self._many_calls:
+                self.shortened.add(choice)
                 continue
             if isinstance(delta, ToolCallBegin):
                 self._called.add(choice)

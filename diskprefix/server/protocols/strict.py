@@ -31,6 +31,21 @@ def by_json_type(expected: str) -> Discriminator:
     )
 
 
+def by_type(*types: str, expected: str, other: str | None = None) -> Discriminator:
+    """Chooses a member of a union by the field `type` of an object: `~` and the type, or `other` for types not listed.
+
+    `expected` completes the error if there is no such member: "must be ...".
+    """
+
+    def tag(value: object) -> str | None:
+        if not isinstance(value, dict):
+            return None
+        kind = value.get("type")
+        return f"~{kind}" if kind in types else other
+
+    return Discriminator(tag, custom_error_type="type", custom_error_message=f"Input should be {expected}")
+
+
 TextOrObject: TypeAlias = Annotated[
     Annotated[str, Tag("~text")] | Annotated[JsonObject, Tag("~object")],
     by_json_type("JSON text or an object"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Annotated, Literal, TypeAlias, cast
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
@@ -110,19 +111,20 @@ class ResponseRequest(RequestBody, Unmarkable):
     def is_stored(self) -> bool:
         return self.store is not False
 
-    @property
+    @cached_property
     def offered(self) -> Tools:
         """The functions. `tool_choice: none` leaves them out."""
         return Tools(cast("list[JsonObject]", self.tools or []) if self.tool_choice != "none" else [])
 
-    def choice(self, offered: Tools) -> ToolChoice:
+    @property
+    def choice(self) -> ToolChoice:
         """Raises `InvalidRequest` for a function that is not offered."""
         many = self.parallel_tool_calls is not False
         if isinstance(self.tool_choice, ToolChoiceBody):
             choice = self.tool_choice.neutral(many=many)
         else:
             choice = ToolChoice(self.tool_choice or "auto", many=many)
-        choice.check(offered.functions)
+        choice.check(self.offered.functions)
         return choice
 
     @property

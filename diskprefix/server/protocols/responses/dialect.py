@@ -43,25 +43,27 @@ class Responses:
     async def read(self, body: ResponseRequest, arrival: Arrival) -> Asked:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
-        self._store = ResponseStore(arrival.serving.engine.cache.notes(arrival.tenant))
-        items = await asyncio.to_thread(self._items, body, self._store)
-        offered = body.offered
         sampling = sampling_params(
             body, arrival.serving.renderer.vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs
         )
-        conversation = Conversation(
+        return Asked(
+            prompt=await self.conversation(body, arrival),
+            sampling=sampling,
+            tool_choice=body.choice,
+            text_format=body.text_format,
+        )
+
+    async def conversation(self, body: ResponseRequest, arrival: Arrival) -> Conversation:
+        """Returns what the prompt is rendered from. Raises `InvalidRequest` for what is not stored."""
+        self._store = ResponseStore(arrival.serving.engine.cache.notes(arrival.tenant))
+        items = await asyncio.to_thread(self._items, body, self._store)
+        return Conversation(
             messages=[*_instructions(body), *messages_of(items)],
-            tools=offered.functions or None,
-            tool_marks=offered.marks,
-            tool_paths=offered.paths,
+            tools=body.offered.functions or None,
+            tool_marks=body.offered.marks,
+            tool_paths=body.offered.paths,
             reasoning_effort=body.effort,
             path="input",
-        )
-        return Asked(
-            prompt=conversation,
-            sampling=sampling,
-            tool_choice=body.choice(offered),
-            text_format=body.text_format,
         )
 
     def writer(self, body: ResponseRequest, head: Head) -> ResponseWriter:

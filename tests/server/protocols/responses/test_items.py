@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from copy import deepcopy
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diskprefix.chat.messages import (
     AudioPart,
@@ -22,7 +25,7 @@ from diskprefix.server.body import parse_json
 from diskprefix.server.protocols.dialect import ToolChoice
 from diskprefix.server.protocols.responses import tools as tools_module
 from diskprefix.server.protocols.responses.body import ResponseRequest
-from diskprefix.server.protocols.responses.items import ReferenceItem, messages_of, stored_form
+from diskprefix.server.protocols.responses.items import ReferenceItem, SpokenItem, messages_of, stored_form
 from diskprefix.server.protocols.structured_outputs import TextFormat
 
 USER = {"role": "user", "content": "hello"}
@@ -194,8 +197,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     ],
 )
 def test_a_tool_choice_says_what_may_be_called_and_whether_it_must(fields: dict[str, Any], choice: ToolChoice) -> None:
-    request = body(tools=[READ], **fields)
-    assert request.choice(request.offered) == choice
+    assert body(tools=[READ], **fields).choice == choice
 
 
 def test_without_a_choice_the_tools_are_left_out_of_the_prompt() -> None:
@@ -206,7 +208,7 @@ def test_without_a_choice_the_tools_are_left_out_of_the_prompt() -> None:
 def test_a_tool_choice_that_cannot_be_met_is_refused(choice: Any) -> None:
     request = body(tools=[{"type": "web_search"}], tool_choice=choice)
     with pytest.raises(InvalidRequest) as caught:
-        request.choice(request.offered)
+        _ = request.choice
     assert caught.value.param == "tool_choice"
 
 
@@ -319,3 +321,63 @@ def test_a_body_that_cannot_be_served_is_refused_with_its_path(fields: dict[str,
     assert caught.value.param == param
     assert caught.value.message.startswith(f"{param}: ")
     assert "\n" not in caught.value.message
+
+
+WHOLE: dict[str, Any] = {
+    "input": [
+        USER | {"cache_control": {"type": "ephemeral", "ttl": "5m"}},
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "y"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "content": None},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "x"}, {"type": "refusal", "refusal": "y"}]},
+        CALL,
+        OUTPUT | {"output": [{"type": "input_text", "text": "x"}]},
+        {"id": "msg_1"},
+    ],
+    "instructions": "x",
+    "tools": [READ, {"type": "web_search"}],
+    "tool_choice": allowed("auto", "read"),
+    "text": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": [LOGPROBS],
+    "metadata": {"a": "b"},
+}
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["function", "id"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "id", "x"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Each container within a value, with each of its keys."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
+
+
+@given(st.data())
+@settings(max_examples=600)
+def test_whatever_is_wrong_in_a_body_is_refused_with_a_param_or_says_what_it_asks_for(data: st.DataObject) -> None:
+    changed = deepcopy(WHOLE)
+    for _ in range(data.draw(st.integers(1, 2))):
+        container, key = data.draw(st.sampled_from(places(changed)))
+        if data.draw(st.booleans()) and isinstance(container, dict):
+            del container[key]
+        else:
+            container[key] = data.draw(_JSON)
+    error = error_of(changed)
+    assert error is None or (error.param and "\n" not in error.message)
+
+
+def error_of(fields: dict[str, Any]) -> InvalidRequest | None:
+    try:
+        request = parse_json(json.dumps(fields).encode(), ResponseRequest)
+        _ = request.offered, request.choice, request.text_format, request.echo, request.logprobs
+        if isinstance(request.input, list):
+            items = [item for item in request.input if isinstance(item, SpokenItem)]
+            messages_of((item, "input") for item in items)
+            assert json.dumps([stored_form(item) for item in items])
+    except InvalidRequest as error:
+        return error
+    return None

@@ -1,0 +1,224 @@
+"""Replies that come back in a conversation, as the tokens that the model sampled.
+
+What a client sends back is not what the model wrote: arguments are formatted anew, blanks change, reasoning is left
+out. So each reply is remembered under what comes back of it and the conversation before it. README.md describes how its
+tokens get into a later prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from diskprefix.chat.messages import Message, TextPart
+from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.template_input import PART_SEPARATOR
+from diskprefix.prompt import Prompt
+
+_ID_BYTES = 32
+
+
+class TurnStore(Protocol):
+    """The remembered turns of one tenant and one model. Its methods do not raise; `get` may wait for the disk."""
+
+    def get(self, id_: str) -> bytes | None: ...
+
+    def put(self, id_: str, record: bytes) -> None: ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a reply says. `calls` have the name and the arguments of each call, as JSON text if the model wrote that."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of_deltas(cls, deltas: Iterable[OutputDelta]) -> Turn:
+        content, reasoning = [], []
+        calls: dict[int, list[str]] = {}
+        for delta in deltas:
+            if isinstance(delta, ContentDelta):
+                content.append(delta.text)
+            elif isinstance(delta, ReasoningDelta):
+                reasoning.append(delta.text)
+            elif isinstance(delta, ToolCallBegin):
+                calls[delta.index] = [delta.name]
+            elif isinstance(delta, ToolCallDelta):
+                calls[delta.index].append(delta.arguments)
+        named = tuple((name, "".join(arguments)) for name, *arguments in calls.values())
+        return cls("".join(content), "".join(reasoning), named)
+
+    def canonical(self) -> list[Any]:
+        """Returns what is left when blanks at the ends of texts and the formatting of arguments do not count."""
+        calls = [[name, _canonical_arguments(arguments)] for name, arguments in self.calls]
+        return [self.content.strip(), self.reasoning.strip(), calls]
+
+
+def _canonical_arguments(arguments: str | Mapping[str, Any]) -> str:
+    """Returns JSON text with sorted keys, without blanks. 1.0 is 1. What is not JSON stays as it is."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.dumps(_canonical_numbers(value), sort_keys=True, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return str(arguments)
+
+
+def _canonical_numbers(value: Any) -> Any:
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, dict):
+        return {name: _canonical_numbers(member) for name, member in value.items()}
+    return [_canonical_numbers(member) for member in value] if isinstance(value, list) else value
+
+
+class ConversationHash:
+    """A hash of a conversation that grows. Reasoning, the ids of calls and formatting make no difference to it."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=_ID_BYTES)
+
+    def copy(self) -> ConversationHash:
+        other = ConversationHash()
+        other._hash = self._hash.copy()
+        return other
+
+    def add(self, message: Message) -> None:
+        text = PART_SEPARATOR.join(part.text for part in message.content if isinstance(part, TextPart))
+        calls = [[call.name, _canonical_arguments(call.arguments)] for call in message.tool_calls]
+        self._add(message.role, text.strip(), calls)
+
+    def add_reply(self, turn: Turn) -> None:
+        content, _, calls = turn.canonical()
+        self._add("assistant", content, calls)
+
+    def ids(self, call_ids: Sequence[str | None]) -> list[str]:
+        """Returns the ids of the last message, with all that came before it: with the ids of its calls, which tell two
+        equal conversations apart, and without, for clients that change them."""
+        with_calls = self._hash.copy()
+        with_calls.update(json.dumps(call_ids).encode())
+        without = self._hash.hexdigest()
+        return [with_calls.hexdigest(), without] if any(call_ids) else [without]
+
+    def _add(self, role: str, text: str, calls: list[list[str]]) -> None:
+        self._hash.update(json.dumps([role, text, calls]).encode() + b"\n")
+
+
+class Place(NamedTuple):
+    """A place in a text: behind so many characters, with this hash."""
+
+    num_chars: int
+    digest: str
+
+
+class TextHash:
+    """The places in a text. They must be asked for in ascending order."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._end = 0
+        self._hash = hashlib.blake2b(digest_size=_ID_BYTES)
+
+    def place(self, num_chars: int) -> Place:
+        self._hash.update(self._text[self._end : num_chars].encode("utf-8", "surrogatepass"))
+        self._end = num_chars
+        return Place(num_chars, self._hash.hexdigest())
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """A remembered reply: what it says, the tokens that were sampled, without the token that ended it, and where it
+    began."""
+
+    turn: Turn
+    token_ids: tuple[int, ...]
+    place: Place
+
+    def encode(self) -> bytes:
+        turn = self.turn
+        return json.dumps([turn.content, turn.reasoning, turn.calls, self.token_ids, self.place]).encode()
+
+    @classmethod
+    def decode(cls, record: bytes) -> SampledTurn:
+        """Raises `ValueError` for a record that `encode` did not write."""
+        content, reasoning, calls, token_ids, place = json.loads(record)
+        turn = Turn(content, reasoning, tuple((name, arguments) for name, arguments in calls))
+        return cls(turn, tuple(token_ids), Place(*place))
+
+
+def find_turns(messages: Sequence[Message], turns: TurnStore) -> dict[int, SampledTurn]:
+    """Returns what is remembered of the assistant's messages, by their index, in ascending order."""
+    found = {}
+    conversation = ConversationHash()
+    for index, message in enumerate(messages):
+        conversation.add(message)
+        if message.role == "assistant":
+            ids = conversation.ids([call.id for call in message.tool_calls])
+            sampled = next(filter(None, map(_decoded, map(turns.get, ids))), None)
+            if sampled is not None and _says(message, sampled.turn):
+                found[index] = sampled
+    return found
+
+
+def _decoded(record: bytes | None) -> SampledTurn | None:
+    if record is None:
+        return None
+    try:
+        return SampledTurn.decode(record)
+    except (ValueError, TypeError):
+        return None
+
+
+def _says(message: Message, turn: Turn) -> bool:
+    """Whether the reasoning of `message`, if the client kept it, is that of `turn`. The id compares the rest."""
+    kept = (message.reasoning or "").strip()
+    return not kept or kept == turn.reasoning.strip()
+
+
+class Origin(NamedTuple):
+    """What a reply was sampled for: a conversation, and the place behind its rendered text."""
+
+    conversation: ConversationHash
+    place: Place
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], rendered: str) -> Origin:
+        conversation = ConversationHash()
+        for message in messages:
+            conversation.add(message)
+        return cls(conversation, TextHash(rendered).place(len(rendered)))
+
+
+class Replayed(NamedTuple):
+    """A prompt with the tokens of earlier replies. `origin` is None if its reply cannot be remembered."""
+
+    prompt: Prompt
+    origin: Origin | None = None
+
+
+class ReplyMemory:
+    """Remembers the replies to one request. `end_ids` are the tokens that end a reply."""
+
+    def __init__(self, turns: TurnStore, origin: Origin, end_ids: frozenset[int]) -> None:
+        self._turns = turns
+        self._origin = origin
+        self._end_ids = end_ids
+
+    def remember(self, turn: Turn, call_ids: Sequence[str], token_ids: Sequence[int], *, was_cut: bool) -> None:
+        """Remember one reply. `was_cut`: it ended with its length, not by a token or a stop string.
+
+        A stop string is in the tokens and not in the text, so such a reply is not remembered.
+        """
+        has_end = bool(token_ids) and token_ids[-1] in self._end_ids
+        if not has_end and not was_cut:
+            return
+        conversation = self._origin.conversation.copy()
+        conversation.add_reply(turn)
+        sampled = SampledTurn(turn, tuple(token_ids[:-1] if has_end else token_ids), self._origin.place)
+        if sampled.token_ids:
+            for id_ in conversation.ids(call_ids):
+                self._turns.put(id_, sampled.encode())

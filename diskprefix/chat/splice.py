@@ -1,0 +1,143 @@
+"""Puts sampled tokens into a prompt, in the place of the text that the chat template writes for the same reply."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice, pairwise
+from typing import NamedTuple
+
+from diskprefix.chat.boundaries import Offsets, Write
+from diskprefix.chat.messages import JsonObject, Message, TextPart, ToolCall
+from diskprefix.chat.output.format import OutputFormat
+from diskprefix.chat.replay import SampledTurn, TextHash, Turn
+
+_ENDS_TRIED = 4
+"""A text may contain what ends it, and the template may write it inside of a reply (GPT-OSS does)."""
+_END_CHARS = 200
+"""Of the text before a reply, for a parser to see whether the template opened a thought."""
+_REPLY = "A reply."
+
+
+class Span(NamedTuple):
+    """The text of a reply, in characters of the rendered conversation, and the tokens that were sampled for it."""
+
+    begin: int
+    end: int
+    token_ids: tuple[int, ...]
+
+
+class Encoded(NamedTuple):
+    """A text as token ids. A sampled token has the offsets of its whole span."""
+
+    token_ids: list[int]
+    offsets: list[tuple[int, int]]
+    templates_ids: list[int]
+    """`token_ids` with -1 for the sampled ones: the template did not write those."""
+
+
+def with_turns(messages: Sequence[Message], found: Mapping[int, SampledTurn]) -> list[Message]:
+    """Returns `messages` with those that are remembered (by their index) in the words that were."""
+    return [
+        with_turn(message, found[index].turn) if index in found else message for index, message in enumerate(messages)
+    ]
+
+
+def with_turn(message: Message, turn: Turn) -> Message:
+    """Returns `message` in the words that were remembered, with the reasoning that the client may have left out.
+
+    The ids of calls stay those of the client, because the results refer to them.
+    """
+    sent = zip(message.tool_calls, turn.calls, strict=True)
+    calls = tuple(ToolCall(call.id, name, arguments) for call, (name, arguments) in sent)
+    marks = [part.mark for part in message.content if isinstance(part, TextPart) and part.mark is not None]
+    content = (TextPart(turn.content, message.path, marks[-1] if marks else None),) if turn.content else ()
+    return replace(message, content=content, tool_calls=calls, reasoning=turn.reasoning or None)
+
+
+def end_texts(
+    added: Mapping[str, int], end_ids: Collection[int], write: Write, first_token: Callable[[str], int | None]
+) -> frozenset[str]:
+    """Returns the texts of the tokens that may stand at the end of a reply: those that the model ends a reply with
+    (`end_ids`), and what the template writes behind a made-up reply.
+
+    `added` are the tokenizer's added tokens. `first_token` returns the first token id of a text: only where that is the
+    token itself, what was sampled before it cannot merge with it.
+    """
+    texts = {text for text, token_id in added.items() if token_id in end_ids}
+    user = {"role": "user", "content": "A question?"}
+    behind = write([user, {"role": "assistant", "content": _REPLY}, user], False).partition(_REPLY)[2].lstrip()
+    texts.add(max((text for text in added if behind.startswith(text)), key=len, default=""))
+    return frozenset(text for text in texts if text and first_token(f"{text}\nx") == added[text])
+
+
+def find_spans(
+    rendered: str,
+    found: Mapping[int, SampledTurn],
+    endings: Collection[str],
+    readings: Callable[[int, int], Iterable[Turn]],
+) -> dict[int, Span]:
+    """Returns the spans of the replies `found` (by the index of their message), as far as they fit.
+
+    A reply fits if the text before it is what it was when the reply was sampled, and if the template writes it so that
+    one of its `readings` (of a part of `rendered`, in characters) is what it says. `endings` are what the template may
+    write at its end.
+    """
+    text_hash, end_of_last, spans = TextHash(rendered), 0, {}
+    pattern = re.compile("|".join(map(re.escape, sorted(endings, key=len, reverse=True))) or "(?!)")
+    for index, sampled in sorted(found.items(), key=lambda item: item[1].place.num_chars):
+        begin = sampled.place.num_chars
+        if begin < end_of_last or text_hash.place(begin) != sampled.place:
+            continue
+        wanted = sampled.turn.canonical()
+        ends = (match.start() for match in islice(pattern.finditer(rendered, begin), _ENDS_TRIED))
+        read = partial(_reads, readings, wanted, begin)
+        end = next(filter(read, ends), None)
+        if end is not None:
+            spans[index] = Span(begin, end, sampled.token_ids)
+            end_of_last = end
+    return spans
+
+
+def _reads(readings: Callable[[int, int], Iterable[Turn]], wanted: object, begin: int, end: int) -> bool:
+    return any(turn.canonical() == wanted for turn in readings(begin, end))
+
+
+def readings(
+    output_format: OutputFormat,
+    tools: Sequence[JsonObject],
+    special: Iterable[str],
+    rendered: str,
+    begin: int,
+    end: int,
+) -> Iterator[Turn]:
+    """Parses a part of a rendered text as if it had been sampled: its special tokens as text, and as tokens."""
+    hidden = [text for text in special if text and text not in output_format.special_tokens]
+    as_text = rendered[begin:end]
+    as_tokens = re.sub("|".join(map(re.escape, hidden)) or "(?!)", "", as_text)
+    for reply in dict.fromkeys((as_text, as_tokens)):
+        parser = output_format.parser(tools, rendered[max(0, begin - _END_CHARS) : begin])
+        yield Turn.of_deltas([*parser.feed(reply), *parser.finish()])
+
+
+def texts_between(rendered: str, spans: Sequence[Span]) -> Iterator[tuple[int, str]]:
+    """Returns the parts of `rendered` outside of `spans`, each with its begin."""
+    bounds = [0, *(bound for span in spans for bound in span[:2]), len(rendered)]
+    return ((begin, rendered[begin:end]) for begin, end in list(pairwise(bounds))[::2])
+
+
+def spliced(parts: Iterable[tuple[int, Sequence[int], Offsets]], spans: Sequence[Span]) -> Encoded:
+    """Joins the encoded texts between `spans` (begin, token ids, offsets of each) and the sampled tokens."""
+    encoded = Encoded([], [], [])
+    for k, (begin, token_ids, offsets) in enumerate(parts):
+        encoded.token_ids.extend(token_ids)
+        encoded.templates_ids.extend(token_ids)
+        # A token without text, (0, 0), was added by the tokenizer.
+        encoded.offsets.extend((start + begin, end + begin) if end else (start, end) for start, end in offsets)
+        for span in spans[k : k + 1]:
+            encoded.token_ids.extend(span.token_ids)
+            encoded.templates_ids.extend([-1] * len(span.token_ids))
+            encoded.offsets.extend([(span.begin, span.end)] * len(span.token_ids))
+    return encoded

@@ -1,0 +1,88 @@
+"""What the model sampled for a reply is remembered in the store, so that a later prompt can contain the same tokens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from diskprefix.cache_options import CacheOptions
+from diskprefix.chat.output.events import OutputDelta, ToolCallBegin
+from diskprefix.chat.output.format import OutputParser
+from diskprefix.chat.replay import Origin, ReplyMemory, Turn
+from diskprefix.engine.request import Event, FinishEvent, TextEvent
+from diskprefix.server.protocols.reply import CallBegin, DeltaEvent, ReplyDelta, ReplyEvent, ReplyReader
+from diskprefix.store.note_record import NoteKind
+
+if TYPE_CHECKING:
+    from diskprefix.server.serving import Serving
+    from diskprefix.store.notes import TenantNotes
+
+
+class StoredTurns:
+    """The remembered turns of one tenant, among the notes of the store."""
+
+    def __init__(self, notes: TenantNotes) -> None:
+        self._notes = notes
+
+    def get(self, id_: str) -> bytes | None:
+        return self._notes.get(NoteKind.TURN, id_)
+
+    def put(self, id_: str, record: bytes) -> None:
+        self._notes.put(NoteKind.TURN, id_, record)
+
+
+def stored_turns(serving: Serving, cache: CacheOptions) -> StoredTurns | None:
+    """Returns the turns from which a prompt may be made, None if the request uses none."""
+    if not cache.replay or cache.scope.kind == "off":
+        return None
+    notes = serving.engine.cache.notes(cache.tenant)
+    return StoredTurns(notes if cache.ttl_s is None else replace(notes, ttl_s=cache.ttl_s))
+
+
+def reply_memory(serving: Serving, cache: CacheOptions, origin: Origin | None) -> ReplyMemory | None:
+    """Returns what remembers the replies to a request, None if they are not to be remembered."""
+    turns = stored_turns(serving, cache) if cache.save else None
+    if turns is None or origin is None:
+        return None
+    return ReplyMemory(turns, origin, serving.renderer.end_ids)
+
+
+class RememberingReader(ReplyReader):
+    """A `ReplyReader` that has each choice remembered when it ends, before the client knows that it did."""
+
+    def __init__(
+        self,
+        new_parser: Callable[[], OutputParser],
+        call_id_prefix: str,
+        memory: ReplyMemory | None,
+        *,
+        many_calls: bool = True,
+    ) -> None:
+        super().__init__(new_parser, call_id_prefix, many_calls=many_calls)
+        self._memory = memory
+        self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
+        self._deltas_of: defaultdict[int, list[ReplyDelta]] = defaultdict(list)
+
+    def read(self, event: Event) -> list[ReplyEvent]:
+        events = super().read(event)
+        if self._memory is not None:
+            if isinstance(event, TextEvent):
+                self._token_ids[event.choice] += event.token_ids
+            for read in events:
+                if isinstance(read, DeltaEvent):
+                    self._deltas_of[read.choice] += read.deltas
+            if isinstance(event, FinishEvent) and event.choice not in self.shortened:
+                self._remember(self._memory, event)
+        return events
+
+    def _remember(self, memory: ReplyMemory, end: FinishEvent) -> None:
+        deltas = self._deltas_of.pop(end.choice, [])
+        call_ids = [delta.id for delta in deltas if isinstance(delta, CallBegin)]
+        turn = Turn.of_deltas(map(_as_parsed, deltas))
+        memory.remember(turn, call_ids, self._token_ids.pop(end.choice, []), was_cut=end.finish_reason == "length")
+
+
+def _as_parsed(delta: ReplyDelta) -> OutputDelta:
+    return ToolCallBegin(delta.index, delta.name) if isinstance(delta, CallBegin) else delta

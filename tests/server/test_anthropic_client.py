@@ -1,0 +1,364 @@
+"""The official `anthropic` client, unchanged: over prepared replies, and against the real daemon."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import Anthropic, beta_tool
+
+from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.engine.request import FinishEvent, GenerateRequest, ProgressEvent, TextEvent
+from diskprefix.errors import DiskPrefixError
+from diskprefix.server import streaming
+from tests.server.daemon_process import DaemonProcess
+from tests.server.scripted import CHOSEN, AppServer, Emit, ScriptedEngine, done, scripted_app
+
+MODEL = "scripted"
+MESSAGES: list[Any] = [{"role": "user", "content": "What does a.py print?"}]
+TOOL: Any = {
+    "name": "read",
+    "description": "Reads a file.",
+    "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+}
+WORDS: dict[str, list[OutputDelta]] = {
+    "<think>": [ReasoningDelta("I ")],
+    "</think>": [ReasoningDelta("look.")],
+    "<call>": [ToolCallBegin(0, "read"), ToolCallDelta(0, '{"path":')],
+    "</call>": [ToolCallDelta(0, ' "a.py"}')],
+}
+CALLING = ("<think>", "</think>", "\n", "Let me ", "see.", "<call>", "</call>")
+ANSWERING = ("It prints ", "1.")
+
+
+class PreparedParser:
+    """Finds the words of `WORDS` in a text; all else is content."""
+
+    def feed(self, text: str) -> list[OutputDelta]:
+        pieces = re.split(f"({'|'.join(WORDS)})", text)
+        return [delta for piece in pieces if piece for delta in WORDS.get(piece, [ContentDelta(piece)])]
+
+    def finish(self) -> list[OutputDelta]:
+        return []
+
+
+class PreparedFormat:
+    """A format of replies that consist of `WORDS` and content."""
+
+    name = "prepared"
+    special_tokens: frozenset[str] = frozenset()
+    reasoning_end: str | None = None
+
+    def parser(self, tools: Sequence[Any], prompt_end: str) -> PreparedParser:  # noqa: ARG002 - the protocol's
+        return PreparedParser()
+
+    def call_grammar(self, tools: Sequence[Any], *, many: bool) -> str:
+        return f'start: "{len(tools)} {many}"'
+
+
+def saying(*replies: Sequence[str], stop: str | None = None) -> Callable[..., None]:
+    """An engine that gives one of `replies` to each request, and the last one to all that follow."""
+    waiting = list(replies)
+
+    def script(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
+        texts = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        emit(ProgressEvent(10, 4, 4, 8, 0.5))
+        for text in texts:
+            emit(TextEvent(0, text, (1,)))
+        emit(FinishEvent(0, "stop", stop))
+        kept = replace(CHOSEN, selected=8, aligned=8)
+        emit(done(len(texts), cached_tokens=4, selection=kept, saved="queued"))
+
+    return script
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(saying(CALLING))
+
+
+@pytest.fixture
+def server(chat_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
+    with scripted_app(chat_model, engine) as running:
+        assert running.daemon.serving is not None
+        running.daemon.serving.renderer.output_format = PreparedFormat()
+        yield running
+
+
+@pytest.fixture
+def client(server: AppServer) -> Iterator[Anthropic]:
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: Anthropic, **fields: Any) -> Any:
+    create: Any = client.messages.create
+    return create(**{"model": MODEL, "max_tokens": 64, "messages": MESSAGES} | fields)
+
+
+def test_a_message_has_thought_text_and_call(client: Anthropic) -> None:
+    message = ask(client, tools=[TOOL])
+    assert message.id.startswith("msg_")
+    assert (message.type, message.role, message.model, message.stop_reason) == (
+        "message",
+        "assistant",
+        MODEL,
+        "tool_use",
+    )
+    thought, text, call = message.content
+    assert (thought.type, thought.thinking, thought.signature) == ("thinking", "I look.", message.id)
+    assert (text.type, text.text) == ("text", "\nLet me see.")
+    assert (call.type, call.name, call.input) == ("tool_use", "read", {"path": "a.py"})
+    assert call.id.startswith("toolu_")
+    usage = message.usage
+    assert (usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == (2, 4, 4)
+    assert usage.output_tokens == 7
+    assert message.prefix_cache["restored"] == 4
+    assert message.timings["ttft_ms"] == 5
+
+
+@pytest.mark.parametrize("beta", [False, True])
+def test_the_stream_helper_assembles_the_message_of_a_reply_without_stream(client: Anthropic, beta: bool) -> None:
+    api: Any = client.beta.messages if beta else client.messages
+    whole = api.create(model=MODEL, max_tokens=64, messages=MESSAGES, tools=[TOOL])
+    with api.stream(model=MODEL, max_tokens=64, messages=MESSAGES, tools=[TOOL]) as stream:
+        texts = "".join(stream.text_stream)
+        message = stream.get_final_message()
+    assert texts == "\nLet me see."
+    assert [without_ids(block) for block in message.content] == [without_ids(block) for block in whole.content]
+    # How many tokens were those of the thought depends on which texts the client got as one.
+    assert without_ids(message.usage) == without_ids(whole.usage)
+    assert (message.stop_reason, message.stop_sequence) == (whole.stop_reason, whole.stop_sequence)
+
+
+def without_ids(found: Any) -> dict[str, Any]:
+    changing = ("id", "signature", "parsed_output", "output_tokens_details")
+    return {name: value for name, value in found.to_dict().items() if name not in changing}
+
+
+def test_the_tool_runner_calls_the_tool_and_hands_back_its_result(client: Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = saying(CALLING, ANSWERING)
+    read_paths = []
+
+    @beta_tool
+    def read(path: str) -> str:
+        """Reads a file."""
+        read_paths.append(path)
+        return "print(1)"
+
+    last = client.beta.messages.tool_runner(
+        model=MODEL, max_tokens=64, messages=MESSAGES, tools=[read], betas=["context-1m-2025-08-07"]
+    ).until_done()
+    assert read_paths == ["a.py"]
+    assert [block.to_dict()["text"] for block in last.content] == ["It prints 1."]
+    assert last.stop_reason == "end_turn"
+    prompt = prompt_of(engine)
+    assert "<call>read path=a.py</call>" in prompt
+    assert "<|im_start|>tool\nprint(1)<|im_end|>" in prompt
+
+
+def prompt_of(engine: ScriptedEngine) -> str:
+    """The newest prompt as a text."""
+    return str(engine.tokenizer.decode(engine.requests[-1].prompt.token_ids.tolist()))
+
+
+def test_a_stop_sequence_is_named(client: Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = saying(ANSWERING, stop="\n\n")
+    message = ask(client, stop_sequences=["END", "\n\n"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "\n\n")
+    assert engine.requests[-1].sampling.stop == ("END", "\n\n")
+    with client.messages.stream(model=MODEL, max_tokens=64, messages=MESSAGES) as stream:
+        assert stream.get_final_message().stop_sequence == "\n\n"
+
+
+def test_sampling_and_constraints_reach_the_engine(client: Anthropic, engine: ScriptedEngine) -> None:
+    ask(client, max_tokens=7, extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 3})
+    sampling = engine.requests[-1].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 3, 7)
+    assert engine.requests[-1].constraint is None
+
+
+def test_the_cache_has_its_own_fields(client: Anthropic, engine: ScriptedEngine) -> None:
+    ask(client, extra_body={"prefix_cache": {"scope": "full", "ttl": "1h"}, "cache_salt": "alice"})
+    cache = engine.requests[-1].cache
+    assert (str(cache.scope), cache.ttl_s) == ("full", 3600.0)
+    ask(client)
+    assert engine.requests[-1].cache.tenant != cache.tenant
+
+
+def test_a_ping_keeps_the_stream_alive_before_the_message_begins(
+    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
+    pinged = threading.Event()
+
+    def slow(request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool]) -> None:
+        assert pinged.wait(30)
+        saying(ANSWERING)(request, emit, is_cancelled)
+
+    engine.script = slow
+    body = {"max_tokens": 8, "messages": MESSAGES, "stream": True}
+    with server.client() as http, http.stream("POST", "/v1/messages", json=body) as response:
+        lines = response.iter_lines()
+        names = [next(line for line in lines if line.startswith("event: "))]
+        pinged.set()
+        names += [line for line in lines if line.startswith("event: ")]
+    assert names[0] == "event: ping"
+    assert [name for name in names if name != "event: ping"][:2] == [
+        "event: message_start",
+        "event: content_block_start",
+    ]
+
+
+def test_an_error_in_a_stream_is_raised_by_the_client(client: Anthropic, engine: ScriptedEngine) -> None:
+    def failing(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
+        emit(TextEvent(0, "It ", (1,)))
+        raise DiskPrefixError("the accelerator failed", code="device_lost")
+
+    engine.script = failing
+    with (
+        pytest.raises(anthropic.APIStatusError, match="the accelerator failed") as caught,
+        client.messages.stream(model=MODEL, max_tokens=64, messages=MESSAGES) as stream,
+    ):
+        stream.until_done()
+    assert (caught.value.type, caught.value.error_code) == ("api_error", "device_lost")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "error_type", "param", "code"),
+    [
+        ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error", "max_tokens", None),
+        (
+            {"tool_choice": {"type": "any"}},
+            anthropic.BadRequestError,
+            "invalid_request_error",
+            "tool_choice",
+            None,
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
+            anthropic.BadRequestError,
+            "invalid_request_error",
+            "messages.0.content.0.id",
+            None,
+        ),
+        (
+            {"messages": [{"role": "user", "content": "river " * 3000}]},
+            anthropic.BadRequestError,
+            "invalid_request_error",
+            "messages",
+            "context_length_exceeded",
+        ),
+        ({"model": "claude-opus-5"}, anthropic.NotFoundError, "not_found_error", "model", "model_not_found"),
+    ],
+)
+def test_a_request_that_is_refused_raises_the_clients_own_error(
+    client: Anthropic,
+    fields: dict[str, Any],
+    kind: type[anthropic.APIStatusError],
+    error_type: str,
+    param: str,
+    code: Any,
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(kind) as caught:
+            ask(client, stream=stream, **fields)
+        body: Any = caught.value.body
+        assert (caught.value.type, body["error"]["details"]["param"]) == (error_type, param)
+        assert body["type"] == "error"
+        assert body["request_id"] == caught.value.request_id
+        if code is not None:
+            assert caught.value.error_code == code
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_agents_look_for(client: Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2048"):
+        ask(client, messages=[{"role": "user", "content": "river " * 1500}])
+
+
+CLAUDE_CODE: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": 32000,
+    "stream": True,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=sdk-cli; cch=00000;"},
+        {"type": "text", "text": "You are an agent for the command line."},
+        {"type": "text", "text": "Rules. " * 20, "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "What does a.py print?"}]},
+        {"role": "system", "content": "The folder holds a.py. " * 4},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I look.", "signature": "msg_1"},
+                {"type": "tool_use", "id": "toolu_1", "name": "Tool3", "input": {"path": "a.py"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_1",
+                    "content": [{"type": "text", "text": "print(1)"}],
+                    "cache_control": {"type": "ephemeral", "ttl": "1h"},
+                }
+            ],
+        },
+    ],
+    "tools": [{"name": f"Tool{k}", "description": "Does it.", "input_schema": {"type": "object"}} for k in range(24)],
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "metadata": {"user_id": '{"device_id":"d","session_id":"s"}'},
+}
+"""What Claude Code sends in the second turn of a session, with shorter texts; measured with version 2.1."""
+
+
+def test_a_request_of_claude_code_is_served(server: AppServer, engine: ScriptedEngine) -> None:
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "none"}
+    with server.client() as http:
+        response = http.post("/v1/messages?beta=true", json=CLAUDE_CODE, headers=headers)
+        count = http.post("/v1/messages/count_tokens?beta=true", json=CLAUDE_CODE, headers=headers).json()
+    assert response.status_code == 200, response.text
+    assert response.headers["request-id"].startswith("req_")
+    names = [line.removeprefix("event: ") for line in response.text.splitlines() if line.startswith("event: ")]
+    assert (names[0], names[-1]) == ("message_start", "message_stop")
+    [request] = engine.requests
+    prompt = prompt_of(engine)
+    places = [prompt.index(text) for text in ("Tool23", "cch=00000", "What does", "The folder", "print(1)")]
+    assert places == sorted(places), "tools, system, user, system in its place, result"
+    assert [mark.ttl_s for mark in request.prompt.marks] == [3600.0, 3600.0]
+    assert request.prompt.marks[-1].position < len(request.prompt.token_ids)
+    assert count == {"input_tokens": len(request.prompt.token_ids)}
+
+
+def test_tokens_are_counted_as_the_request_then_counts_them(daemon: DaemonProcess) -> None:
+    fields: dict[str, Any] = {
+        "model": "tiny-chat",
+        "system": "Be brief.",
+        "tools": [TOOL],
+        "messages": [*MESSAGES, {"role": "assistant", "content": "It prints"}],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    }
+    with Anthropic(base_url=daemon.url, api_key="none", max_retries=0) as client:
+        counted = client.messages.count_tokens(**fields).input_tokens
+        for read in (0, counted):
+            with client.messages.stream(max_tokens=2, **fields) as stream:
+                first = next(iter(stream))
+                usage = stream.get_final_message().usage
+            assert first.type == "message_start"
+            assert first.message.usage.cache_read_input_tokens == usage.cache_read_input_tokens == read
+            created = usage.cache_creation_input_tokens
+            assert created is not None
+            assert usage.input_tokens + read + created == counted
+            assert (read == 0) == (created > 0)
+            fewer = client.messages.count_tokens(**fields | {"tools": []}).input_tokens
+            assert fewer < counted

@@ -1,0 +1,166 @@
+"""Replies that clients send back are restored to their last token, over HTTP, with sampled tokens of a real engine."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from diskprefix.app import load_engine
+from tests.server.daemon_process import DaemonProcess, serve_flags
+from tests.server.scripted import AppServer, started_app
+
+CHAT = "/v1/chat/completions"
+REPLY = 40
+
+
+@pytest.fixture(scope="module")
+def server(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+    settings: dict[str, Any] = {"kv_cache_dir": tmp_path_factory.mktemp("replay") / "kv", "block_size": 16}
+    settings |= {
+        "kv_cache_min_tokens": 16,
+        "kv_cache_budget": 256 << 20,
+        "kv_memory_entries": 0,
+        "kv_cache_gate": "off",
+    }
+    with started_app(chat_model, load_engine, **settings) as server:
+        server.wait_ready()
+        yield server
+
+
+class Talk:
+    """A conversation about a topic of its own, so that tests do not find what others left."""
+
+    def __init__(self, client: httpx.Client, topic: str) -> None:
+        self._client = client
+        self.messages: list[dict[str, Any]] = [{"role": "user", "content": f"Tell me of {topic}, and where it begins."}]
+
+    def say(self, *, options: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+        """Returns a reply of a model with random weights: no tokenizer gives its text the tokens that were sampled."""
+        body = {"messages": self.messages, "max_tokens": REPLY, "seed": 5, **fields}
+        answer = self._client.post(CHAT, json=body | {"prefix_cache": {"scope": "full", **(options or {})}})
+        assert answer.status_code == 200, answer.text
+        reply: dict[str, Any] = answer.json()
+        return reply
+
+    def hear(self, content: str, question: str = "And lakes?") -> None:
+        self.messages += [{"role": "assistant", "content": content}, {"role": "user", "content": question}]
+
+
+@pytest.fixture
+def talk(server: AppServer, request: pytest.FixtureRequest) -> Iterator[Talk]:
+    with server.client() as client:
+        yield Talk(client, request.node.name)
+
+
+def content_of(reply: dict[str, Any], choice: int = 0) -> str:
+    return str(reply["choices"][choice]["message"]["content"])
+
+
+def computed(reply: dict[str, Any]) -> int:
+    """The tokens of prompt and reply that have state: the last token of a reply is never computed."""
+    return int(reply["usage"]["total_tokens"] - 1)
+
+
+def test_the_next_turn_restores_up_to_the_end_of_the_reply(talk: Talk) -> None:
+    first = talk.say()
+    talk.hear(content_of(first))
+    second = talk.say()
+    assert second["prefix_cache"]["restored"] == computed(first)
+    assert second["prefix_cache"]["replayed"] == 1
+    talk.hear(content_of(second), "And seas?")
+    third = talk.say()
+    assert third["prefix_cache"]["restored"] == computed(second)
+    assert third["prefix_cache"]["replayed"] == 2
+
+
+def test_blanks_at_the_ends_of_a_reply_make_no_difference(talk: Talk) -> None:
+    first = talk.say()
+    talk.hear(f"  {content_of(first)}\n")
+    assert talk.say()["prefix_cache"]["restored"] == computed(first)
+
+
+def test_a_streamed_reply_is_remembered_too(talk: Talk, server: AppServer) -> None:
+    body = {"messages": talk.messages, "max_tokens": REPLY, "seed": 5, "stream": True}
+    with server.client() as client:
+        lines = client.post(CHAT, json=body | {"prefix_cache": {"scope": "full"}}).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    talk.hear("".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks))
+    assert talk.say()["prefix_cache"]["replayed"] == 1
+
+
+@pytest.mark.parametrize("choice", [0, 1])
+def test_every_choice_is_remembered(talk: Talk, choice: int) -> None:
+    both = talk.say(n=2)
+    assert content_of(both, 0) != content_of(both, 1)
+    talk.hear(content_of(both, choice))
+    assert talk.say()["prefix_cache"]["replayed"] == 1
+
+
+def test_a_reply_that_the_client_changed_is_not_replayed(talk: Talk) -> None:
+    talk.hear(content_of(talk.say()) + "!")
+    changed = talk.say()
+    assert "replayed" not in changed["prefix_cache"]
+    assert computed(changed) == computed(talk.say(options={"replay": False}))
+
+
+def test_a_reply_in_another_conversation_is_not_replayed(talk: Talk) -> None:
+    talk.hear(content_of(talk.say()))
+    talk.messages[0]["content"] += " Please."
+    assert "replayed" not in talk.say()["prefix_cache"]
+
+
+def test_a_reply_to_another_tenant_is_not_replayed(talk: Talk) -> None:
+    talk.hear(content_of(talk.say(options={"salt": "alice"})))
+    assert "replayed" not in talk.say(options={"salt": "bob"})["prefix_cache"]
+    assert "replayed" not in talk.say()["prefix_cache"]
+    assert talk.say(options={"salt": "alice"})["prefix_cache"]["replayed"] == 1
+
+
+def test_without_replay_the_template_writes_every_reply_and_less_is_restored(talk: Talk) -> None:
+    first = talk.say()
+    talk.hear(content_of(first))
+    second = talk.say(options={"replay": False})
+    assert "replayed" not in second["prefix_cache"]
+    assert second["prefix_cache"]["restored"] < computed(first)
+
+
+@pytest.mark.parametrize("options", [{"replay": False}, {"save": False}, {"scope": "off"}], ids=str)
+def test_a_request_that_keeps_nothing_leaves_no_reply_to_be_replayed(talk: Talk, options: dict[str, Any]) -> None:
+    talk.hear(content_of(talk.say(options=options)))
+    assert "replayed" not in talk.say()["prefix_cache"]
+
+
+def test_a_request_that_only_restores_replays_what_others_left(talk: Talk) -> None:
+    talk.hear(content_of(talk.say()))
+    assert talk.say(options={"save": False})["prefix_cache"]["replayed"] == 1
+    assert "replayed" not in talk.say(options={"scope": "off"})["prefix_cache"]
+
+
+def test_a_reply_that_a_stop_string_ended_is_not_replayed(talk: Talk) -> None:
+    whole = content_of(talk.say(options={"save": False}))
+    cut = talk.say(stop=[whole[20:22]])
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    talk.hear(content_of(cut))
+    assert "replayed" not in talk.say()["prefix_cache"]
+
+
+def test_replies_are_replayed_after_the_daemon_was_killed(chat_model: Path, tmp_path: Path) -> None:
+    flags = serve_flags(chat_model, tmp_path / "kv", block_size=16, kv_cache_min_tokens=16)
+    with DaemonProcess(*flags).wait_ready() as daemon, daemon.client() as client:
+        talk = Talk(client, "rivers")
+        first = talk.say()
+        daemon.wait_saved()
+        daemon.stop(signal.SIGKILL)
+    talk.hear(content_of(first))
+    with DaemonProcess(*flags).wait_ready() as daemon, daemon.client() as client:
+        after = Talk(client, "")
+        after.messages = talk.messages
+        second = after.say()
+    assert second["prefix_cache"]["replayed"] == 1
+    assert second["prefix_cache"]["restored"] == computed(first)
