@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -65,6 +66,42 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class AnthropicModel(BaseModel):
+    """The served model, in the form of Anthropic's API."""
+
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: datetime
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int = Field(description="Positions: prompt and reply together, in tokens.")
+    max_tokens: int = Field(description="The same.")
+
+
+class AnthropicModelList(BaseModel):
+    """The answer of `GET /v1/models` for Anthropic's clients, which send the header `anthropic-version`."""
+
+    data: list[AnthropicModel]
+    first_id: str
+    last_id: str
+    has_more: bool = False
+
+
+def _anthropic_model(serving: Serving) -> AnthropicModel:
+    name, positions = serving.model_name, serving.engine.max_positions
+    return AnthropicModel(
+        id=name,
+        display_name=name,
+        created_at=datetime.fromtimestamp(serving.loaded_at, UTC),
+        max_input_tokens=positions,
+        max_tokens=positions,
+    )
+
+
+def _is_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers
+
+
 def card(serving: Serving) -> ModelCard:
     positions, media = serving.engine.max_positions, sorted(serving.engine.media.kinds) if serving.engine.media else []
     template = str(serving.engine.tokenizer.chat_template or "")
@@ -99,9 +136,13 @@ def _serving(request: Request) -> Serving:
 
 
 @router.get("/v1/models", summary="List models", responses=_NOT_READY)
-async def list_models(request: Request) -> ModelList:
+async def list_models(request: Request) -> ModelList | AnthropicModelList:
     """The one model that is served."""
-    return ModelList(data=[card(_serving(request))])
+    serving = _serving(request)
+    if _is_anthropic(request):
+        name = serving.model_name
+        return AnthropicModelList(data=[_anthropic_model(serving)], first_id=name, last_id=name)
+    return ModelList(data=[card(serving)])
 
 
 @router.get(
@@ -109,8 +150,8 @@ async def list_models(request: Request) -> ModelList:
     summary="Retrieve a model",
     responses={404: {"model": ErrorBody}, **_NOT_READY},
 )
-async def retrieve_model(model_name: str, request: Request) -> ModelCard:
+async def retrieve_model(model_name: str, request: Request) -> ModelCard | AnthropicModel:
     """The served model by its name."""
     serving = _serving(request)
     serving.require_model(model_name)
-    return card(serving)
+    return _anthropic_model(serving) if _is_anthropic(request) else card(serving)

@@ -17,6 +17,7 @@ from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDe
 from diskprefix.engine.request import FinishEvent, GenerateRequest, ProgressEvent, TextEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server import streaming
+from tests.server.chat_model import POSITIONS
 from tests.server.daemon_process import DaemonProcess
 from tests.server.scripted import CHOSEN, AppServer, Emit, ScriptedEngine, done, scripted_app
 
@@ -280,6 +281,16 @@ def test_a_request_that_is_refused_raises_the_clients_own_error(
 def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_agents_look_for(client: Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2048"):
         ask(client, messages=[{"role": "user", "content": "river " * 1500}])
+
+
+def test_models_have_the_form_of_the_api(client: Anthropic) -> None:
+    [model] = client.models.list()
+    assert model.to_dict() == client.models.retrieve(MODEL).to_dict()
+    assert (model.id, model.type, model.max_input_tokens) == (MODEL, "model", POSITIONS)
+    assert model.created_at.tzinfo is not None
+    with pytest.raises(anthropic.NotFoundError, match="is not served here") as caught:
+        client.models.retrieve("org/other")
+    assert (caught.value.type, caught.value.error_code) == ("not_found_error", "model_not_found")
 
 
 CLAUDE_CODE: dict[str, Any] = {
