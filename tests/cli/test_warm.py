@@ -110,7 +110,7 @@ def test_a_prompt_that_fails_is_named_and_the_others_go_on(run: Run, daemon: Dae
         "lines.jsonl:1: messages.0.role: ",
         "lines.jsonl:2: it has neither",
     ]
-    expected.append("lines.jsonl:3: prompt: the prompt has ")
+    expected.append("lines.jsonl:3: prompt: the prompt is too long: ")
     assert len(errors) == len(expected)
     for error, words in zip(errors, expected, strict=True):
         assert error.startswith(f"error: {tmp_path}/{words}")

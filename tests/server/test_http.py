@@ -138,7 +138,7 @@ def test_a_context_that_is_too_long_is_a_400_with_both_figures(client: httpx.Cli
     assert answer.status_code == 400
     error = error_of(answer)
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
-    assert f"{POSITIONS} positions" in error["message"]
+    assert f" tokens > {POSITIONS}, the positions" in error["message"]
     answer = client.post(COMPLETIONS, json={"prompt": [5] * POSITIONS})
     assert (answer.status_code, error_of(answer)["param"]) == (400, "prompt")
 

@@ -134,7 +134,7 @@ class MessageWriter:
         """Returns what begins a block, unless one of its kind is open."""
         if self._open == kind:
             return []
-        closed, self._open, self._blanks = self._closed(), kind, ""
+        closed, self._open = self._closed(), kind
         index = self._num_blocks
         self._num_blocks += 1
         return [*closed, _event("content_block_start", {"index": index, "content_block": {"type": kind, **block}})]

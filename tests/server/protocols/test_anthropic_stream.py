@@ -161,10 +161,12 @@ def test_there_is_no_block_of_blanks(deltas: list[ReplyDelta], kinds: list[str])
     assert [block["type"] for block in whole(reply(*deltas))["content"]] == kinds
 
 
-def test_blanks_before_text_and_behind_it_are_part_of_it() -> None:
-    events = streamed(reply(ContentDelta("\n"), ContentDelta("\n so"), ContentDelta("\n")))
-    texts = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+@pytest.mark.parametrize("between", [(), (READ,), (ReasoningDelta("hm"),)])
+def test_blanks_before_text_and_behind_it_are_part_of_it(between: tuple[ReplyDelta, ...]) -> None:
+    said = reply(ContentDelta("\n"), *between, ContentDelta("\n so"), ContentDelta("\n"))
+    texts = [event["delta"].get("text", "") for event in streamed(said) if event["type"] == "content_block_delta"]
     assert "".join(texts) == "\n\n so\n"
+    assert [block["text"] for block in whole(said)["content"] if block["type"] == "text"] == ["\n\n so\n"]
 
 
 @pytest.mark.parametrize(
