@@ -118,6 +118,13 @@ def test_the_record_of_a_root_stays_while_a_prompt_or_a_note_is_stored_under_it(
     with store.changes() as changes:
         for name, parent in nodes[::-1]:
             changes.delete_node(name, parent)
+    assert of_pub.delete(RESPONSE, "resp_1")
+    notes.write()
+    # The recent prompt is left.
+    assert not verify_index(store).problems
+    of_pub.put(RESPONSE, "resp_1", b"content")
+    notes.write()
+    with store.changes() as changes:
         changes.forget(prompts, "history")
     assert not verify_index(store).problems
     assert num_stored(store) == 1
