@@ -396,7 +396,7 @@ def test_what_codex_sends_is_served(http: httpx.Client, server: AppServer, engin
     finished = [event["item"] for event in data if event["type"] == "response.output_item.done"]
     assert [item["type"] for item in finished] == ["reasoning", "function_call"]
     assert finished[0]["summary"] == [{"type": "summary_text", "text": "hm"}]
-    assert data[-1]["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 7}
+    assert data[-1]["response"]["usage"]["input_tokens_details"]["cached_tokens"] == 7
     prompt = prompt_of(server, engine)
     assert prompt.count('"name": "') == 6
     assert "web_search" not in prompt

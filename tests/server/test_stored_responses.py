@@ -44,10 +44,10 @@ def test_a_conversation_goes_on_after_a_kill_and_ends_with_a_purge(chat_model: P
         assert [getattr(item, "role", None) for item in items] == ["user", "assistant"] * 2 + ["user"]
         assert third.usage is not None
         assert second.usage is not None
-        # What was stored is said again word for word, so the prompt of the turn before is restored.
-        assert third.usage.input_tokens_details.cached_tokens >= second.usage.input_tokens
+        # What was stored is said again word for word, so the turns before are restored, with their replies.
+        assert third.usage.input_tokens_details.cached_tokens > second.usage.input_tokens
         daemon.wait_saved()
         with closing(Store(cache)) as store:
-            assert purge(store, PurgeFilter(model=MODEL), time.time(), lambda _: None).notes == 3
+            assert purge(store, PurgeFilter(model=MODEL), time.time(), lambda _: None).notes >= 3
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(third.id)

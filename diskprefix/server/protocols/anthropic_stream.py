@@ -16,7 +16,7 @@ from diskprefix.engine.request import DoneEvent, ProgressEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.errors import anthropic_error, fault_of
 from diskprefix.server.protocols.dialect import Head, Json, ServerSentEvent
-from diskprefix.server.protocols.figures import figures_reply
+from diskprefix.server.protocols.figures import figures_reply, written_tokens
 from diskprefix.server.protocols.reply import (
     Call,
     CallBegin,
@@ -166,10 +166,8 @@ def _event(name: str, fields: Json) -> ServerSentEvent:
 
 
 def _usage_of(done: DoneEvent, thinking_tokens: int) -> Json:
-    """What was `dropped` is not counted: perhaps nothing of it can be restored."""
-    usage, report = done.usage, done.cache
-    created = max(0, report.selection.kept - usage.cached_tokens) if report.saved == "queued" else 0
-    figures = _usage(usage.prompt_tokens, usage.cached_tokens, created, usage.completion_tokens)
+    usage = done.usage
+    figures = _usage(usage.prompt_tokens, usage.cached_tokens, written_tokens(done), usage.completion_tokens)
     return figures | {"output_tokens_details": {"thinking_tokens": thinking_tokens}}
 
 

@@ -89,6 +89,16 @@ def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:
     return {"prefix_cache": _cache_reply(done), "timings": timings}
 
 
+def written_tokens(done: DoneEvent) -> int:
+    """Returns the number of prompt tokens that a request newly keeps.
+
+    What was `dropped` is not counted: perhaps nothing of it can be restored.
+    """
+    if done.cache.saved != "queued":
+        return 0
+    return max(0, done.cache.selection.kept - done.usage.cached_tokens)
+
+
 def _cache_reply(done: DoneEvent) -> dict[str, Any]:
     """Returns the response's `prefix_cache` object: short enough for one line of a screen."""
     report, selection = done.cache, done.cache.selection

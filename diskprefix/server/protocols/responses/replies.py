@@ -12,6 +12,7 @@ from diskprefix.server.protocols.figures import CacheReply, TimingsReply
 
 class InputDetails(BaseModel):
     cached_tokens: int = Field(description="Prompt tokens restored from the cache, not computed; 0 for a miss.")
+    cache_write_tokens: int = Field(description="Prompt tokens that this request newly keeps.")
 
 
 class OutputDetails(BaseModel):

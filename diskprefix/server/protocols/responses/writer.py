@@ -10,7 +10,7 @@ from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.errors import fault_of
 from diskprefix.server.protocols.dialect import Head, Json, ServerSentEvent
-from diskprefix.server.protocols.figures import figures_reply
+from diskprefix.server.protocols.figures import figures_reply, written_tokens
 from diskprefix.server.protocols.reply import (
     CallBegin,
     Choice,
@@ -125,7 +125,7 @@ def _usage(done: DoneEvent, reasoning_tokens: int) -> Json:
     usage = done.usage
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": written_tokens(done)},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
