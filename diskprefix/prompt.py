@@ -55,6 +55,11 @@ class Source:
     text: str
     starts: npt.NDArray[np.int32]
 
+    @classmethod
+    def of(cls, text: str, offsets: Sequence[tuple[int, int]]) -> Source:
+        """`offsets` are the first and last character (exclusive) of each token."""
+        return cls(text, np.fromiter((start for start, _ in offsets), np.int32, len(offsets)))
+
     def line_at(self, token: int) -> str:
         """Returns the line in which a token stands. Of a token that begins with the end of a line, the next one."""
         start = int(self.starts[token])

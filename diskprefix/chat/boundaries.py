@@ -149,6 +149,21 @@ def template_boundaries(
     return tuple(boundaries)
 
 
+def text_boundaries(
+    token_ids: TokenIds, offsets: Offsets | None, marker_ids: Collection[int], bos_id: int | None
+) -> tuple[int, ...]:
+    """Returns the positions behind special tokens and markers in a text that the client wrote without a template.
+
+    A token that the tokenizer adds (BOS) is not one of them. It would be the only boundary of a plain text, and then
+    nothing but that token could be saved.
+    """
+    boundaries = raw_boundaries(token_ids, marker_ids)
+    if offsets is not None:
+        boundaries = tuple(end for end in boundaries if offsets[end - 1] != (0, 0))
+    first = next((i for i, token_id in enumerate(token_ids.tolist()) if token_id != bos_id), len(token_ids))
+    return boundaries if any(end > first for end in boundaries) else ()
+
+
 def system_end(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe_rendered: str) -> int:
     """Returns the last of `boundaries` before the first message that is not a system message; 0 if there is none.
 

@@ -13,10 +13,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from jinja2.exceptions import TemplateError
 
-from diskprefix.chat.boundaries import Offsets, Write, neutralise, system_end, template_boundaries, template_markers
+from diskprefix.chat.boundaries import (
+    Write,
+    neutralise,
+    system_end,
+    template_boundaries,
+    template_markers,
+    text_boundaries,
+)
 from diskprefix.chat.compression import shortened
 from diskprefix.chat.content import UNSUPPORTED, Media, holds_media, parts_for_template, read_media, text_for_template
 from diskprefix.chat.encoder import Encoder
@@ -38,8 +44,8 @@ from diskprefix.chat.template_input import (
 )
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.printable import shown
-from diskprefix.prompt import Mark, Prompt, Rewriting, Source, raw_boundaries
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.prompt import Mark, Prompt, Rewriting, Source
+from diskprefix.tokens import as_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -52,7 +58,6 @@ _TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, KeyError, AttributeErr
 """Raised by templates for messages that they were not written for."""
 
 _REASON_CHARS = 200
-_NOWHERE = (0, 0)
 _END_TOKENS = 32
 """Enough to see whether the template opened a thought, and whether it closed it."""
 _MAX_RENDERINGS = 4
@@ -208,7 +213,7 @@ class PromptRenderer:
             system_end=system_end(boundaries, offsets, rendered, probe) if probe else 0,
             text=preview_of_chat(template_input.messages),
             marks=marks,
-            source=None if self._normalisers.is_off else _source(rendered, offsets),
+            source=None if self._normalisers.is_off else Source.of(rendered, offsets),
             replayed=len(spans),
         )
         return Replayed(prompt, Origin.of(conversation.messages, rendered) if conversation.ending == "reply" else None)
@@ -272,7 +277,10 @@ class PromptRenderer:
             ends = prompt if len(prompt) <= 120 else [*prompt[:60], *prompt[-60:]]
             text = str(self._tokenizer.decode(ends))
         preview = preview_of_text(text)
-        return Prompt(token_ids=token_ids, boundaries=self._boundaries_of_text(token_ids, offsets), text=preview)
+        marker_ids = self._markers_of(None).values() if self._tokenizer.chat_template else ()
+        marks = {*marker_ids, *self._special.values()}
+        boundaries = text_boundaries(token_ids, offsets, marks, self._tokenizer.bos_token_id)
+        return Prompt(token_ids=token_ids, boundaries=boundaries, text=preview)
 
     def text_of(self, conversation: Conversation) -> str:
         """Returns what the template writes, without images and sounds. Raises `InvalidRequest` as `chat` does."""
@@ -292,20 +300,6 @@ class PromptRenderer:
     def end_of(self, prompt: Prompt) -> str:
         """Returns the last characters of a prompt, with its special tokens."""
         return str(self._tokenizer.decode(prompt.token_ids[-_END_TOKENS:].tolist(), skip_special_tokens=False))
-
-    def _boundaries_of_text(self, token_ids: TokenIds, offsets: Offsets | None) -> tuple[int, ...]:
-        """Returns the positions behind special tokens and markers that the client wrote.
-
-        A token that the tokenizer adds (BOS) is not one of them. It would be the only boundary of a plain text, and
-        then nothing but that token could be saved.
-        """
-        marker_ids = self._markers_of(None).values() if self._tokenizer.chat_template else ()
-        boundaries = raw_boundaries(token_ids, {*marker_ids, *self._special.values()})
-        if offsets is not None:
-            boundaries = tuple(end for end in boundaries if offsets[end - 1] != _NOWHERE)
-        bos = self._tokenizer.bos_token_id
-        first = next((i for i, token_id in enumerate(token_ids.tolist()) if token_id != bos), len(token_ids))
-        return boundaries if any(end > first for end in boundaries) else ()
 
     def _template_input(self, conversation: Conversation) -> TemplateInput:
         tools = conversation.tools
@@ -401,7 +395,3 @@ class PromptRenderer:
         except InvalidRequest as error:
             log.debug("no boundaries are known: %s", error.message)
             return ""
-
-
-def _source(text: str, offsets: Offsets) -> Source:
-    return Source(text, np.fromiter((start for start, _ in offsets), np.int32, len(offsets)))

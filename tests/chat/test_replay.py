@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.prompt import Prompt
 from tests.chat.families.conversations import (
     SYSTEM,
+    WEATHER_FUNCTION,
     Client,
     as_it_is,
     body_of,
@@ -165,6 +167,20 @@ def test_other_tools_or_template_variables_leave_a_reply_to_the_template() -> No
     variables = {"enable_thinking": False}
     # The template writes them behind the reply only.
     assert model.asked(conversation_of(QWEN3, *messages, chat_template_kwargs=variables)).replayed == 1
+
+
+@pytest.mark.parametrize("suffix", ["", ".", ".."])
+def test_text_before_a_reply_that_is_not_what_it_was_leaves_it_to_the_template(suffix: str) -> None:
+    model = model_of(QWEN2, tagged=False)
+    model.asked(conversation_of(QWEN2, QUESTION))
+    reply = as_openai(model.reply("Rain."))
+    function = WEATHER_FUNCTION | {"description": WEATHER_FUNCTION["description"][:-1] + suffix}
+    tools = [{"type": "function", "function": function}]
+    conversation = replace(conversation_of(QWEN2, QUESTION, reply, user("Thanks.")), tools=tools)
+    prompt = model.asked(conversation)
+    assert prompt.replayed == (suffix == ".")
+    if not prompt.replayed:
+        assert prompt.token_ids.tolist() == renderer_of(QWEN2).chat(conversation).token_ids.tolist()
 
 
 def test_reasoning_that_the_template_drops_does_not_come_back() -> None:
@@ -329,8 +345,18 @@ def test_the_formatting_of_arguments_makes_no_difference(arguments: dict[str, An
 @given(OBJECTS, OBJECTS)
 def test_other_arguments_make_a_difference(one: dict[str, Any], other: dict[str, Any]) -> None:
     ids = {id_of(message("assistant", "", ToolCall(None, "f", form))) for form in (one, other)}
-    # Python takes True for 1.
-    assert (len(ids) == 1) == (json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True) or one == other)
+    if one != other:
+        assert len(ids) == 2
+
+
+SAME = {"1.0": "1", "1e3": "1000", "1e999": "1e998", "[1.0, 2]": "[1, 2.0]"}
+OTHER = {"1.5": "1", "1": "true", "2": '"2"', "9007199254740993": "9007199254740992", '"a "': '"a"'}
+
+
+@pytest.mark.parametrize(("one", "other"), [*SAME.items(), *OTHER.items()])
+def test_numbers_are_compared_by_value_and_everything_else_as_it_is(one: str, other: str) -> None:
+    ids = {id_of(message("assistant", "", ToolCall(None, "f", f'{{"x": {value}}}'))) for value in (one, other)}
+    assert len(ids) == (1 if one in SAME else 2)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), st.text(max_size=6)), max_size=4), st.data())
