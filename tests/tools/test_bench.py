@@ -40,8 +40,8 @@ def test_every_program_of_the_folders_is_listed() -> None:
         for file in (ROOT / "tools").glob("*/*.py")
         if "\ndef main(" in file.read_text(encoding="utf-8")
     }
-    # The demo is a command of its own.
-    assert programs - {"benchmarks.demo"} == {tool.module for tool in TOOLS.values()}
+    # The demo and the agents are commands of their own.
+    assert programs - {"benchmarks.demo", "real_agents.run"} == {tool.module for tool in TOOLS.values()}
 
 
 @pytest.mark.parametrize("name", TOOLS)

@@ -101,17 +101,29 @@ class _Reading:
 
 
 class LiveServer:
-    """Starts, kills and restarts one server on one port and one cache folder. Its log goes to `log_path`."""
+    """Starts, kills and restarts one server on one port and one cache folder. Its log goes to `log_path`.
 
-    def __init__(self, *, kv_cache_dir: Path, log_path: Path, flags: tuple[str, ...] = ()) -> None:
+    `module` is another program to start in place of `diskprefix`, `environment` what it is told besides.
+    """
+
+    def __init__(
+        self,
+        *,
+        kv_cache_dir: Path,
+        log_path: Path,
+        flags: tuple[str, ...] = (),
+        module: str = "diskprefix",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.kv_cache_dir = kv_cache_dir
         self.log_path = log_path
-        self._port = _free_port()
-        self._command = [sys.executable, "-m", "diskprefix", "serve", "--port", str(self._port)]
+        self.port = _free_port()
+        self._environment = dict(environment or {})
+        self._command = [sys.executable, "-m", module, "serve", "--port", str(self.port)]
         self._command += ["--kv-cache-dir", str(kv_cache_dir), *flags]
         self._process: subprocess.Popen[bytes] | None = None
         timeout = httpx.Timeout(ANSWER_DEADLINE_S, connect=5.0)
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=timeout)
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=timeout)
 
     def __enter__(self) -> LiveServer:
         return self
@@ -130,6 +142,7 @@ class LiveServer:
         started = time.perf_counter()
         # Settings of the person who runs this must not change what is shown.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DISKPREFIX_")}
+        environment |= self._environment
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment

@@ -1,0 +1,298 @@
+"""`tools/agents`: real command-line agents do a task with the daemon, which is killed between their turns."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from diskprefix.cli.recipes import NO_KEY, Served, recipe
+from diskprefix.errors import ModelError
+from tools.measuring.live_server import LiveServer, LiveServerError, log_tail, step
+from tools.measuring.options import JSON
+from tools.measuring.report import machine, new_table, print_report, say, show_machine
+from tools.models import real
+from tools.real_agents.agents import AGENTS, FILE, LAST_REPLY, MENDED, PRINTED, TASK, Agent
+from tools.real_agents.install import NotInstalled, installed
+from tools.real_agents.scratch import scratch
+from tools.real_agents.tap import Exchange, Tap
+from tools.real_agents.tiny_model import POSITIONS, write_tiny
+
+GOAL = 0.9
+"""Of the prompts of all turns after the first one, at least so much is restored."""
+REAL_POSITIONS = 32_768
+TABLE_COLUMNS = 110
+SHOWN_CHARS = 1500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one agent. Times are medians over its turns, in milliseconds, as a client sees them."""
+
+    agent: str
+    version: str
+    is_done: bool
+    exit_code: int | None
+    turns: int
+    side_requests: int
+    calls: list[str]
+    prompt_tokens: list[int]
+    restored: list[int]
+    restored_share: float | None
+    first_byte_ms: float | None
+    first_token_ms: float | None
+    restarts: int
+    refused: list[str]
+    retries: int
+    cut_off: int
+    hosts_refused: list[str]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is as it should be, but for what a stupid model does."""
+        share = self.restored_share
+        return not (self.refused or self.retries or self.cut_off) and share is not None and share >= GOAL
+
+
+class Run:
+    """Runs agents one after the other, each with a daemon and folders of its own below `workspace`."""
+
+    def __init__(self, workspace: Path, commands: Path, model: Path, console: Console, bodies: Path | None) -> None:
+        """`commands` is the folder of the agents' programs; `bodies` is where what they send is kept."""
+        self._workspace = workspace
+        self._commands = commands
+        self._model = model
+        self._console = console
+        self._bodies = bodies
+
+    def agent(self, agent: Agent, *, scripted: bool, limit_s: float) -> Outcome:
+        folder = self._workspace / agent.name
+        folder.mkdir()
+        file = folder / "repository" / FILE
+        environment: dict[str, str] = {}
+        if scripted:
+            environment["DISKPREFIX_SCRIPT"] = str(_write_script(folder / "script.json", agent, file, self._model))
+        with LiveServer(
+            kv_cache_dir=folder / "kv",
+            log_path=folder / "server.log",
+            flags=self._flags(scripted),
+            module="tools.real_agents.scripted_daemon" if scripted else "diskprefix",
+            environment=environment,
+        ) as server:
+            with step(self._console, f"{agent.name}: the daemon starts") as note:
+                server.start(note)
+            with step(self._console, f"{agent.name}: {TASK}"), Tap(server.port, turn_finder(), server.restart) as tap:
+                exit_code, said = self._let_it_work(agent, folder, tap, scripted, limit_s)
+        self._keep(agent, tap)
+        (folder / "said.txt").write_text(said, encoding="utf-8")
+        is_done = exit_code == 0 and MENDED in file.read_text(encoding="utf-8") and _has_run(tap)
+        if not is_done:
+            last = said[-SHOWN_CHARS:]
+            self._console.print(f"{agent.name} ended with {exit_code} and said:\n{last}", markup=False)
+        return _outcome(agent, tap, is_done, exit_code)
+
+    def _flags(self, scripted: bool) -> tuple[str, ...]:
+        flags = ("--model", str(self._model), "--policy", "agent", "--served-model-name", "coder")
+        # The random model computes faster than the disk reads, and the rule that weighs the two would not restore.
+        return (*flags, "--kv-cache-gate", "off") if scripted else flags
+
+    def _let_it_work(
+        self, agent: Agent, folder: Path, tap: Tap, scripted: bool, limit_s: float
+    ) -> tuple[int | None, str]:
+        """Returns the exit code, None at the time limit, and what was said."""
+        context = POSITIONS if scripted else REAL_POSITIONS
+        served = Served(url=tap.url, model="coder", key=NO_KEY, context=context)
+        place = scratch(folder, agent, recipe(agent.name, served), self._commands, tap.url)
+        try:
+            ended = subprocess.run(
+                agent.command,
+                cwd=place.repository,
+                env=place.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            return None, (error.stdout or b"").decode("utf-8", "replace")
+        return ended.returncode, ended.stdout
+
+    def _keep(self, agent: Agent, tap: Tap) -> None:
+        if self._bodies is None:
+            return
+        self._bodies.mkdir(parents=True, exist_ok=True)
+        for number, exchange in enumerate(tap.exchanges, start=1):
+            name = f"{agent.name}-{number:02}-{exchange.method}{exchange.path.partition('?')[0].replace('/', '-')}"
+            (self._bodies / f"{name}.json").write_bytes(exchange.body)
+            if exchange.refusal:
+                (self._bodies / f"{name}.refusal.txt").write_text(exchange.refusal, encoding="utf-8")
+
+
+def _write_script(path: Path, agent: Agent, file: Path, model: Path) -> Path:
+    calls = [(name, {key: _placed(value, file) for key, value in arguments.items()}) for name, arguments in agent.calls]
+    script = {"model": str(model), "task": TASK, "calls": calls, "last": LAST_REPLY}
+    path.write_text(json.dumps(script), encoding="utf-8")
+    return path
+
+
+def _placed(value: Any, file: Path) -> Any:
+    return value.replace("{file}", str(file)) if isinstance(value, str) else value
+
+
+def turn_finder() -> Callable[[Mapping[str, Any]], bool]:
+    """Returns what says of each parsed body in turn whether it is a turn of the task.
+
+    Titles, summaries and counts have no tools or no stream. A sub-agent has other tools than the first turn.
+    """
+    first: list[list[str]] = []
+
+    def is_turn(body: Mapping[str, Any]) -> bool:
+        if not (body.get("tools") and body.get("stream") and TASK in json.dumps(body, ensure_ascii=False)):
+            return False
+        names = [_name_of(tool) for tool in body["tools"]]
+        first[:] = first or [names]
+        return names == first[0]
+
+    return is_turn
+
+
+def _name_of(tool: Mapping[str, Any]) -> str:
+    return str(tool.get("function", tool).get("name") or tool.get("type"))
+
+
+def _has_run(tap: Tap) -> bool:
+    return bool(tap.turns) and PRINTED in tap.turns[-1].body.decode("utf-8", "replace")
+
+
+def _outcome(agent: Agent, tap: Tap, is_done: bool, exit_code: int | None) -> Outcome:
+    turns, later = tap.turns, tap.turns[1:]
+    tokens, restored = [each.reply.prompt_tokens for each in turns], [each.reply.restored for each in turns]
+    return Outcome(
+        agent=agent.name,
+        version=agent.version,
+        is_done=is_done,
+        exit_code=exit_code,
+        turns=len(turns),
+        side_requests=sum(each.method == "POST" and not each.is_turn for each in tap.exchanges),
+        calls=[name for each in turns for name in each.reply.calls],
+        prompt_tokens=tokens,
+        restored=restored,
+        restored_share=sum(restored[1:]) / sum(tokens[1:]) if later and sum(tokens[1:]) else None,
+        first_byte_ms=_median_ms([each.first_byte_s for each in turns]),
+        first_token_ms=_median_ms([each.first_token_s for each in turns]),
+        restarts=len(later),
+        refused=[_refusal(each) for each in tap.exchanges if each.status >= 400 or each.reply.errors],
+        retries=sum(each.is_repeated for each in tap.exchanges),
+        cut_off=sum(each.is_cut_off for each in tap.exchanges),
+        hosts_refused=sorted(set(tap.refused_hosts)),
+    )
+
+
+def _median_ms(times_s: Sequence[float | None]) -> float | None:
+    known = [time_s * 1e3 for time_s in times_s if time_s is not None]
+    return round(statistics.median(known), 1) if known else None
+
+
+def _refusal(exchange: Exchange) -> str:
+    said = exchange.refusal or "; ".join(exchange.reply.errors)
+    return f"{exchange.method} {exchange.path} {exchange.status} {said[:300]}"
+
+
+def show(report: Mapping[str, Any], console: Console) -> None:
+    outcomes = [Outcome(**each) for each in report["agents"]]
+    tokens, times = ("first\nprompt", "last\nprompt", "restored"), ("first\nbyte", "first\ntoken")
+    right = ("turns", "calls", *tokens, *times, "refused", "retries", "side\nrequests")
+    table = new_table(report["title"], left=("agent", "task"), right=right)
+    for each in outcomes:
+        table.add_row(
+            each.agent,
+            "done" if each.is_done else "[red]not done[/red]",
+            str(each.turns),
+            str(len(each.calls)),
+            *(f"{each.prompt_tokens[index]:,}" if each.prompt_tokens else "" for index in (0, -1)),
+            f"{each.restored_share:.1%}" if each.restored_share is not None else "",
+            *("" if time is None else f"{time:,.0f} ms" for time in (each.first_byte_ms, each.first_token_ms)),
+            str(len(each.refused) + each.cut_off),
+            str(each.retries),
+            str(each.side_requests),
+        )
+    console.width = max(console.width, TABLE_COLUMNS)
+    console.print(table)
+    for each in outcomes:
+        for line in each.refused:
+            say(console, f"{each.agent}: refused: {line}")
+        if each.hosts_refused:
+            say(console, f"{each.agent} tried to reach {', '.join(each.hosts_refused)}, and was refused")
+    say(console, "The daemon was killed with SIGKILL and started again before each turn but the first.")
+    show_machine(report["machine"], console)
+
+
+@click.command()
+@click.argument("names", nargs=-1, type=click.Choice(list(AGENTS)), metavar="[AGENT]...")
+@click.option(
+    "--real/--scripted",
+    "is_real",
+    default=False,
+    show_default="scripted",
+    help="Let Qwen2.5-Coder-0.5B answer, or a random model whose replies are prepared calls.",
+)
+@click.option("--limit", "limit_s", default=600, show_default=True, help="Seconds after which an agent is ended.")
+@click.option(
+    "--bodies", type=click.Path(file_okay=False, path_type=Path), help="A folder in which to keep what is sent."
+)
+@JSON
+def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | None, as_json: bool) -> None:
+    """Real command-line agents mend a file in a scratch repository: read it, edit it, run it.
+
+    AGENT is one of qwen-code, claude-code, codex and opencode; without one all four work, one after the other. They
+    are installed with npm on first use, into the cache folder. Their settings are those of `diskprefix clients`. Home
+    and repository are scratch folders, and requests to any host but the daemon are refused.
+
+    The daemon is killed with SIGKILL before each turn but the first, once what it computed is on disk and no request
+    runs. The request waits while the daemon starts; times are counted from then.
+
+    Without --real the replies are prepared: a random model of two layers with the tokenizer and the chat template of
+    Qwen2.5-Coder computes the prompts, and the tokens of the right calls are taken in place of those that it would
+    sample. Everything else is the daemon as it is. With --real a small model answers, which may do anything.
+
+    Exit codes: 0 all is well; 1 a request was refused, repeated or cut off, a task is not done (not with --real), or
+    less than 90 % of the prompts after the first were restored.
+    """
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory(prefix="diskprefix-agents-") as name:
+        workspace = Path(name)
+        try:
+            commands = installed(lambda line: console.print(line, markup=False))
+            model = real.fetched(real.QWEN2_CODER.name, lambda line: console.print(line, markup=False))
+            if not is_real:
+                model = write_tiny(workspace / "model", model)
+            run = Run(workspace, commands, model, console, bodies)
+            chosen = [AGENTS[each] for each in names or AGENTS]
+            outcomes = [run.agent(each, scripted=not is_real, limit_s=limit_s) for each in chosen]
+        except (LiveServerError, NotInstalled, ModelError) as error:
+            console.print(f"error: {error}", markup=False)
+            for log in sorted(workspace.glob("*/server.log")):
+                console.print(log_tail(log), markup=False)
+            sys.exit(1)
+        for log in sorted(workspace.glob("*/server.log")) if bodies else ():
+            shutil.copy(log, bodies / f"{log.parent.name}.log")  # type: ignore[operator]
+    title = "Qwen2.5-Coder-0.5B" if is_real else "Prepared replies over a random model with Qwen2.5-Coder's tokenizer"
+    report = {"title": title, "agents": [asdict(each) for each in outcomes], "machine": machine()}
+    print_report(report, as_json, show)
+    sys.exit(0 if all(each.is_whole and (each.is_done or is_real) for each in outcomes) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What an agent finds: a home folder with its recipe, a repository with a task, and an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from diskprefix.cli.recipes import Recipe
+from tools.real_agents.agents import FILE, SOURCE, Agent
+
+_KEPT_VARIABLES = ("PATH", "LANG", "TERM")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scratch:
+    """`repository` is where the agent starts."""
+
+    home: Path
+    repository: Path
+    environment: dict[str, str]
+
+
+def scratch(folder: Path, agent: Agent, recipe: Recipe, commands: Path, url: str) -> Scratch:
+    """Writes the recipe and the repository into `folder`. Requests to other hosts than this go to the proxy `url`."""
+    home, repository = folder / "home", folder / "repository"
+    home.mkdir(parents=True)
+    repository.mkdir()
+    for file in recipe.files:
+        path = Path(file.path.replace("~", str(home), 1))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file.text, encoding="utf-8")
+    (repository / FILE).write_text(SOURCE, encoding="utf-8")
+    environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    environment["PATH"] = f"{commands}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    environment |= {"HOME": str(home), "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+    environment |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), url)
+    environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    for command in (["init", "-q"], ["add", "."], [*_AS_NOBODY, "commit", "-q", "-m", "A sum"]):
+        subprocess.run(["git", *command], cwd=repository, env=environment, check=True)
+    environment |= {**recipe.environment, **agent.environment}
+    return Scratch(home=home, repository=repository, environment=environment)
+
+
+_AS_NOBODY = ("-c", "user.name=Nobody", "-c", "user.email=nobody@example.com")

@@ -1,0 +1,81 @@
+"""`diskprefix serve` whose replies are prepared: the model computes as always, and then other tokens are taken.
+
+The server, the chat template, the tokenizer, prefill, decoding, parsing of calls and the cache are the real ones. Only
+`Sampler.sample` is replaced. DISKPREFIX_SCRIPT names a JSON file with the model's folder (`model`), the calls of the
+turns (`calls`), the request that is answered with them (`task`) and the text of the last reply (`last`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diskprefix.cli import main
+from diskprefix.engine import admission
+from diskprefix.engine.constraint import ConstrainedReply
+from diskprefix.engine.request import SamplingParams
+from diskprefix.engine.sampler import Sampler
+from diskprefix.tokens import TokenIds
+
+SIDE_REPLY = "Mending a sum"
+"""The reply to titles, summaries and whatever else is not a turn of the task."""
+TOOLS_OFFERED, TOOL_RESULT = "<tools>", "<tool_response>"
+"""As the chat template of Qwen2.5 writes them."""
+
+
+def prepared_reply(prompt: str, script: dict[str, Any]) -> str:
+    """Returns the reply to a rendered prompt: the next call if it has the task, tools, and the results before."""
+    _, has_task, since = prompt.partition(script["task"])
+    if not has_task or TOOLS_OFFERED not in prompt:
+        return SIDE_REPLY
+    turn = since.count(TOOL_RESULT)
+    if turn >= len(script["calls"]):
+        return str(script["last"])
+    name, arguments = script["calls"][turn]
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def prepared_sampler(reply_to: Callable[[Sequence[int]], list[int]]) -> type[Sampler]:
+    """Returns a class of samplers that take the tokens of `reply_to` of the prompt's tokens, one after the other."""
+
+    class PreparedSampler(Sampler):
+        def __init__(
+            self,
+            params: SamplingParams,
+            prompt: TokenIds,
+            device: torch.device,
+            choice: int = 0,
+            constraint: ConstrainedReply | None = None,
+        ) -> None:
+            super().__init__(params, prompt, device, choice, constraint)
+            self._prepared = deque(reply_to(prompt.tolist()))
+
+        def sample(self, logits: torch.Tensor) -> int:
+            del logits
+            return self._prepared.popleft() if len(self._prepared) > 1 else self._prepared[0]
+
+    return PreparedSampler
+
+
+def run() -> None:
+    from transformers import AutoTokenizer
+
+    script = json.loads(Path(os.environ["DISKPREFIX_SCRIPT"]).read_text(encoding="utf-8"))
+    tokenizer = AutoTokenizer.from_pretrained(script["model"])
+
+    def reply_to(prompt: Sequence[int]) -> list[int]:
+        reply = prepared_reply(tokenizer.decode(prompt), script)
+        return [*tokenizer.encode(reply, add_special_tokens=False), tokenizer.eos_token_id]
+
+    admission.Sampler = prepared_sampler(reply_to)  # type: ignore[attr-defined]
+    main()
+
+
+if __name__ == "__main__":
+    run()

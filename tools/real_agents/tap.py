@@ -1,0 +1,185 @@
+"""A proxy between an agent and the daemon: it measures and records, and has the daemon killed between two turns.
+
+It is also the agent's proxy for all other addresses, and refuses them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tools.real_agents.replies import Reply
+
+_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host", "proxy-connection"}
+_PIECE_BYTES = 65_536
+
+
+@dataclass
+class Exchange:
+    """One request and its reply. Times are in seconds from when the daemon was sent the request."""
+
+    method: str
+    path: str
+    body: bytes
+    is_turn: bool
+    is_repeated: bool
+    status: int = 0
+    first_byte_s: float | None = None
+    first_token_s: float | None = None
+    total_s: float = 0.0
+    is_cut_off: bool = False
+    """The agent hung up, or the daemon did."""
+    reply: Reply = field(default_factory=Reply)
+    refusal: str = ""
+
+
+class Tap:
+    """Serves on a free port. `between_turns` is called before each turn but the first, while no request runs."""
+
+    def __init__(self, port: int, is_turn: Callable[[Any], bool], between_turns: Callable[[], object]) -> None:
+        """`port` is the daemon's; `is_turn` says of a parsed body whether it is a turn of the task."""
+        self.exchanges: list[Exchange] = []
+        self.refused_hosts: list[str] = []
+        self._daemon_port = port
+        self._is_turn = is_turn
+        self._between_turns = between_turns
+        self._idle = threading.Condition()
+        self._running = 0
+        self._seen: set[bytes] = set()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self._server.server_address[1]}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}"
+
+    @property
+    def turns(self) -> list[Exchange]:
+        return [exchange for exchange in self.exchanges if exchange.is_turn]
+
+    def __enter__(self) -> Tap:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def begin(self, method: str, path: str, body: bytes) -> Exchange:
+        """Notes a request. Before a turn after the first one it calls `between_turns`, once nothing else runs."""
+        try:
+            parsed = json.loads(body)
+        except ValueError:
+            parsed = None
+        with self._idle:
+            is_turn = parsed is not None and self._is_turn(parsed)
+            digest = hashlib.sha256(path.encode() + body).digest()
+            exchange = Exchange(method, path, body, is_turn, bool(body) and digest in self._seen)
+            self._seen.add(digest)
+            if is_turn and self.turns:
+                self._idle.wait_for(lambda: not self._running)
+                self._between_turns()
+            self.exchanges.append(exchange)
+            self._running += 1
+        return exchange
+
+    def end(self) -> None:
+        with self._idle:
+            self._running -= 1
+            self._idle.notify_all()
+
+    @contextmanager
+    def daemon(self) -> Iterator[http.client.HTTPConnection]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._daemon_port)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+
+def _handler_of(tap: Tap) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _forward(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            # The whole address, as a proxy is asked.
+            if self.path.startswith("http://"):
+                host, slash, rest = self.path.removeprefix("http://").partition("/")
+                if host != tap.host:
+                    self._refuse(host)
+                    return
+                self.path = slash + rest
+            exchange = tap.begin(self.command, self.path, body)
+            started = time.perf_counter()
+            try:
+                self._exchange(exchange, started)
+            except (OSError, http.client.HTTPException):
+                exchange.is_cut_off = True
+            finally:
+                exchange.total_s = time.perf_counter() - started
+                exchange.reply.finish()
+                tap.end()
+
+        def _exchange(self, exchange: Exchange, started: float) -> None:
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP_BY_HOP}
+            # What is measured is read here, so it must not be compressed.
+            headers["Accept-Encoding"] = "identity"
+            self.close_connection = True
+            with tap.daemon() as daemon:
+                daemon.request(exchange.method, exchange.path, exchange.body, headers)
+                response = daemon.getresponse()
+                exchange.status = response.status
+                self.send_response(response.status)
+                for name, value in response.getheaders():
+                    if name.lower() not in _HOP_BY_HOP | {"date", "server"}:
+                        self.send_header(name, value)
+                self.send_header("Connection", "close")
+                self.end_headers()
+                while piece := response.read1(_PIECE_BYTES):
+                    self._note(exchange, piece, time.perf_counter() - started)
+                    self.wfile.write(piece)
+
+        def _note(self, exchange: Exchange, piece: bytes, elapsed_s: float) -> None:
+            if exchange.status >= 400:
+                exchange.refusal += piece.decode("utf-8", "replace")
+            if exchange.first_byte_s is None:
+                exchange.first_byte_s = elapsed_s
+            exchange.reply.feed(piece)
+            if exchange.first_token_s is None and exchange.reply.has_token:
+                exchange.first_token_s = elapsed_s
+
+        def _refuse(self, host: str) -> None:
+            tap.refused_hosts.append(host)
+            self.close_connection = True
+            self.send_error(403, "agents reach nothing but the daemon")
+
+        def do_CONNECT(self) -> None:
+            if self.path != tap.host:
+                self._refuse(self.path)
+                return
+            # Some agents ask the proxy for this address too: what comes next on the connection is for the daemon.
+            self.close_connection = False
+            self.send_response_only(200)
+            self.end_headers()
+
+        do_GET = do_POST = do_HEAD = do_DELETE = do_PUT = do_OPTIONS = _forward
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """The exchanges are the log."""
+
+    return Handler
