@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,12 +13,11 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
-from diskprefix.chat.output.format import OutputParser
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.protocols.responses import stored as stored_module
+from tests.server.agent_model import TEMPLATE, call, thought
+from tests.server.chat_model import write_chat_model
 from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
 from tests.server.test_auth import ALICE, BOB, write_keys
 
@@ -32,36 +30,7 @@ WEATHER: Any = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     "strict": True,
 }
-PREPARED: dict[str, list[OutputDelta]] = {
-    "<think>": [ReasoningDelta("hm")],
-    "<call>": [ToolCallBegin(0, "get_weather"), ToolCallDelta(0, '{"city":')],
-    "</call>": [ToolCallDelta(0, ' "Oslo"}')],
-}
-
-
-class PreparedParser:
-    """Reads what `PREPARED` says, however the texts are joined."""
-
-    def feed(self, text: str) -> list[OutputDelta]:
-        pieces = filter(None, re.split(f"({'|'.join(PREPARED)})", text))
-        return [delta for piece in pieces for delta in PREPARED.get(piece, [ContentDelta(piece)])]
-
-    def finish(self) -> list[OutputDelta]:
-        return []
-
-
-class PreparedFormat:
-    """A format whose texts mean what a test has prepared."""
-
-    name = "prepared"
-    special_tokens: frozenset[str] = frozenset()
-    reasoning_end: str | None = None
-
-    def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:  # noqa: ARG002 (the protocol's)
-        return PreparedParser()
-
-    def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:  # noqa: ARG002 (the protocol's)
-        return 'start: "<call>"'
+CALL = call("get_weather", city="Oslo")
 
 
 def saying(*texts: str, reason: Any = "stop") -> Callable[..., None]:
@@ -85,10 +54,13 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(chat_model: Path, engine: ScriptedEngine, keys_file: Path) -> Iterator[AppServer]:
-    with scripted_app(chat_model, engine, api_keys=keys_file) as server:
-        assert server.daemon.serving is not None
-        server.daemon.serving.renderer.output_format = PreparedFormat()
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("agent") / "model", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, engine: ScriptedEngine, keys_file: Path) -> Iterator[AppServer]:
+    with scripted_app(model, engine, api_keys=keys_file) as server:
         yield server
 
 
@@ -137,7 +109,7 @@ def test_a_text_is_answered(client: OpenAI, server: AppServer, engine: ScriptedE
 
 
 def test_the_stream_helper_assembles_what_the_whole_response_says(client: OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = saying("<think>", "It ", "rains.", "<call>", "</call>")
+    engine.script = saying(thought("hm"), "It ", "rains.\n", CALL[:20], CALL[20:])
     fields: dict[str, Any] = {"model": MODEL, "input": "Weather?", "tools": [WEATHER]}
     with client.responses.stream(**fields) as stream:
         kinds = [event.type for event in stream]
@@ -153,7 +125,7 @@ def test_the_stream_helper_assembles_what_the_whole_response_says(client: OpenAI
 
 
 def test_the_tokens_of_the_reasoning_are_counted(client: OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = saying("<think>", "<think>", reason="length")
+    engine.script = saying("<think>\nhm", " hm", reason="length")
     usage = client.responses.create(model=MODEL, input="Weather?").usage
     assert usage is not None
     assert usage.output_tokens_details.reasoning_tokens == 2
@@ -186,7 +158,7 @@ def test_the_sdk_parses_a_format_and_the_reply_is_constrained_by_it(client: Open
 
 
 def test_the_result_of_a_call_comes_back_as_items(client: OpenAI, server: AppServer, engine: ScriptedEngine) -> None:
-    engine.script = saying("<call>", "</call>")
+    engine.script = saying(CALL[:20], CALL[20:])
     first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER])
     call = cast("Any", first.output[0])
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
@@ -196,7 +168,7 @@ def test_the_result_of_a_call_comes_back_as_items(client: OpenAI, server: AppSer
         second = client.responses.create(model=MODEL, tools=[WEATHER], **cast("Any", fields))
         assert second.output_text == "It rains."
         prompt = prompt_of(server, engine)
-        assert "<call>get_weather city=Oslo</call><|im_end|>\n<|im_start|>tool\nrain<|im_end|>\n" in prompt
+        assert f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n" in prompt
         assert prompt.count("Weather?") == 1
 
 
@@ -389,7 +361,7 @@ CODEX: dict[str, Any] = {
 
 
 def test_what_codex_sends_is_served(http: httpx.Client, server: AppServer, engine: ScriptedEngine) -> None:
-    engine.script = saying("<think>", "<call>", "</call>")
+    engine.script = saying(thought("hm"), CALL.replace("get_weather", "exec_command"))
     with http.stream("POST", ROUTE, json=CODEX) as answer:
         assert answer.status_code == 200
         data = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
@@ -410,7 +382,7 @@ def test_what_codex_sends_is_served(http: httpx.Client, server: AppServer, engin
     assert answer.status_code == 200, answer.text
     longer = prompt_of(server, engine)
     assert longer.startswith(prompt.removesuffix("<|im_start|>assistant\n"))
-    assert longer.endswith("<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n")
+    assert longer.endswith("<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(
