@@ -2,7 +2,9 @@
 
 Each sequence has a slot with a `KVArena` of its own. All slots together take no more than a bound in bytes. A sequence
 that ended stays in its slot until the room is needed: a later prompt that begins with its tokens goes on there, without
-a copy. That is the memory tier; the least recently used slot goes first.
+a copy. That is the memory tier. When it has too many sequences, that one goes which is worth least: its tokens, divided
+by the time since its last use. So a few short requests do not take the place of a long conversation that pauses. When
+memory is short, the least recently used slot goes first.
 """
 
 from __future__ import annotations
@@ -54,6 +56,11 @@ class Found:
     @property
     def is_worth_waiting_for(self) -> bool:
         return self.later >= self.num_tokens + LEAST_TOKENS
+
+
+def _worth(slot: Slot) -> float:
+    """Tokens for each second since the last use: what going on from it saves, and how soon that is expected."""
+    return slot.num_computed / (1.0 + time.monotonic() - slot.used_at)
 
 
 class KVPool:
@@ -164,9 +171,9 @@ class KVPool:
         if not keep or not self.max_idle or not slot.num_computed:
             self._forget(slot)
             return
-        idle = sorted((slot for slot in self.slots if not slot.is_busy), key=lambda slot: slot.used_at)
-        for oldest in idle[: max(0, len(idle) - self.max_idle)]:
-            self._forget(oldest)
+        idle = sorted((slot for slot in self.slots if not slot.is_busy), key=_worth)
+        for least in idle[: max(0, len(idle) - self.max_idle)]:
+            self._forget(least)
 
     def stats(self) -> dict[str, int]:
         """Sizes in bytes, numbers of sequences, and the tokens of those that ended."""

@@ -21,6 +21,9 @@ _TRIALS = 1 << 12
 """Trials that are remembered."""
 _ENDS = 1 << 12
 """Prompts whose last tokens, which fill no block, are remembered."""
+_ENDS_OF_A_BLOCK = 16
+"""Prompts with the same last block whose last tokens are remembered: turns of a conversation, and requests beside it
+that ask for a title or a summary."""
 _ENOUGH_TRIALS = 10
 """Fewer trials of prompts like one say nothing about it."""
 _LIKELY = 2 / 5
@@ -73,8 +76,9 @@ class AdmissionFilter:
         """The kind of each prompt and whether it came again, by the block that shows that most of it did."""
         self._counts: dict[int, list[int]] = {}
         """For each kind of prompt: the number of trials, and of those that came again."""
-        self._ends: OrderedDict[bytes, TokenIds] = OrderedDict()
-        """The tokens of prompts after their last full block, by that block; of equal blocks those of the latest."""
+        self._ends: OrderedDict[bytes, tuple[TokenIds, ...]] = OrderedDict()
+        """The tokens of prompts after their last full block, by that block, those of the latest prompt first."""
+        self._num_ends = 0
         self._end_bytes = 0
 
     def __len__(self) -> int:
@@ -110,22 +114,25 @@ class AdmissionFilter:
             self._young, self._old = set(), self._young
 
     def _add_end(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> None:
-        earlier = self._ends.pop(names[-1], None)
-        if earlier is not None:
-            self._end_bytes -= _END_BYTES + earlier.nbytes
+        earlier = self._ends.pop(names[-1], ())
         # A copy: the caller's array may be a view of a buffer that is used again.
         end = token_ids[len(names) * block_size :].copy()
-        self._ends[names[-1]] = end
-        self._end_bytes += _END_BYTES + end.nbytes
-        if len(self._ends) > _ENDS:
-            self._end_bytes -= _END_BYTES + self._ends.popitem(last=False)[1].nbytes
+        others = [other for other in earlier if not np.array_equal(other, end)]
+        self._ends[names[-1]] = ends = (end, *others[: _ENDS_OF_A_BLOCK - 1])
+        self._end_bytes += _bytes_of(ends) - _bytes_of(earlier)
+        self._num_ends += len(ends) - len(earlier)
+        while self._num_ends > _ENDS:
+            _, oldest = self._ends.popitem(last=False)
+            self._end_bytes -= _bytes_of(oldest)
+            self._num_ends -= len(oldest)
 
     def _continues(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> bool:
         """Whether the prompt, whose first blocks have these names, begins with a whole earlier prompt."""
         for num_blocks, name in enumerate(names, start=1):
-            end, start = self._ends.get(name), num_blocks * block_size
-            if end is not None and np.array_equal(token_ids[start : start + len(end)], end):
-                return True
+            start = num_blocks * block_size
+            for end in self._ends.get(name, ()):
+                if np.array_equal(token_ids[start : start + len(end)], end):
+                    return True
         return False
 
     def _num_seen(self, names: Sequence[bytes]) -> int:
@@ -141,6 +148,10 @@ class AdmissionFilter:
             _, (oldest, again) = self._trials.popitem(last=False)
             self._counts[oldest][0] -= 1
             self._counts[oldest][1] -= again
+
+
+def _bytes_of(ends: Sequence[TokenIds]) -> int:
+    return sum(_END_BYTES + end.nbytes for end in ends)
 
 
 def _kind(num_new: int) -> int:

@@ -7,10 +7,13 @@ from itertools import islice
 
 import numpy as np
 
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, common_prefix_length
 
 _PROMPT_BYTES = 256
 """What a prompt takes in memory beside its tokens: an array, and its places in two queues."""
+
+_MOST_OLDER = 1000
+"""Prompts before the window that are looked at."""
 
 
 class History:
@@ -53,6 +56,24 @@ class History:
     def recent(self, n: int, group: bytes = b"") -> tuple[TokenIds, ...]:
         """The `n` newest prompts of a group, newest first; fewer if fewer are remembered. The arrays are read-only."""
         return tuple(islice(reversed(self._windows.get(group, ())), max(n, 0)))
+
+    def similar(self, token_ids: TokenIds, n: int, group: bytes = b"") -> TokenIds | None:
+        """Returns the prompt of a group that shares most with `token_ids`, if it is older than the `n` newest ones.
+
+        Returns None if one of those shares as much. At most 1 000 older ones are looked at.
+
+        Requests beside a conversation, such as the turns of a sub-agent, may fill the window between two of its turns.
+        """
+        newest_first = self._windows.get(group, deque())
+        common = max((common_prefix_length(token_ids, one) for one in self.recent(n, group)), default=0)
+        found: TokenIds | None = None
+        for earlier in islice(reversed(newest_first), n, n + _MOST_OLDER):
+            # Few prompts have this token, so few are compared.
+            if common < min(len(earlier), len(token_ids)) and earlier[common] == token_ids[common]:
+                shared = common_prefix_length(token_ids, earlier)
+                if shared > common:
+                    found, common = earlier, shared
+        return found
 
     @property
     def num_bytes(self) -> int:

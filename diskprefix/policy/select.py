@@ -138,6 +138,9 @@ class _Window(NamedTuple):
     commons: list[int]
     seen: int
     sighting: Sighting
+    older: TokenIds | None = None
+    """The prompt that shares most, if it is older than those of the window."""
+    common_older: int = 0
 
     @property
     def common(self) -> int:
@@ -150,9 +153,16 @@ class _Window(NamedTuple):
         return max(self.common, self.seen)
 
     @property
+    def most_common(self) -> int:
+        """The most that is shared with a prompt of the window, or with the older one."""
+        return max(self.common, self.common_older)
+
+    @property
     def lost(self) -> int:
         """Tokens at the end of the prompt that this one shares most with, which this one does not have. If there are
         several such prompts, the fewest."""
+        if self.older is not None and self.common_older > self.common:
+            return len(self.older) - self.common_older
         lengths = (len(earlier) for earlier, n in zip(self.prompts, self.commons, strict=True) if n == self.common)
         return min(lengths, default=self.common) - self.common
 
@@ -169,6 +179,7 @@ def select(
     state: StateKind = "sliceable",
     restored: int = 0,
     sighting: Sighting = Sighting(),  # noqa: B008 (immutable)
+    older: TokenIds | None = None,
 ) -> Selection:
     """What of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same answer.
 
@@ -176,7 +187,8 @@ def select(
 
     `state` says where a restored prefix can end. `cold_max` and `interval` place the checkpoints of `full` and
     `N`; for those of `auto`, `restored` is how many tokens need not be computed. `sighting` is what is known of the
-    prompt's blocks beyond the window.
+    prompt's blocks beyond the window. `older` is a prompt from before the window that shares more than those in it: it
+    counts only for whether this prompt goes on from it.
     """
     num_tokens = len(prompt.token_ids)
     if scope.kind == "off":
@@ -186,7 +198,9 @@ def select(
         return Selection(scope=scope, prompt_tokens=num_tokens, reason="left_out")
     seen = min(sighting.num_blocks * block_size, num_tokens)
     recent = recent[: scope.value] if auto else recent
-    window = _Window(recent, [common_prefix_length(prompt.token_ids, earlier) for earlier in recent], seen, sighting)
+    commons = [common_prefix_length(prompt.token_ids, earlier) for earlier in recent]
+    common_older = 0 if older is None else common_prefix_length(prompt.token_ids, older)
+    window = _Window(recent, commons, seen, sighting, older, common_older)
     least = max(min_tokens, 1)
 
     price = 0
@@ -299,7 +313,7 @@ def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
     A client may rewrite the end of a conversation in each turn (the beginning of a reply, a reminder, a list of open
     files). As many tokens as were rewritten of the prompt before are expected to be rewritten of this one.
     """
-    num_tokens, common = len(prompt.token_ids), window.common
+    num_tokens, common = len(prompt.token_ids), window.most_common
     last = last_safe(prompt, num_tokens)
     if window.sighting.continues:
         return _Choice(last, "continues", is_whole=False, goes_on=True)

@@ -30,8 +30,9 @@ def selected(
 ) -> Selection:
     """Returns what is to be kept of a prompt. `goes_on`: it is only a beginning, whose end is not kept."""
     settings, scope = cache.settings, options.scope
-    sighting = Sighting()
+    sighting, older = Sighting(), None
     if scope.kind == "auto":
+        older = namespace.history.similar(prompt.token_ids, scope.value, options.group)
         sighting = namespace.admission.look(prompt.token_ids, nodes.block_names, settings.block_size)
     selection = select(
         scope,
@@ -44,6 +45,7 @@ def selected(
         state=cache.layout.state_kind,
         restored=restored.stored_tokens,
         sighting=sighting,
+        older=older,
     )
     if goes_on:
         selection = replace(selection, keep_tail=False)

@@ -135,6 +135,7 @@ class Simulator:
             state=self._geometry.state_kind,
             restored=progress.num_tokens,
             sighting=admission.look(prompt.token_ids, names, policy.block_size) if is_auto else Sighting(),
+            older=history.similar(prompt.token_ids, scope.value, request.group) if is_auto else None,
         )
         if not request.save and scope.kind != "off":
             selection = selection.keeping_nothing("read_only")

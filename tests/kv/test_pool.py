@@ -194,6 +194,22 @@ def test_no_more_sequences_are_kept_than_asked_for(layouts: dict[str, Layout]) -
     assert none.slots == []
 
 
+def test_short_requests_do_not_take_the_place_of_a_long_conversation(
+    layouts: dict[str, Layout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_of(layouts["token"], 1000, *[50] * 6, max_idle=2)
+    clock = 0.0
+    monkeypatch.setattr("diskprefix.kv.pool.time.monotonic", lambda: clock)
+    long = ended(pool, tokens(1000))
+    for seed in range(1, 4):
+        clock += 2.0
+        last = ended(pool, tokens(50, seed))
+    assert pool.slots == [long, last]
+    clock += 1000.0
+    newer = ended(pool, tokens(50, 4)), ended(pool, tokens(50, 5))
+    assert pool.slots == list(newer), "it was not used for so long that what is new is worth more"
+
+
 # What is found.
 
 

@@ -197,6 +197,24 @@ def test_any_earlier_turn_may_be_continued() -> None:
     assert look(seen, joined(blocks(1, 1), blocks(3, 1))).continues, "from the first turn, in another way"
 
 
+def test_a_request_beside_a_conversation_does_not_take_the_place_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a request for a summary or a title does, whose last full block is that of the conversation."""
+    monkeypatch.setattr(rules, "_ENDS_OF_A_BLOCK", 4)
+    seen = AdmissionFilter(is_trusting=False)
+    for end in ([7], [8, 1], [8, 2], [8, 3]):
+        add(seen, joined(blocks(1, 2), end))
+    assert look(seen, joined(blocks(1, 2), [7, 9])).continues
+    add(seen, joined(blocks(1, 2), [8, 4]))
+    assert not look(seen, joined(blocks(1, 2), [7, 9])).continues, "of more than four the oldest is forgotten"
+
+
+def test_an_end_that_comes_again_counts_once() -> None:
+    seen = AdmissionFilter(is_trusting=False)
+    for end in ([7], *[[8, 1], [8, 2]] * 20):
+        add(seen, joined(blocks(1, 2), end))
+    assert look(seen, joined(blocks(1, 2), [7, 9])).continues
+
+
 def test_of_many_prompts_the_oldest_ends_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_ENDS", 2)
     seen = AdmissionFilter(is_trusting=False)

@@ -58,6 +58,7 @@ def test_what_is_found_anyway_is_not_lost() -> None:
     turn = prompt(own, text(300))
     assert find_break(turn, [own, other], known=len(own)) is None
     assert find_break(turn, [other], known=len(own)) is None
+    assert find_break(turn, [prompt(other, text(1000))], known=len(own)) is None
     assert find_break(turn, [other], known=20) is not None
 
 

@@ -102,6 +102,31 @@ def test_each_group_is_a_window_of_its_own() -> None:
     assert len(history) == 5
 
 
+def test_an_older_prompt_is_found_if_it_shares_more_than_those_of_the_window() -> None:
+    history = History(10, 100)
+    for token_ids in ([1, 2, 3, 4], [1, 2, 3, 9], [5, 6], [1, 2]):
+        history.add(as_token_ids(token_ids))
+    asked = as_token_ids([1, 2, 3, 4, 5])
+    found = history.similar(asked, 2)
+    assert found is not None
+    assert found.tolist() == [1, 2, 3, 4]
+    assert history.similar(asked, 4) is None, "it is in the window"
+    assert history.similar(as_token_ids([1, 2, 7]), 2) is None, "one of the window shares as much"
+    assert history.similar(as_token_ids([1, 2]), 2) is None
+    assert history.similar(asked, 2, ONE) is None
+
+
+def test_of_older_prompts_that_share_as_much_the_newest_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(10, 100)
+    for last in (7, 8, 9):
+        history.add(as_token_ids([1, 2, last]))
+    found = history.similar(as_token_ids([1, 2, 3]), 0)
+    assert found is not None
+    assert found.tolist() == [1, 2, 9]
+    monkeypatch.setattr("diskprefix.policy.history._MOST_OLDER", 1)
+    assert history.similar(as_token_ids([1, 2, 7]), 1) is None, "it is too old to be looked at"
+
+
 @given(PROMPTS, st.integers(0, 8), st.integers(0, 40))
 def test_the_windows_are_the_newest_prompts_of_all_groups_that_fit_both_bounds(
     prompts: Grouped, max_prompts: int, max_tokens: int

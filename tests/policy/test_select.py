@@ -426,6 +426,19 @@ def test_until_a_kind_is_known_its_prompts_are_kept_at_once_where_that_is_truste
     assert after(0, is_trusting=False).reason == "new_system_prompt"
 
 
+def test_a_conversation_whose_end_is_rewritten_goes_on_though_others_filled_the_window() -> None:
+    rewritten = chat(SYSTEM, ASKED, (9, 100))
+    others = [chat((7, 400), (8, 300)).token_ids] * 3
+    assert pick(AUTO, SECOND_TURN, rewritten.token_ids).reason == "continues"
+    alone = pick(AUTO, SECOND_TURN, *others, sighting=seen(5))
+    assert alone.reason == "shared_prefix"
+    assert alone.selected < 1400
+    beside = pick(AUTO, SECOND_TURN, *others, sighting=seen(5), older=rewritten.token_ids)
+    within = pick(AUTO, SECOND_TURN, *others, rewritten.token_ids, sighting=seen(5))
+    assert (beside.selected, beside.reason, beside.lost) == (within.selected, "continues", within.lost)
+    assert (beside.recent, beside.common) == (3, alone.common), "it is not in the window"
+
+
 @pytest.mark.parametrize("shared", [1, 300])
 def test_texts_that_share_little_say_nothing_of_what_is_lost_at_their_ends(shared: int) -> None:
     assert pick(AUTO, Prompt(ids(4123)), sharing(4000, shared), sighting=LIKELY).selected == 4123
