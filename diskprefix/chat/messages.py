@@ -6,7 +6,7 @@ Objects have the `path` that they had in the client's body, so that an error whi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -83,6 +83,18 @@ class Message:
     reasoning: str | None = None
     mark: CacheMark | None = None
     path: str
+
+
+def joined(first: Message, second: Message) -> Message:
+    """Returns two messages of one role as one, which has the path of the first."""
+    thoughts = [message.reasoning for message in (first, second) if message.reasoning]
+    return replace(
+        first,
+        content=(*first.content, *second.content),
+        tool_calls=(*first.tool_calls, *second.tool_calls),
+        reasoning="\n".join(thoughts) or None,
+        mark=second.mark or first.mark,
+    )
 
 
 @dataclass(frozen=True)

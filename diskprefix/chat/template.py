@@ -26,6 +26,7 @@ from diskprefix.chat.boundaries import (
 from diskprefix.chat.compression import shortened
 from diskprefix.chat.content import UNSUPPORTED, Media, holds_media, parts_for_template, read_media, text_for_template
 from diskprefix.chat.encoder import Encoder
+from diskprefix.chat.late_system import has_late_system, late_system_as_user
 from diskprefix.chat.marks import find_marks, mark_targets
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.normalisers import Normalisers
@@ -64,6 +65,8 @@ _MAX_RENDERINGS = 4
 """To find out which remembered turns fit."""
 _PROBE_TEXT = "diskprefix"
 _SYSTEM: JsonObject = {"role": "system", "content": _PROBE_TEXT}
+_TURNS: list[JsonObject] = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+_LATE_SYSTEM = TemplateInput([_TURNS[0], _SYSTEM, *_TURNS[1:]], None, {})
 
 
 class _Rendered(NamedTuple):
@@ -148,12 +151,18 @@ class PromptRenderer:
 
     def _rewritten(self, conversation: Conversation) -> tuple[Conversation, Rewriting]:
         """Returns the conversation that is rendered. Of one with media nothing is left out."""
-        conversation, rewriting = self._normalisers.apply(conversation)
+        conversation, rewriting = self._normalisers.apply(self._placed(conversation))
         limit = self._compress_above
         if limit is None or holds_media(conversation.messages) or self._has_at_most(limit, conversation):
             return conversation, rewriting
         conversation, left_out = shortened(conversation, limit, self._encoder.count)
         return conversation, replace(rewriting, left_out=left_out)
+
+    def _placed(self, conversation: Conversation) -> Conversation:
+        """Returns the conversation without late system messages, unless the template writes those."""
+        if not has_late_system(conversation.messages) or self._try_render(_LATE_SYSTEM, "reply").count(_PROBE_TEXT):
+            return conversation
+        return late_system_as_user(conversation)
 
     def _has_at_most(self, num_tokens: int, conversation: Conversation) -> bool:
         rendered = self._render(self._template_input(conversation), conversation.ending)

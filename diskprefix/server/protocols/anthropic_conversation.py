@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from diskprefix.chat.messages import CacheMark, Message, TextPart, ToolCall
+from diskprefix.chat.messages import CacheMark, Message, TextPart, ToolCall, joined
 from diskprefix.server.protocols.anthropic_blocks import (
     Block,
     Content,
@@ -86,10 +86,10 @@ def neutral_messages(
     found = [*_system(system)]
     for index, message in enumerate(messages):
         found.extend(message.neutral(f"messages.{index}"))
-    joined = _joined(found)
+    found = _joined(found)
     if end_mark is not None:
-        joined[-1] = replace(joined[-1], mark=end_mark)
-    return joined
+        found[-1] = replace(found[-1], mark=end_mark)
+    return found
 
 
 def _system(system: str | Sequence[TextBlock] | None) -> Iterator[Message]:
@@ -103,21 +103,10 @@ def _system(system: str | Sequence[TextBlock] | None) -> Iterator[Message]:
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
     """Joins messages of one role that follow each other, as Anthropic's API does. Tool results stay apart."""
-    joined: list[Message] = []
+    found: list[Message] = []
     for message in messages:
-        if joined and message.role in _JOINED and joined[-1].role == message.role:
-            joined[-1] = _both(joined[-1], message)
+        if found and message.role in _JOINED and found[-1].role == message.role:
+            found[-1] = joined(found[-1], message)
         else:
-            joined.append(message)
-    return joined
-
-
-def _both(first: Message, second: Message) -> Message:
-    thoughts = [message.reasoning for message in (first, second) if message.reasoning]
-    return replace(
-        first,
-        content=(*first.content, *second.content),
-        tool_calls=(*first.tool_calls, *second.tool_calls),
-        reasoning="\n".join(thoughts) or None,
-        mark=second.mark or first.mark,
-    )
+            found.append(message)
+    return found

@@ -1,0 +1,35 @@
+"""System messages behind others, which agents send and many chat templates refuse or leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from diskprefix.chat.messages import Conversation, Message, joined
+
+
+def has_late_system(messages: Sequence[Message]) -> bool:
+    """Whether a system message stands behind a message of another role."""
+    are_system = [message.role in ("system", "developer") for message in messages]
+    return not all(are_system[: sum(are_system)])
+
+
+def late_system_as_user(conversation: Conversation) -> Conversation:
+    """Returns the conversation with each late system message as the user's, in its place.
+
+    It is joined with the messages of the user beside it, because many templates want user and assistant to take turns.
+    """
+    messages: list[Message] = []
+    can_join = False
+    is_leading = True
+    for message in conversation.messages:
+        is_system = message.role in ("system", "developer")
+        is_leading = is_leading and is_system
+        is_late = is_system and not is_leading
+        said = replace(message, role="user") if is_late else message
+        if messages and said.role == messages[-1].role == "user" and (is_late or can_join):
+            messages[-1] = joined(messages[-1], said)
+        else:
+            messages.append(said)
+        can_join = is_late
+    return replace(conversation, messages=messages)

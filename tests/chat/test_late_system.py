@@ -1,0 +1,94 @@
+"""System messages behind others: as the template has them, or as the user's where it refuses or drops them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from diskprefix.chat.late_system import has_late_system, late_system_as_user
+from diskprefix.chat.messages import CacheMark, Conversation, Message, Role, TextPart
+from diskprefix.chat.template import PromptRenderer
+from tests.server.chat_model import POSITIONS, VOCAB_SIZE, write_tokenizer
+
+_WRITE = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+WRITES = f"{{% for message in messages %}}{_WRITE}{{% endfor %}}"
+DROPS = (
+    "{% for message in messages %}{% if loop.first or message.role != 'system' %}"
+    f"{_WRITE}{{% endif %}}{{% endfor %}}"
+)
+REFUSES = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    f"{{{{ raise_exception('System message must be at the beginning.') }}}}{{% endif %}}{_WRITE}{{% endfor %}}"
+)
+
+
+def conversation(*said: tuple[Role, str]) -> Conversation:
+    return Conversation(
+        messages=[
+            Message(role=role, content=(TextPart(text, f"messages.{k}.content"),), path=f"messages.{k}")
+            for k, (role, text) in enumerate(said)
+        ]
+    )
+
+
+def spoken(found: Conversation) -> list[tuple[str, list[str]]]:
+    return [(m.role, [part.text for part in m.content if isinstance(part, TextPart)]) for m in found.messages]
+
+
+LATE = conversation(("system", "S"), ("user", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("system", "e"))
+
+
+@pytest.mark.parametrize(
+    ("roles", "is_late"),
+    [
+        ([], False),
+        (["user"], False),
+        (["system", "developer", "user", "assistant"], False),
+        (["user", "system"], True),
+        (["system", "user", "developer", "user"], True),
+    ],
+)
+def test_a_system_message_is_late_behind_one_of_another_role(roles: list[Role], is_late: bool) -> None:
+    assert has_late_system(conversation(*((role, "x") for role in roles)).messages) is is_late
+
+
+def test_late_system_messages_are_the_users_in_their_place_and_joined_with_those_beside_them() -> None:
+    assert spoken(late_system_as_user(LATE)) == [
+        ("system", ["S"]),
+        ("user", ["a", "b", "c"]),
+        ("assistant", ["d"]),
+        ("user", ["e"]),
+    ]
+
+
+def test_messages_of_the_user_that_no_system_message_stands_between_stay_apart() -> None:
+    found = late_system_as_user(conversation(("user", "a"), ("user", "b"), ("assistant", "c"), ("system", "d")))
+    assert spoken(found) == [("user", ["a"]), ("user", ["b"]), ("assistant", ["c"]), ("user", ["d"])]
+
+
+def test_a_mark_stays_on_the_message_that_its_message_is_part_of() -> None:
+    [first, late] = conversation(("user", "a"), ("system", "b")).messages
+    marked = Message(role="system", content=late.content, mark=CacheMark(300.0), path=late.path)
+    [found] = late_system_as_user(Conversation(messages=[first, marked])).messages
+    assert found.mark == CacheMark(300.0)
+
+
+@pytest.mark.parametrize(
+    ("template", "roles"),
+    [
+        (WRITES, ["system", "user", "system", "user", "assistant", "system"]),
+        (DROPS, ["system", "user", "assistant", "user"]),
+        (REFUSES, ["system", "user", "assistant", "user"]),
+    ],
+    ids=["writes", "drops", "refuses"],
+)
+def test_a_prompt_has_every_system_message(tmp_path: Path, template: str, roles: list[str]) -> None:
+    write_tokenizer(tmp_path, chat_template=template)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    renderer = PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS)
+    text = renderer.text_of(LATE)
+    assert [line.removeprefix("<|im_start|>") for line in text.splitlines() if line.startswith("<|im_start|>")] == roles
+    assert tokenizer.decode(renderer.chat(LATE).token_ids.tolist()) == text
+    assert [word for word in "Sabcde" if f"\n{word}" in text] == list("Sabcde")
