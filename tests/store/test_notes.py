@@ -301,6 +301,17 @@ def test_the_writer_writes_notes_and_a_kill_leaves_them(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_flush_waits_for_notes_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(store, buffer_bytes=1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.notes, "write", lambda: None)
+        of(writer.notes).put(RESPONSE, "resp_1", b"content")
+        assert not writer.flush(0.01)
+    assert writer.flush(30)
+    assert num_stored(store) == 1
+    assert writer.close(30)
+
+
 def test_the_writer_writes_what_waits_when_it_is_closed(store: Store) -> None:
     writer = Writer(store, buffer_bytes=1 << 20)
     of(writer.notes).put(RESPONSE, "resp_1", b"content")

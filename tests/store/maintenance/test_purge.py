@@ -331,6 +331,23 @@ def test_a_purge_by_age_takes_the_notes_that_were_not_used(store: Store, clock: 
     store.close()
 
 
+def test_by_age_a_root_goes_with_its_last_note_and_stays_for_one_that_is_younger(store: Store, clock: Clock) -> None:
+    root, layout, notes = root_hash("x"), layout_of(1000), Notes(store, lambda: None)
+    record = RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0)
+    notes.put(root, record, NoteKind.RESPONSE, "old", b"content", 1000.0)
+    notes.write()
+    clock.now += 100
+    notes.put(root, record, NoteKind.RESPONSE, "young", b"content", 1000.0)
+    notes.write()
+    older = PurgeFilter(older_than_s=50.0)
+    assert plan_of(store, older, clock.now).roots == frozenset()
+    assert (purge_now(store, older, clock.now).notes, store.counts()["notes"]) == (1, 1)
+    clock.now += 100
+    assert plan_of(store, older, clock.now).roots == {root}
+    assert purge_now(store, older, clock.now).roots == 1
+    store.close()
+
+
 def test_a_plan_changes_nothing(store: Store) -> None:
     pub = saved(store, prompt(1, 2 * BLOCK))
     before = store.counts()
