@@ -40,16 +40,18 @@ def find_break(token_ids: TokenIds, recent: Sequence[TokenIds], known: int) -> B
     ][:_MOST_PROMPTS]
     if not candidates:
         return None
-    hashes = _hashes(token_ids)
-    breaks = [Break(common, _num_shared(hashes[common:], earlier[common:])) for common, earlier in candidates]
+    hashes = np.sort(_hashes(token_ids))
+    breaks = [Break(common, _num_shared(hashes, earlier[common:])) for common, earlier in candidates]
     costly = [one for one in breaks if one.num_tokens and one.at + one.num_tokens >= known + _LEAST_TOKENS]
     return max(costly, key=lambda one: one.at + one.num_tokens, default=None)
 
 
 def _num_shared(hashes: npt.NDArray[np.uint64], earlier: TokenIds) -> int:
-    """Returns how many tokens of `earlier` stand in runs that are among `hashes`; 0 if fewer than half of them."""
+    """Returns how many tokens of `earlier` stand in runs that are among the ascending `hashes`; 0 if fewer than half of
+    them."""
     wanted = _hashes(earlier)[::_WINDOW]
-    num_shared = int(np.isin(wanted, hashes).sum())
+    found = hashes[np.minimum(np.searchsorted(hashes, wanted), len(hashes) - 1)]
+    num_shared = int(np.count_nonzero(found == wanted))
     return num_shared * _WINDOW if 2 * num_shared >= len(wanted) else 0
 
 

@@ -83,6 +83,28 @@ def test_a_normaliser_that_is_on_says_what_it_changed_and_the_prompt_is_found(se
     assert "broken_by" not in second
 
 
+@pytest.mark.parametrize("server", ["billing-header=on"], indirect=True)
+def test_claude_codes_own_messages_are_found_again_and_counted_as_they_are_sent_to_the_model(server: AppServer) -> None:
+    replies, counts = [], []
+    with server.client() as client:
+        for number in (1, 2):
+            system = [{"type": "text", "text": text} for text in (billing_header(number), "You are a CLI.", SYSTEM)]
+            body = {"model": "tiny-chat", "system": system, "messages": [{"role": "user", "content": "hello"}]}
+            counted = client.post("/v1/messages/count_tokens", json=body)
+            answer = client.post("/v1/messages", json=body | {"max_tokens": 1})
+            assert answer.status_code == counted.status_code == 200, answer.text + counted.text
+            replies.append(answer.json())
+            counts.append(counted.json()["input_tokens"])
+    first, second = replies
+    changed = second["prefix_cache"]["changed"]
+    assert [change["normaliser"] for change in changed] == ["billing-header"]
+    assert changed[0]["path"].startswith("system.0")
+    usage = second["usage"]
+    assert usage["cache_read_input_tokens"] > 400
+    assert counts[1] == sum(usage[name] for name in usage if name.endswith("input_tokens"))
+    assert first["usage"]["cache_read_input_tokens"] == 0
+
+
 def test_an_unknown_normaliser_ends_the_start_with_an_error(chat_model: Path) -> None:
     with started_app(chat_model, load_engine, normalise="clocks=on") as server:
         wait_until(lambda: server.daemon.failure, "the start failed")
