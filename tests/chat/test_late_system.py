@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,11 @@ def test_messages_of_the_user_that_no_system_message_stands_between_stay_apart()
     assert spoken(found) == [("user", ["a"]), ("user", ["b"]), ("assistant", ["c"]), ("user", ["d"])]
 
 
-def test_a_mark_stays_on_the_message_that_its_message_is_part_of() -> None:
-    [first, late] = conversation(("user", "a"), ("system", "b")).messages
-    marked = Message(role="system", content=late.content, mark=CacheMark(300.0), path=late.path)
-    [found] = late_system_as_user(Conversation(messages=[first, marked])).messages
+@pytest.mark.parametrize("marked", [0, 1])
+def test_a_mark_stays_on_the_message_that_its_message_is_part_of(marked: int) -> None:
+    messages = list(conversation(("user", "a"), ("system", "b")).messages)
+    messages[marked] = replace(messages[marked], mark=CacheMark(300.0))
+    [found] = late_system_as_user(Conversation(messages=messages)).messages
     assert found.mark == CacheMark(300.0)
 
 

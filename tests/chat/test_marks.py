@@ -309,7 +309,6 @@ def test_raw_text_and_developer_messages(tokenizer: Any) -> None:
         ({"type": None}, ".type"),
         (MARK | {"ttl": "2h"}, ".ttl"),
         (MARK | {"ttl": 300}, ".ttl"),
-        (MARK | {"scope": "global"}, ".scope"),
     ],
 )
 def test_a_wrong_mark_is_named_by_its_path(control: Any, where: str) -> None:
