@@ -208,14 +208,9 @@ class ReplyMemory:
         self._origin = origin
         self._end_ids = end_ids
 
-    def remember(self, turn: Turn, call_ids: Sequence[str], token_ids: Sequence[int], *, was_cut: bool) -> None:
-        """Remember one reply. `was_cut`: it ended with its length, not by a token or a stop string.
-
-        A stop string is in the tokens and not in the text, so such a reply is not remembered.
-        """
+    def remember(self, turn: Turn, call_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        """Remember one reply and the tokens that were sampled for it, with or without one that ends a reply."""
         has_end = bool(token_ids) and token_ids[-1] in self._end_ids
-        if not has_end and not was_cut:
-            return
         conversation = self._origin.conversation.copy()
         conversation.add_reply(turn)
         sampled = SampledTurn(turn, tuple(token_ids[:-1] if has_end else token_ids), self._origin.place)

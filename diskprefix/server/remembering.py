@@ -73,15 +73,17 @@ class RememberingReader(ReplyReader):
             for read in events:
                 if isinstance(read, DeltaEvent):
                     self._deltas_of[read.choice] += read.deltas
-            if isinstance(event, FinishEvent) and event.choice not in self.shortened:
+            if isinstance(event, FinishEvent):
                 self._remember(self._memory, event)
         return events
 
     def _remember(self, memory: ReplyMemory, end: FinishEvent) -> None:
-        deltas = self._deltas_of.pop(end.choice, [])
+        """A reply is not remembered if its tokens say more than what the client is told of them."""
+        if end.stop is not None or end.choice in self.shortened:
+            return
+        deltas = self._deltas_of[end.choice]
         call_ids = [delta.id for delta in deltas if isinstance(delta, CallBegin)]
-        turn = Turn.of_deltas(map(_as_parsed, deltas))
-        memory.remember(turn, call_ids, self._token_ids.pop(end.choice, []), was_cut=end.finish_reason == "length")
+        memory.remember(Turn.of_deltas(map(_as_parsed, deltas)), call_ids, self._token_ids[end.choice])
 
 
 def _as_parsed(delta: ReplyDelta) -> OutputDelta:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
+from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
+from diskprefix.chat.splice import end_texts, readings
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import ContextTooLong
 from diskprefix.prompt import Prompt
@@ -292,18 +294,27 @@ def test_reasoning_that_does_not_fit_any_more_is_left_out() -> None:
         small.replay(conversation_of(QWEN3, *messages, user("Well. " * 400)), model.turns)
 
 
-def test_a_reply_that_was_cut_off_is_replayed_and_one_that_a_stop_string_ended_is_not() -> None:
+def test_the_token_that_ends_a_reply_is_left_out_and_a_reply_without_tokens_too() -> None:
     turns = Turns()
-    origin = Origin.of([message("user", "Hello")], "Hello")
-    memory = ReplyMemory(turns, origin, frozenset({9}))
-    memory.remember(Turn("Hi"), [], [1, 2], was_cut=False)
-    assert not turns
-    memory.remember(Turn("Hi"), [], [1, 2, 9], was_cut=False)
-    assert [SampledTurn.decode(record).token_ids for record in turns.values()] == [(1, 2)]
-    memory.remember(Turn("Hi"), [], [1, 2, 3], was_cut=True)
-    assert [SampledTurn.decode(record).token_ids for record in turns.values()] == [(1, 2, 3)]
-    memory.remember(Turn("Hi"), [], [9], was_cut=False)
-    assert [SampledTurn.decode(record).token_ids for record in turns.values()] == [(1, 2, 3)]
+    memory = ReplyMemory(turns, Origin.of([message("user", "Hello")], "Hello"), frozenset({9}))
+    for token_ids, remembered in [([9], []), ([1, 2, 9], [(1, 2)]), ([1, 2, 3], [(1, 2, 3)]), ([], [(1, 2, 3)])]:
+        memory.remember(Turn("Hi"), [], token_ids)
+        assert [SampledTurn.decode(record).token_ids for record in turns.values()] == remembered
+
+
+def test_a_special_token_in_what_a_template_writes_may_be_one_that_the_engine_does_not_show() -> None:
+    read = readings(PlainText(), [], ["<|channel|>", "<|end|>"], "Hi<|end|><|channel|>Rain.<|end|>", 9, 25)
+    assert [turn.content for turn in read] == ["<|channel|>Rain.", "Rain."]
+
+
+def test_what_ends_a_reply_is_a_token_wherever_it_stands() -> None:
+    def write(messages: Sequence[dict[str, Any]], _add_generation_prompt: bool) -> str:
+        return "".join(f"{one['content']}<end>\n" for one in messages)
+
+    added = {"<end>": 5, "<eos>": 6, "<other>": 7}
+    assert end_texts(added, {6}, write, lambda text: added[text.partition("\n")[0]]) == {"<end>", "<eos>"}
+    # A tokenizer that joins it with what follows.
+    assert end_texts(added, {6}, write, lambda text: 6 if text.startswith("<eos>") else 99) == {"<eos>"}
 
 
 def message(role: Any, text: str, *calls: ToolCall) -> Message:

@@ -101,7 +101,7 @@ def remember(
     turn = Turn.of_deltas([*parser.feed(text), *parser.finish()])
     assert replayed.origin is not None
     memory = ReplyMemory(turns, replayed.origin, renderer.end_ids)
-    memory.remember(turn, call_ids, [*sampled, min(renderer.end_ids)], was_cut=False)
+    memory.remember(turn, call_ids, [*sampled, min(renderer.end_ids)])
     return turn
 
 

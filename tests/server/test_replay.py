@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ import httpx
 import pytest
 
 from diskprefix.app import load_engine
+from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import DaemonProcess, serve_flags
 from tests.server.scripted import AppServer, started_app
 
 CHAT = "/v1/chat/completions"
 REPLY = 40
+SETTINGS: dict[str, Any] = {"block_size": 16, "kv_cache_min_tokens": 16, "kv_cache_budget": 256 << 20}
+SETTINGS |= {"kv_memory_entries": 0, "kv_cache_gate": "off"}
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +151,71 @@ def test_a_reply_that_a_stop_string_ended_is_not_replayed(talk: Talk) -> None:
     assert cut["choices"][0]["finish_reason"] == "stop"
     talk.hear(content_of(cut))
     assert "replayed" not in talk.say()["prefix_cache"]
+
+
+TOOL_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+_CITIES = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}, "day": {"enum": ["today"]}}}
+WEATHER = {"name": "get_weather", "parameters": _CITIES | {"required": ["city", "day"], "additionalProperties": False}}
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+    """A model with random weights that calls a tool when it is forced to."""
+    model = write_chat_model(tmp_path_factory.mktemp("models") / "calling", chat_template=TOOL_TEMPLATE)
+    with started_app(model, load_engine, kv_cache_dir=tmp_path_factory.mktemp("calls") / "kv", **SETTINGS) as server:
+        server.wait_ready()
+        yield server
+
+
+def no_blanks(server: AppServer) -> dict[str, int]:
+    assert server.daemon.serving is not None
+    tokenizer = server.daemon.serving.engine.tokenizer
+    return {str(token): -100 for token in range(len(tokenizer)) if not tokenizer.decode([token]).strip()}
+
+
+CLIENTS: dict[str, Callable[[str], str | dict[str, Any]]] = {
+    "as it came": lambda text: text,
+    "in another order": lambda text: json.dumps(dict(reversed(json.loads(text).items()))),
+    "other blanks": lambda text: json.dumps(json.loads(text), indent=4),
+    "an object": json.loads,
+}
+
+
+@pytest.mark.parametrize("form", CLIENTS.values(), ids=CLIENTS.keys())
+def test_a_call_is_restored_in_any_formatting_and_lost_without_replay(
+    calling: AppServer, form: Callable[[str], Any], request: pytest.FixtureRequest
+) -> None:
+    with calling.client() as client:
+        talk = Talk(client, request.node.name)
+        tools: dict[str, Any] = {"tools": [{"type": "function", "function": WEATHER}], "max_tokens": 200}
+        # JSON may have blanks without end between its parts, and random weights like them.
+        first = talk.say(tool_choice="required", parallel_tool_calls=False, logit_bias=no_blanks(calling), **tools)
+        message = first["choices"][0]["message"]
+        assert first["choices"][0]["finish_reason"] == "tool_calls"
+        [call] = message["tool_calls"]
+        sent = call | {"function": call["function"] | {"arguments": form(call["function"]["arguments"])}}
+        talk.messages += [
+            {"role": "assistant", "content": message["content"], "tool_calls": [sent]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "rain"},
+        ]
+        without = talk.say(options={"replay": False, "save": False}, **tools)
+        assert without["prefix_cache"]["restored"] < computed(first)
+        second = talk.say(**tools)
+        assert second["prefix_cache"]["replayed"] == 1
+        assert second["prefix_cache"]["restored"] == computed(first)
 
 
 def test_replies_are_replayed_after_the_daemon_was_killed(chat_model: Path, tmp_path: Path) -> None:

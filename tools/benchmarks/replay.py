@@ -176,7 +176,7 @@ class Bench:
         assert origin is not None
         memory = ReplyMemory(turns, origin, self._renderer.end_ids)
         ids = [call["id"] for call in message.get("tool_calls") or []]
-        memory.remember(turn, ids, [*sampled, min(self._renderer.end_ids)], was_cut=False)
+        memory.remember(turn, ids, [*sampled, min(self._renderer.end_ids)])
         return as_token_ids([*prompt.token_ids.tolist(), *sampled])
 
 
@@ -226,9 +226,8 @@ def main(data: Path, model: str, as_json: bool) -> None:
 
 def _show(report: Json, console: Console) -> None:
     title = f"{report['conversations']} conversations, {report['calls']} calls"
-    table = new_table(
-        title, left=("replay", "client sends arguments"), right=("turns", "whole", "prompt tokens", "restored", "share")
-    )
+    right = ("turns", "from the reply's end", "prompt tokens", "computed", "restored")
+    table = new_table(title, left=("replay", "client sends arguments"), right=right)
     for row in report["rows"]:
         table.add_row(
             "on" if row["replay"] else "off",
