@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
-from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
-from diskprefix.chat.splice import end_texts, readings
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import ContextTooLong
 from diskprefix.prompt import Prompt
@@ -121,6 +119,41 @@ def test_a_tool_loop_goes_on_from_its_state_whatever_the_client_makes_of_calls(f
         messages += [as_openai(turn, call_id), result("rain", call_id)]
         state = model.state
         assert model.asked(conversation_of(family, *client(messages))).token_ids[: len(state)].tolist() == state
+
+
+OWN_WORDS = {
+    "qwen2.5": CALL,
+    "qwen3": THOUGHT + CALL,
+    "qwen3.5": "<tool_call>\n<function=get_weather>\n<parameter=day>\ntoday\n</parameter>\n"
+    "<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
+    "llama-3.1": '{"name":"get_weather","parameters":{"day":"today","city":"Oslo"}}',
+    "deepseek-v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+    '{"day":"today","city":"Oslo"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "gpt-oss": "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.get_weather <|constrain|>json<|message|>{"day":"today","city":"Oslo"}',
+}
+"""A call as a model of each family may write it, which is not how its template writes it."""
+
+
+@pytest.mark.parametrize(("name", "text"), OWN_WORDS.items(), ids=OWN_WORDS)
+def test_a_call_in_the_words_of_a_family_stands_in_the_next_prompt(name: str, text: str) -> None:
+    family = named(name)
+    tokenizer, turns = tokenizer_of(family), Turns()
+    end_ids = [tokenizer.convert_tokens_to_ids("<|call|>")] if name == "gpt-oss" else []
+    renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=POSITIONS, end_ids=end_ids)
+    renderer.warm_up()
+    conversation = conversation_of(family, SYSTEM, QUESTION)
+    prompt, origin = renderer.replay(conversation, turns)
+    parser = renderer.output_format.parser(conversation.tools or (), renderer.end_of(prompt))
+    turn = Turn.of_deltas([*parser.feed(text), *parser.finish()])
+    sampled = renderer.tokenize(text, add_special_tokens=False)
+    assert origin is not None
+    ReplyMemory(turns, origin, renderer.end_ids).remember(turn, ["call_1"], sampled)
+    [sent] = with_arguments_in_another_order(without_thoughts([as_openai(turn)]))
+    again = conversation_of(family, SYSTEM, QUESTION, sent, result("rain", "call_1"))
+    state = [*prompt.token_ids.tolist(), *sampled]
+    assert renderer.replay(again, turns).prompt.token_ids[: len(state)].tolist() == state
+    assert common(renderer.chat(again).token_ids, state) < len(state)
 
 
 def two_turns(family: Family, *, text: str = CALL) -> tuple[Model, list[dict[str, Any]], list[int]]:
@@ -300,21 +333,6 @@ def test_the_token_that_ends_a_reply_is_left_out_and_a_reply_without_tokens_too(
     for token_ids, remembered in [([9], []), ([1, 2, 9], [(1, 2)]), ([1, 2, 3], [(1, 2, 3)]), ([], [(1, 2, 3)])]:
         memory.remember(Turn("Hi"), [], token_ids)
         assert [SampledTurn.decode(record).token_ids for record in turns.values()] == remembered
-
-
-def test_a_special_token_in_what_a_template_writes_may_be_one_that_the_engine_does_not_show() -> None:
-    read = readings(PlainText(), [], ["<|channel|>", "<|end|>"], "Hi<|end|><|channel|>Rain.<|end|>", 9, 25)
-    assert [turn.content for turn in read] == ["<|channel|>Rain.", "Rain."]
-
-
-def test_what_ends_a_reply_is_a_token_wherever_it_stands() -> None:
-    def write(messages: Sequence[dict[str, Any]], _add_generation_prompt: bool) -> str:
-        return "".join(f"{one['content']}<end>\n" for one in messages)
-
-    added = {"<end>": 5, "<eos>": 6, "<other>": 7}
-    assert end_texts(added, {6}, write, lambda text: added[text.partition("\n")[0]]) == {"<end>", "<eos>"}
-    # A tokenizer that joins it with what follows.
-    assert end_texts(added, {6}, write, lambda text: 6 if text.startswith("<eos>") else 99) == {"<eos>"}
 
 
 def message(role: Any, text: str, *calls: ToolCall) -> Message:
