@@ -218,6 +218,44 @@ def test_a_call_is_restored_in_any_formatting_and_lost_without_replay(
         assert second["prefix_cache"]["restored"] == computed(first)
 
 
+def test_a_call_is_restored_in_anthropics_api_too(calling: AppServer) -> None:
+    schema = WEATHER["parameters"]
+    body = {"tools": [{"name": "get_weather", "input_schema": schema}], "prefix_cache": {"scope": "full"}}
+    messages: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
+    forced = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "logit_bias": no_blanks(calling)}
+    with calling.client() as client:
+        first = client.post("/v1/messages", json=body | forced | {"messages": messages, "max_tokens": 200}).json()
+        [use] = [block for block in first["content"] if block["type"] == "tool_use"]
+        sent = use | {"input": dict(reversed(use["input"].items()))}
+        messages += [
+            {"role": "assistant", "content": [sent]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use["id"], "content": "rain"}]},
+        ]
+        second = client.post("/v1/messages", json=body | {"messages": messages, "max_tokens": 8}).json()
+    usage = first["usage"]
+    read = sum(usage[name] for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"))
+    assert second["prefix_cache"]["replayed"] == 1
+    assert second["usage"]["cache_read_input_tokens"] == read + usage["output_tokens"] - 1
+
+
+def test_a_call_is_restored_in_the_responses_api_too(calling: AppServer) -> None:
+    bias, cache = no_blanks(calling), {"scope": "full"}
+    with calling.client() as client:
+        body = {"tools": [{"type": "function", **WEATHER}], "logit_bias": bias, "prefix_cache": cache}
+        items: list[Any] = [{"type": "message", "role": "user", "content": "How is the weather in Oslo?"}]
+        forced = {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
+        first = client.post("/v1/responses", json=body | forced | {"input": items}).json()
+        [call] = [item for item in first["output"] if item["type"] == "function_call"]
+        arguments = json.dumps(json.loads(call["arguments"]), indent=2)
+        items += [
+            {"type": "function_call", "call_id": call["call_id"], "name": call["name"], "arguments": arguments},
+            {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"},
+        ]
+        second = client.post("/v1/responses", json=body | {"input": items, "max_output_tokens": 8}).json()
+        assert second["prefix_cache"]["replayed"] == 1
+        assert second["prefix_cache"]["restored"] == first["usage"]["total_tokens"] - 1
+
+
 def test_replies_are_replayed_after_the_daemon_was_killed(chat_model: Path, tmp_path: Path) -> None:
     flags = serve_flags(chat_model, tmp_path / "kv", block_size=16, kv_cache_min_tokens=16)
     with DaemonProcess(*flags).wait_ready() as daemon, daemon.client() as client:
