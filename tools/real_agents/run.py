@@ -59,9 +59,9 @@ class Outcome:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything is as it should be, but for what a stupid model does."""
-        share = self.restored_share
-        return not (self.refused or self.retries or self.cut_off) and share is not None and share >= GOAL
+        """Whether everything is as it should be, whatever the model said: it may have taken one turn only."""
+        share = 1.0 if self.restored_share is None else self.restored_share
+        return not (self.refused or self.retries or self.cut_off) and share >= GOAL
 
 
 class Run:
