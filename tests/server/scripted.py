@@ -201,7 +201,9 @@ class ScriptedNotes:
     ttl_s: float = 1.0
 
     def put(self, kind: NoteKind, id_: str, content: bytes) -> bool:
-        self.noted[self.tenant, kind, id_] = content
+        # The tokens of scripted replies are made up, so they must not stand in a prompt.
+        if kind is not NoteKind.TURN:
+            self.noted[self.tenant, kind, id_] = content
         return True
 
     def get(self, kind: NoteKind, id_: str) -> bytes | None:
