@@ -37,7 +37,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "conversation": Tool("benchmarks.conversation", "The three turns of an agent, killed in between."),
         "company": Tool("benchmarks.company", "Several requests at once, overtaking, and a prompt sent again."),
         "schemas": Tool("benchmarks.schemas", "Replies to random schemas, and what a mask costs."),
-        "replay": Tool("benchmarks.replay", "What the next turn restores of a reply that a client formatted anew."),
+        "replay": Tool("benchmarks.replay", "What is restored of replies that clients format anew."),
         "store": Tool("benchmarks.store", "The store alone: restores, lookups, codecs, sharing."),
         "soak": Tool("benchmarks.soak", "Ten times its budget through one store."),
     },

@@ -17,8 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
+from diskprefix.policy.scope import parse_scope
+from diskprefix.prompt import Prompt
 from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.maintenance.verify import verify_index
@@ -137,10 +140,11 @@ def test_a_request_that_does_not_ask_gets_the_cold_run(runner: Runner) -> None:
     prompt = random_prompt(3, PROMPT)
     whole = next_turn(prompt, runner.run(prompt, "full", reply=REPLY, reuse_generated=True))
     cold = runner.run(whole, "off", reply=8)
+    options = CacheOptions(scope=parse_scope(GRID, param="scope"), save=False)
     for restart in (False, True):
         if restart:
             runner.reopen()
-        exact = runner.run(whole, GRID, reply=8)
+        exact = runner.run_prompt(Prompt(whole), options, reply=8)
         assert same(exact, cold)
         assert (exact.report.restored, exact.report.matched, exact.report.exact) == (GRID, GRID, True)
 
