@@ -215,5 +215,6 @@ class ReplyMemory:
         conversation.add_reply(turn)
         sampled = SampledTurn(turn, tuple(token_ids[:-1] if has_end else token_ids), self._origin.place)
         if sampled.token_ids:
+            record = sampled.encode()
             for id_ in conversation.ids(call_ids):
-                self._turns.put(id_, sampled.encode())
+                self._turns.put(id_, record)

@@ -340,9 +340,9 @@ class CachedRequest:
     def _publish_what_slides(self, arena: KVArena) -> None:
         """Have the complete blocks written that will slide out of the memory of windows. A later turn may want them,
         and could not save anything that continues them. What the policy does not want is kept for ten minutes."""
-        if not self._may_leave(arena) or not arena.slides(len(self.prompt.token_ids)):
-            return
         num_blocks = arena.num_tokens // self.planner.nodes.block_size
+        if num_blocks <= self._num_blocks or not arena.slides(len(self.prompt.token_ids)) or not self._may_leave(arena):
+            return
         missing, _ = self.planner.missing(num_blocks, ())
         if missing and missing[0].position >= arena.complete_from:
             self._publish_blocks(arena, num_blocks, least_s=_LEAVE_S)

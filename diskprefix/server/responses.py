@@ -10,16 +10,15 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from diskprefix.chat.content import holds_media
 from diskprefix.errors import InvalidRequest
-from diskprefix.server.answer import described
+from diskprefix.server.answer import described, prompt_of
 from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.log_context import log_context
 from diskprefix.server.protocols.dialect import Arrival, Json
 from diskprefix.server.protocols.fields import MAX_SALT_CHARS
-from diskprefix.server.protocols.params import tenant_of
+from diskprefix.server.protocols.params import cache_options
 from diskprefix.server.protocols.responses.body import ResponseRequest
 from diskprefix.server.protocols.responses.dialect import Responses
 from diskprefix.server.protocols.responses.replies import ModelResponse
@@ -69,10 +68,11 @@ async def count_input_tokens(request: Request) -> JSONResponse:
     with daemon.arriving(caller) as serving:
         body = await read_json(request, ResponseRequest, daemon.settings.max_body_bytes)
         serving.require_model(body.model)
-        conversation = await Responses().conversation(body, Arrival(serving=serving, tenant=tenant_of(body, caller)))
-        has_media = holds_media(conversation.messages)
-        prompt = await daemon.prepare(lambda: serving.renderer.chat(conversation), has_media=has_media)
-    return JSONResponse(InputTokens(input_tokens=len(prompt.token_ids)).model_dump())
+        # What is remembered of earlier replies is part of the prompt, so this asks the cache as the request will.
+        cache = cache_options(body, scope=serving.scope, caller=caller, reuse_generated=daemon.settings.reuse_generated)
+        conversation = await Responses().conversation(body, Arrival(serving=serving, tenant=cache.tenant))
+        replayed = await prompt_of(conversation, daemon, serving, cache)
+    return JSONResponse(InputTokens(input_tokens=len(replayed.prompt.token_ids)).model_dump())
 
 
 def _store(request: Request, salt: str | None) -> ResponseStore:

@@ -16,12 +16,12 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.prompt import Prompt, last_safe
 from diskprefix.tokens import common_prefix_length
 from tests.chat.families.conversations import (
+    CLIENTS,
     SYSTEM,
     WEATHER,
     WEATHER_FUNCTION,
     Client,
     Message,
-    as_it_is,
     body_of,
     call,
     in_parts,
@@ -33,7 +33,6 @@ from tests.chat.families.conversations import (
     trimmed,
     user,
     with_arguments_as_objects,
-    with_arguments_in_another_order,
     with_compact_arguments,
     without_thoughts,
 )
@@ -175,17 +174,6 @@ def test_a_tool_loop_that_goes_on_keeps_every_boundary(family: Family) -> None:
     else:
         assert kept == earlier.boundaries[-1]
         assert later.boundaries[: len(earlier.boundaries)] == earlier.boundaries
-
-
-CLIENTS = [
-    as_it_is,
-    without_thoughts,
-    with_arguments_as_objects,
-    with_compact_arguments,
-    with_arguments_in_another_order,
-    trimmed,
-    in_parts,
-]
 
 
 @families

@@ -17,16 +17,13 @@ from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import ContextTooLong
 from diskprefix.prompt import Prompt
 from tests.chat.families.conversations import (
+    CLIENTS,
     SYSTEM,
     WEATHER_FUNCTION,
     Client,
-    as_it_is,
     body_of,
-    in_parts,
     result,
-    trimmed,
     user,
-    with_arguments_as_objects,
     with_arguments_in_another_order,
     with_compact_arguments,
     without_thoughts,
@@ -38,15 +35,6 @@ QUESTION = user("How is the weather in Oslo?")
 ARGUMENTS = '{"day":"today",  "city": "Oslo"}'
 CALL = f'<tool_call>\n{{"arguments": {ARGUMENTS}, "name":"get_weather"}}\n</tool_call>'
 THOUGHT = "<think>\nThe user  wants Oslo.\n</think>\n\n"
-CLIENTS = [
-    as_it_is,
-    without_thoughts,
-    with_arguments_as_objects,
-    with_compact_arguments,
-    with_arguments_in_another_order,
-    trimmed,
-    in_parts,
-]
 QWEN2, QWEN3 = named("qwen2.5"), named("qwen3")
 GOING_ON = ("qwen2.5", "qwen3", "llama-3.1", "gemma-2", "phi-3.5", "deepseek-v3.1")
 REWRITING = ("qwen3.5", "gpt-oss")

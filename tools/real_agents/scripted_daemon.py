@@ -18,7 +18,6 @@ import torch
 
 from diskprefix.cli import main
 from diskprefix.engine import admission
-from diskprefix.engine.constraint import ConstrainedReply
 from diskprefix.engine.request import SamplingParams
 from diskprefix.engine.sampler import Sampler
 from diskprefix.tokens import TokenIds
@@ -45,15 +44,8 @@ def prepared_sampler(reply_to: Callable[[Sequence[int]], list[int]]) -> type[Sam
     """Returns a class of samplers that take the tokens of `reply_to` of the prompt's tokens, one after the other."""
 
     class PreparedSampler(Sampler):
-        def __init__(
-            self,
-            params: SamplingParams,
-            prompt: TokenIds,
-            device: torch.device,
-            choice: int = 0,
-            constraint: ConstrainedReply | None = None,
-        ) -> None:
-            super().__init__(params, prompt, device, choice, constraint)
+        def __init__(self, params: SamplingParams, prompt: TokenIds, *others: Any) -> None:
+            super().__init__(params, prompt, *others)
             self._prepared = deque(reply_to(prompt.tolist()))
 
         def sample(self, logits: torch.Tensor) -> int:

@@ -139,3 +139,14 @@ def _changed(messages: Iterable[Message], change: Callable[[Message], None]) -> 
         if message["role"] == "assistant":
             change(message)
     return changed
+
+
+CLIENTS = [
+    as_it_is,
+    without_thoughts,
+    with_arguments_as_objects,
+    with_compact_arguments,
+    with_arguments_in_another_order,
+    trimmed,
+    in_parts,
+]
