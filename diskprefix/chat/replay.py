@@ -209,12 +209,14 @@ class ReplyMemory:
         self._end_ids = end_ids
 
     def remember(self, turn: Turn, call_ids: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Remember one reply and the tokens that were sampled for it, with or without one that ends a reply."""
+        """Remember one reply and the tokens that were sampled for it, with or without one that ends a reply. One that
+        says nothing is not remembered: any empty message would be taken for it."""
         has_end = bool(token_ids) and token_ids[-1] in self._end_ids
         conversation = self._origin.conversation.copy()
         conversation.add_reply(turn)
         sampled = SampledTurn(turn, tuple(token_ids[:-1] if has_end else token_ids), self._origin.place)
-        if sampled.token_ids:
+        content, reasoning, calls = turn.canonical()
+        if sampled.token_ids and (content or reasoning or calls):
             record = sampled.encode()
             for id_ in conversation.ids(call_ids):
                 self._turns.put(id_, record)

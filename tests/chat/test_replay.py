@@ -323,6 +323,14 @@ def test_the_token_that_ends_a_reply_is_left_out_and_a_reply_without_tokens_too(
         assert [SampledTurn.decode(record).token_ids for record in turns.values()] == remembered
 
 
+@pytest.mark.parametrize("turn", [Turn(""), Turn("\n")])
+def test_a_reply_that_says_nothing_is_not_remembered(turn: Turn) -> None:
+    turns = Turns()
+    memory = ReplyMemory(turns, Origin.of([message("user", "Hello")], "Hello"), frozenset())
+    memory.remember(turn, [], [7])
+    assert not turns
+
+
 def message(role: Any, text: str, *calls: ToolCall) -> Message:
     return Message(role=role, content=(TextPart(text, ""),), tool_calls=calls, path="")
 

@@ -64,7 +64,7 @@ def test_a_signal_ends_the_daemon_with_0_and_what_was_pending_is_written(
 def test_a_killed_daemon_answers_from_disk_after_a_restart(chat_model: Path, cache: Path) -> None:
     with running_daemon(chat_model, cache) as daemon, daemon.client() as client:
         first = client.post(CHAT, json=BODY).json()
-        wait_until(lambda: client.get("/props").json()["full_cache"]["state"]["entries"] == 1, "the entry is written")
+        daemon.wait_saved()
         assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
     with running_daemon(chat_model, cache) as daemon, daemon.client() as client:
         again = client.post(CHAT, json=BODY).json()
