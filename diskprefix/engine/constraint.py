@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from diskprefix.engine.grammar import LIMITS, explained, grammar_of
-from diskprefix.engine.request import Constraint
+from diskprefix.engine.request import Constraint, FreeText
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import first_line
 
@@ -74,6 +74,15 @@ class ConstraintCompiler:
         forbidden[[token for token in self._eos if token < self.vocab_size]] = True
         return forbidden
 
+    def all(self) -> torch.Tensor:
+        """Returns the mask that forbids every token."""
+        return torch.ones(self.vocab_size, dtype=torch.bool)
+
+    def tokens_of(self, tag: str) -> list[int]:
+        """Returns the tokens that a model writes for a tag. One that it has no logits for cannot be written."""
+        tokens = self.tokenizer.tokenize_str(tag, parse_special=True)
+        return tokens if max(tokens, default=0) < self.vocab_size else []
+
     def _read_tokenizer(self) -> LLTokenizer:
         known = len(self._hf_tokenizer)
         eos = sorted(token for token in self._eos if token < known) or None
@@ -96,7 +105,15 @@ class ConstrainedReply:
         self._threads = threads
         self._matcher: LLMatcher
         """Set by the first task; later it is used by one thread at a time, because each waits for the one before."""
-        self._before = _FreeText(constraint.begins_after) if constraint.begins_after else None
+        self._before = constraint.before
+        self._free: _FreeText | None = None
+        """The free text that is being written."""
+        self._opening: list[int] = []
+        """What is still to come of the tokens that open free text, while they may come."""
+        self._is_kept = True
+        """Whether the tokens of the opening that have come may begin the constrained text too."""
+        if self._before is not None and self._before.begin is None:
+            self._free = _FreeText(self._before.end)
         self._next: Future[torch.Tensor] = threads.submit(self._start, constraint)
         self.is_complete = False
         """Whether the reply can only end here."""
@@ -104,9 +121,11 @@ class ConstrainedReply:
     def forbidden(self) -> torch.Tensor:
         """Returns a mask, True for each token that must not come next, bool of shape [vocab_size]. The caller may
         change it."""
-        if self._before is not None:
+        if self._free is not None:
             return self._compiler.all_but_end()
-        return self._next.result()
+        forbidden = self._next.result()
+        forbidden[self._opening[:1]] = False
+        return forbidden
 
     def accept(self, token: int) -> bool:
         """Goes on behind a token that is not forbidden.
@@ -114,27 +133,44 @@ class ConstrainedReply:
         Returns False, and stays where it was, for a token that ends the free text and goes on with what the constraint
         does not allow. Another one must be chosen then.
         """
-        if self._before is not None:
-            return self._accept_free(self._before, token)
-        self._advance([token])
+        if self._free is not None:
+            return self._accept_free(self._free, token)
+        if self._before is not None and self._opening[:1] == [token]:
+            self._open(self._before, token)
+        else:
+            self._opening = []
+            self._advance([token])
         return True
 
-    def _accept_free(self, before: _FreeText, token: int) -> bool:
+    def _open(self, before: FreeText, token: int) -> None:
+        """Goes on behind a token of the opening. Until all of them are there, the constrained text may go on too."""
+        del self._opening[0]
+        if not self._opening:
+            self._matcher.reset()
+            self._free = _FreeText(before.end)
+            self._next = self._threads.submit(self._mask)
+            return
+        self._is_kept = self._is_kept and self._matcher.try_consume_tokens([token]) == 1
+        self._next = self._threads.submit(self._mask if self._is_kept else self._compiler.all)
+
+    def _accept_free(self, free: _FreeText, token: int) -> bool:
         tokenizer = self._compiler.tokenizer
-        rest = before.rest_behind(tokenizer.decode_bytes([token]))
+        rest = free.rest_behind(tokenizer.decode_bytes([token]))
         if rest is None:
             return True
         self._next.result()
         tokens = tokenizer.tokenize_bytes(rest)
         if self._matcher.validate_tokens(tokens) < len(tokens):
             return False
-        self._before = None
+        self._free = None
         if tokens:
             self._advance(tokens)
         return True
 
     def _advance(self, tokens: list[int]) -> None:
-        if not self._matcher.consume_tokens(tokens):
+        # A text that could only end, or go on as an opening, ends.
+        has_ended = self._matcher.is_stopped() and not self._matcher.is_error()
+        if not has_ended and not self._matcher.consume_tokens(tokens):
             raise _too_complex(self._matcher)
         self.is_complete = self._matcher.is_stopped()
         if not self.is_complete:
@@ -142,6 +178,8 @@ class ConstrainedReply:
 
     def _start(self, constraint: Constraint) -> torch.Tensor:
         self._matcher = self._compiler.matcher(constraint)
+        if constraint.before is not None and constraint.before.begin is not None:
+            self._opening = self._compiler.tokens_of(constraint.before.begin)
         return self._mask()
 
     def _mask(self) -> torch.Tensor:

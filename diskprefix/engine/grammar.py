@@ -34,7 +34,7 @@ Path = tuple[str | int, ...]
 
 
 def grammar_of(constraint: Constraint, param: str) -> str:
-    """Returns the grammar of a constraint without `begins_after`.
+    """Returns the grammar of a constraint without `before`.
 
     Raises `InvalidRequest`, which names `param`, for what cannot be read. The rest may still fail to compile: see
     `explained`.

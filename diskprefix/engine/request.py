@@ -36,17 +36,28 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FreeText:
+    """Text that a constraint says nothing about: a thought. It ends with the first occurrence of `end`.
+
+    With `begin` there is none unless the reply begins with this text. Without `begin` there is one in any case.
+    """
+
+    end: str
+    begin: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Constraint:
     """What a reply must be.
 
     `source` is the JSON text of the schema, the regex (syntax of Rust's `regex`, without anchors), the grammar (Lark as
-    llguidance has it, or GBNF), or a JSON list of the strings to choose from; "" for any JSON object. With
-    `begins_after`, free text up to and with its first occurrence comes before: the end of reasoning.
+    llguidance has it, or GBNF), or a JSON list of the strings to choose from; "" for any JSON object. `before` is the
+    text in front of it.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
     source: str
-    begins_after: str | None = None
+    before: FreeText | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

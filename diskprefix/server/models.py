@@ -109,7 +109,7 @@ def card(serving: Serving) -> ModelCard:
         "completion": True,
         "chat": bool(template),
         "tool_use": "tools" in template,
-        "reasoning": serving.renderer.output_format.reasoning_end is not None,
+        "reasoning": serving.renderer.output_format.thought is not None,
         "vision": "image" in media,
         "audio": "audio" in media,
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.output.format import ThoughtTags
 from diskprefix.chat.replay import Replayed, ReplyMemory, Turn
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.prompt import Prompt
@@ -27,7 +28,7 @@ class TaggedFormat:
 
     name = "tagged"
     special_tokens: frozenset[str] = frozenset()
-    reasoning_end = "</think>"
+    thought = ThoughtTags("<think>", "</think>")
 
     def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> TaggedParser:  # noqa: ARG002 (the protocol's)
         return TaggedParser()

@@ -17,7 +17,7 @@ import torch
 from llguidance import LLParserLimits
 
 from diskprefix.engine.constraint import ConstraintCompiler, forbidden_by
-from diskprefix.engine.request import Constraint, SamplingParams
+from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest
 from tests.model import tiny
@@ -158,19 +158,19 @@ def test_a_seed_repeats_a_reply(compiler: ConstraintCompiler) -> None:
 @pytest.mark.parametrize("end", ["</think>", "X", "é😀"])
 def test_the_constraint_begins_behind_the_end_of_free_text(compiler: ConstraintCompiler, end: str) -> None:
     free = "I can say anything: {}[] <|"
-    reply = write(compiler, regex("[0-9]{4}", begins_after=end), likely=free + end + "free no more")
+    reply = write(compiler, regex("[0-9]{4}", before=FreeText(end=end)), likely=free + end + "free no more")
     assert re.fullmatch(re.escape(free + end) + "[0-9]{4}", reply.text)
 
 
 def test_a_reply_does_not_end_in_its_free_text(compiler: ConstraintCompiler) -> None:
-    reply = write(compiler, regex("ab", begins_after="Z"), likely="free", temperature=0, max_tokens=4000)
+    reply = write(compiler, regex("ab", before=FreeText(end="Z")), likely="free", temperature=0, max_tokens=4000)
     assert EOS not in reply.tokens[:-1]
     assert re.fullmatch("free.*Zab", reply.text, re.DOTALL)
     assert reply.text.count("Z") == 1
 
 
 def test_a_special_token_ends_free_text_too(compiler: ConstraintCompiler) -> None:
-    reply = write(compiler, regex("[0-9]{4}", begins_after="<|im_start|>"), likely="abc<|im_start|>abc")
+    reply = write(compiler, regex("[0-9]{4}", before=FreeText(end="<|im_start|>")), likely="abc<|im_start|>abc")
     assert re.fullmatch("abc[0-9]{4}", reply.text)
 
 
@@ -180,7 +180,7 @@ def test_a_token_may_end_free_text_only_if_the_constraint_accepts_the_rest_of_it
 ) -> None:
     """`he` and `ll` are tokens. The free text ends in the middle of `ll`, and `l` is the next best."""
     ids = tiny.tokenizer().convert_tokens_to_ids(["he", "ll", "l"])
-    allowed = compiler.begin(regex(pattern, begins_after="hel"))
+    allowed = compiler.begin(regex(pattern, before=FreeText(end="hel")))
     sampler = Sampler(SamplingParams(temperature=0), PROMPT, torch.device("cpu"), constraint=allowed)
     logits = torch.zeros(2, VOCAB)
     logits[0, ids[0]] = 9
@@ -189,6 +189,32 @@ def test_a_token_may_end_free_text_only_if_the_constraint_accepts_the_rest_of_it
     rest = [sampler.sample(torch.zeros(VOCAB)) for _ in range(3 - len(pieces[1]))]
     assert tiny.tokenizer().decode(rest).isdigit()
     assert sampler.is_complete
+
+
+@pytest.mark.parametrize(
+    "likely", ["<think>free{}</think>1234free", "1234free", "<1234", "<x1234", "<|im_start|>free{}</think>1234free"]
+)
+def test_free_text_that_may_come_comes_only_if_the_reply_begins_with_its_tag(
+    compiler: ConstraintCompiler, likely: str
+) -> None:
+    tag = "<|im_start|>" if likely.startswith("<|im_start|>") else "<think>"
+    before = FreeText(begin=tag, end="</think>")
+    for seed in range(5):
+        reply = write(compiler, regex("<?[0-9]{4}", before=before), seed=seed, likely=likely)
+        wanted = likely.removesuffix("free").replace("<|im_start|>", "")
+        assert re.fullmatch(re.escape(wanted) if "x" not in likely else r"<(think>.*</think><?)?[0-9]{4}", reply.text)
+
+
+def test_a_tag_that_has_begun_is_not_left_for_what_the_constraint_forbids(compiler: ConstraintCompiler) -> None:
+    before = FreeText(begin="<think>", end="</think>")
+    reply = write(compiler, regex("t?[0-9]{4}", before=before), likely="<t1234", max_tokens=7)
+    assert reply.text == "<think>"
+
+
+def test_a_constrained_text_may_end_where_a_tag_could_go_on(compiler: ConstraintCompiler) -> None:
+    constraint = regex("<(th)?", before=FreeText(begin="<think>", end="</think>"))
+    assert write(compiler, constraint, likely="<").text == "<"
+    assert write(compiler, constraint, likely="<th").text == "<th"
 
 
 # What goes wrong.

@@ -14,6 +14,7 @@ import pytest
 from anthropic import Anthropic, beta_tool
 
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.output.format import ThoughtTags
 from diskprefix.engine.request import FinishEvent, GenerateRequest, ProgressEvent, TextEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server import streaming
@@ -54,7 +55,7 @@ class PreparedFormat:
 
     name = "prepared"
     special_tokens: frozenset[str] = frozenset()
-    reasoning_end: str | None = None
+    thought: ThoughtTags | None = None
 
     def parser(self, tools: Sequence[Any], prompt_end: str) -> PreparedParser:  # noqa: ARG002 - the protocol's
         return PreparedParser()

@@ -11,7 +11,7 @@ from diskprefix.chat.boundaries import common_chars
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.output.families import FAMILIES, NONE, THOUGHTS
-from diskprefix.chat.output.format import OutputFormat
+from diskprefix.chat.output.format import OutputFormat, ThoughtTags
 from diskprefix.chat.output.formats import FamilyFormat, HarmonyFormat
 from diskprefix.chat.output.harmony import TAGS
 from diskprefix.chat.output.syntax import Family
@@ -87,7 +87,7 @@ def _family_format(family: Family, template: str, special: Mapping[str, int]) ->
     return FamilyFormat(
         family,
         thoughts,
-        reasoning_end=known[0][1] if known else None,
+        thought=ThoughtTags(*known[0]) if known else None,
         token_ids={token: index for token, index in special.items() if token in tags},
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.events import OutputDelta
@@ -23,6 +23,13 @@ class OutputParser(Protocol):
         """Returns what was still held back. The reply has ended; it may have been cut off anywhere."""
 
 
+class ThoughtTags(NamedTuple):
+    """The texts around reasoning. Without `begin`, every reply has a text that ends with `end`."""
+
+    begin: str | None
+    end: str
+
+
 class OutputFormat(Protocol):
     """The format of one chat template. It is chosen and verified when the model is loaded. Thread-safe."""
 
@@ -35,8 +42,8 @@ class OutputFormat(Protocol):
         """Special tokens that the engine must write as text, because the parser reads them."""
 
     @property
-    def reasoning_end(self) -> str | None:
-        """The text that ends reasoning; None: the template knows no reasoning."""
+    def thought(self) -> ThoughtTags | None:
+        """How reasoning is written; None: the template knows no reasoning."""
 
     def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:
         """Returns the parser of one reply.

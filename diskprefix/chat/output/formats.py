@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.families import NONE
-from diskprefix.chat.output.format import OutputParser
+from diskprefix.chat.output.format import OutputParser, ThoughtTags
 from diskprefix.chat.output.grammar import call_grammar
 from diskprefix.chat.output.harmony import TAGS, HarmonyParser
 from diskprefix.chat.output.parser import FamilyParser
@@ -17,14 +17,15 @@ from diskprefix.chat.output.tools import Tools
 
 @dataclass(frozen=True)
 class FamilyFormat:
-    """A format out of the table of `families.py`. `thoughts` are the tags around reasoning, a begin and an end each.
+    """A format out of the table of `families.py`. `thoughts` are the tags around reasoning that are read, a begin and
+    an end each; `thought` are those of the template.
 
     `token_ids` has the special tokens of the tokenizer that are tags of this format.
     """
 
     family: Family = NONE
     thoughts: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
-    reasoning_end: str | None = None
+    thought: ThoughtTags | None = None
     token_ids: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -54,7 +55,7 @@ class HarmonyFormat:
 
     name = "harmony"
     # The tag that ends reasoning is followed by the header of the next message, which no schema knows.
-    reasoning_end = "<|channel|>final<|message|>"
+    thought = ThoughtTags(None, "<|channel|>final<|message|>")
     special_tokens: frozenset[str] = frozenset(TAGS)
 
     def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.events import ContentDelta, OutputDelta
-from diskprefix.chat.output.format import OutputParser
+from diskprefix.chat.output.format import OutputParser, ThoughtTags
 from diskprefix.errors import InvalidRequest
 
 
 class PlainText:
     name = "none"
     special_tokens: frozenset[str] = frozenset()
-    reasoning_end: str | None = None
+    thought: ThoughtTags | None = None
 
     def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:  # noqa: ARG002 (the protocol's)
         return _Everything()

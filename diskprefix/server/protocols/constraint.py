@@ -9,7 +9,7 @@ from typing import Protocol
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.output.events import ReasoningDelta
 from diskprefix.chat.output.format import OutputFormat
-from diskprefix.engine.request import Constraint
+from diskprefix.engine.request import Constraint, FreeText
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.protocols.dialect import Asked
 from diskprefix.server.protocols.structured_outputs import TextFormat
@@ -32,26 +32,33 @@ def constraint_of(asked: Asked, output_format: OutputFormat, prompt_end: str, ch
     if not isinstance(asked.prompt, Conversation):
         return None if asked.text_format is None else _checked_text(asked.text_format, None, check)
     tools, choice = asked.tool_choice.allowed(asked.prompt.tools or ()), asked.tool_choice
-    thinks = _is_thinking(output_format, prompt_end)
-    thought_end = output_format.reasoning_end
+    thought = _thought_before(output_format, prompt_end)
     if choice.mode == "required":
-        # At once, unless the template has opened a thought: a model that is to call must not begin to answer.
         grammar = output_format.call_grammar(tools, many=choice.many)
-        return _checked_calls(
-            asked.prompt,
-            Constraint(kind="grammar", source=grammar, begins_after=thought_end if thinks else None),
-            check,
-        )
+        if thought is not None and thought.begin is None and not _is_thinking(output_format, prompt_end):
+            # What ends this thought begins an answer, and a model that is to call must not begin one.
+            thought = None
+        return _checked_calls(asked.prompt, Constraint(kind="grammar", source=grammar, before=thought), check)
     if asked.text_format is None:
         return None
-    if thought_end and not thinks and prompt_end.rstrip().endswith(thought_end):
-        # The template has closed the thought: this model was told not to think.
-        thought_end = None
-    constraint = _checked_text(asked.text_format, thought_end, check)
+    constraint = _checked_text(asked.text_format, thought, check)
     if not tools or constraint.kind not in ("json_schema", "json_object"):
         return constraint
     grammar = _either(output_format.call_grammar(tools, many=choice.many), constraint)
-    return _checked_calls(asked.prompt, Constraint(kind="grammar", source=grammar, begins_after=thought_end), check)
+    return _checked_calls(asked.prompt, Constraint(kind="grammar", source=grammar, before=thought), check)
+
+
+def _thought_before(output_format: OutputFormat, prompt_end: str) -> FreeText | None:
+    """Returns the thought that comes first: in any case if the template has opened it, else if the model begins one."""
+    tags = output_format.thought
+    if tags is None:
+        return None
+    if _is_thinking(output_format, prompt_end):
+        return FreeText(end=tags.end)
+    if prompt_end.rstrip().endswith(tags.end):
+        # The template has closed the thought: this model was told not to think.
+        return None
+    return FreeText(end=tags.end, begin=tags.begin)
 
 
 def _is_thinking(output_format: OutputFormat, prompt_end: str) -> bool:
@@ -60,8 +67,8 @@ def _is_thinking(output_format: OutputFormat, prompt_end: str) -> bool:
     return any(isinstance(delta, ReasoningDelta) for delta in [*parser.feed("x"), *parser.finish()])
 
 
-def _checked_text(wanted: TextFormat, begins_after: str | None, check: Check) -> Constraint:
-    constraint = Constraint(kind=wanted.kind, source=wanted.source, begins_after=begins_after)
+def _checked_text(wanted: TextFormat, before: FreeText | None, check: Check) -> Constraint:
+    constraint = Constraint(kind=wanted.kind, source=wanted.source, before=before)
     check(constraint, param=wanted.path)
     return constraint
 

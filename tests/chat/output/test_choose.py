@@ -75,19 +75,19 @@ def test_a_template_writes_the_format_that_is_chosen_for_it(format: str, name: s
 
 
 @pytest.mark.parametrize(
-    ("name", "end"),
+    ("name", "tags"),
     [
-        ("Qwen-Qwen3-0.6B", "</think>"),
-        ("ByteDance-Seed-OSS", "</seed:think>"),
-        ("mistralai-Ministral-3-14B-Reasoning-2512", "[/THINK]"),
-        ("google-gemma-4-31B-it", "<channel|>"),
-        ("openai-gpt-oss-120b", "<|channel|>final<|message|>"),
+        ("Qwen-Qwen3-0.6B", ("<think>", "</think>")),
+        ("ByteDance-Seed-OSS", ("<seed:think>", "</seed:think>")),
+        ("mistralai-Ministral-3-14B-Reasoning-2512", ("[THINK]", "[/THINK]")),
+        ("google-gemma-4-31B-it", ("<|channel>thought", "<channel|>")),
+        ("openai-gpt-oss-120b", (None, "<|channel|>final<|message|>")),
         ("Qwen-Qwen2.5-7B-Instruct", None),
         ("microsoft-Phi-3.5-mini-instruct", None),
     ],
 )
-def test_the_tag_that_ends_reasoning_is_in_the_template(name: str, end: str | None) -> None:
-    assert chosen(template_named(name)).reasoning_end == end
+def test_the_tags_of_reasoning_are_those_of_the_template(name: str, tags: tuple[str | None, str] | None) -> None:
+    assert chosen(template_named(name)).thought == tags
 
 
 def test_only_special_tokens_that_are_tags_of_the_format_are_shown() -> None:

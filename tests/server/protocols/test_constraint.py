@@ -11,9 +11,9 @@ import pytest
 
 from diskprefix.chat.messages import Conversation, JsonObject, Message
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta
-from diskprefix.chat.output.format import OutputParser
+from diskprefix.chat.output.format import OutputParser, ThoughtTags
 from diskprefix.engine.constraint import ConstraintCompiler
-from diskprefix.engine.request import Constraint, SamplingParams
+from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.protocols.constraint import constraint_of
 from diskprefix.server.protocols.dialect import Asked, ToolChoice
@@ -37,7 +37,7 @@ class Thinking:
 
     name = "thinking"
     special_tokens: frozenset[str] = frozenset()
-    reasoning_end: str | None = "</think>"
+    thought = ThoughtTags("<think>", "</think>")
 
     def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:  # noqa: ARG002 (the protocol's)
         return Parser(prompt_end.rstrip().endswith("<think>"))
@@ -98,16 +98,16 @@ def test_a_text_format_is_the_constraint(compiler: ConstraintCompiler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt_end", "of_text", "of_calls"),
+    ("prompt_end", "thought"),
     [
-        ("assistant\n", "</think>", None),
-        ("assistant\n<think>\n", "</think>", "</think>"),
-        ("assistant\n<think>\n\n</think>\n\n", None, None),
+        ("assistant\n", FreeText(begin="<think>", end="</think>")),
+        ("assistant\n<think>\n", FreeText(end="</think>")),
+        ("assistant\n<think>\n\n</think>\n\n", None),
     ],
     ids=["unsaid", "opened", "closed"],
 )
-def test_a_constraint_begins_behind_the_thought_that_will_come(
-    compiler: ConstraintCompiler, prompt_end: str, of_text: str | None, of_calls: str | None
+def test_a_constraint_begins_behind_the_thought_that_may_come(
+    compiler: ConstraintCompiler, prompt_end: str, thought: FreeText | None
 ) -> None:
     text = found(compiler, prompt_end, text_format=JSON)
     calls = found(compiler, prompt_end, tools=TOOLS, tool_choice=REQUIRED)
@@ -115,7 +115,7 @@ def test_a_constraint_begins_behind_the_thought_that_will_come(
     assert text is not None
     assert calls is not None
     assert either is not None
-    assert (text.begins_after, calls.begins_after, either.begins_after) == (of_text, of_calls, of_text)
+    assert text.before == calls.before == either.before == thought
 
 
 @pytest.mark.parametrize(
