@@ -28,9 +28,10 @@ from diskprefix.chat.content import UNSUPPORTED, Media, holds_media, parts_for_t
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.late_system import has_late_system, late_system_as_user
 from diskprefix.chat.marks import find_marks, mark_targets
+from diskprefix.chat.message_form import MessageForm
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.normalisers import Normalisers
-from diskprefix.chat.output.choose import choose_format
+from diskprefix.chat.output.choose import Chosen, choose_format
 from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.preview import preview_of_chat, preview_of_text
@@ -112,7 +113,7 @@ class PromptRenderer:
         self.vocab_size = vocab_size
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         self._warned_of_tools = False
-        self._takes_parts_only = self._loses_plain_text()
+        self._form = MessageForm(parts_only=self._loses_plain_text())
         self.output_format: OutputFormat = PlainText()
         """How the model writes reasoning and calls of tools. `warm_up` finds it out."""
 
@@ -120,10 +121,11 @@ class PromptRenderer:
         """Compiles the template and fills the tokenizer's caches, so that the first request does not wait for that."""
         if self._tokenizer.chat_template:
             self._markers_of(None)
-            self.output_format = self._verified_format()
+            self.output_format, form = self._verified_format()
+            self._form = replace(form, parts_only=self._form.parts_only)
         self._tokenizer("warm up", verbose=False)
 
-    def _verified_format(self) -> OutputFormat:
+    def _verified_format(self) -> Chosen:
         def render(messages: list[JsonObject], tools: list[JsonObject], add_generation_prompt: bool) -> str:
             return self._try_render(TemplateInput(messages, tools, {}), "reply" if add_generation_prompt else "none")
 
@@ -366,16 +368,8 @@ class PromptRenderer:
         return write
 
     def _render(self, template_input: TemplateInput, ending: Ending) -> str:
-        """Renders, with content in the form that the template takes. Raises `InvalidRequest` as `_apply` does."""
-        if self._takes_parts_only:
-            messages = [
-                message | {"content": text_for_template(message["content"])}
-                if isinstance(message["content"], str)
-                else message
-                for message in template_input.messages
-            ]
-            template_input = template_input._replace(messages=messages)
-        return self._apply(template_input, ending)
+        """Renders, with messages in the form that the template takes. Raises `InvalidRequest` as `_apply` does."""
+        return self._apply(template_input._replace(messages=self._form.applied(template_input.messages)), ending)
 
     def _apply(self, template_input: TemplateInput, ending: Ending) -> str:
         """Raises `InvalidRequest` if the template refuses its input."""

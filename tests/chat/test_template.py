@@ -143,6 +143,15 @@ def test_tool_call_arguments_reach_the_template_as_an_object(
     assert "<|im_start|>tool\nrain<|im_end|>" in text
 
 
+def test_arguments_that_are_no_json_are_served_by_a_template_that_goes_through_them(tokenizer: Any) -> None:
+    renderer = renderer_of(tokenizer)
+    renderer.warm_up()
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Os'}}
+    messages = [{"role": "user", "content": "weather?"}, {"role": "assistant", "tool_calls": [call]}]
+    body = parse_json(json.dumps({"messages": messages}).encode(), ChatRequest).conversation
+    assert '<call>get_weather arguments={"city": "Os</call>' in text_of(tokenizer, renderer.chat(body))
+
+
 def test_template_variables_reach_the_template(renderer: PromptRenderer, tokenizer: Any) -> None:
     body = conversation_of(("user", "hello"), chat_template_kwargs={"enable_thinking": True})
     assert "/think hello" in text_of(tokenizer, renderer.chat(body))

@@ -1,13 +1,19 @@
-"""Chooses the format that a chat template writes: a known call is rendered, and must be parsed back."""
+"""Chooses the format that a chat template writes: a known call is rendered, and must be parsed back.
+
+The same renderings show the form in which the template takes calls.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
 
 from diskprefix.chat.boundaries import common_chars
+from diskprefix.chat.message_form import MessageForm
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.output.families import FAMILIES, NONE, THOUGHTS
@@ -30,43 +36,84 @@ _TOOLS: list[JsonObject] = [
     {"type": "function", "function": {"name": _NAME, "description": "A tool.", "parameters": _PARAMETERS}}
 ]
 _USER: JsonObject = {"role": "user", "content": "A question"}
-_RESULT: JsonObject = {"role": "tool", "tool_call_id": "abcdefgh1", "name": _NAME, "content": "a result"}
+_SHORT_ID, _LONG_ID = "abcdefgh1", "call_0123456789abcdef"
+_FORMS = [MessageForm(null_content=null, text_arguments=text) for null, text in product((False, True), repeat=2)]
 
 
-def choose_format(template: str, render: Render, special: Mapping[str, int]) -> OutputFormat:
+class Chosen(NamedTuple):
+    """The format that a model writes, and the form in which its template takes messages."""
+
+    format: OutputFormat
+    form: MessageForm
+
+
+def choose_format(template: str, render: Render, special: Mapping[str, int]) -> Chosen:
     """Returns the format of a chat template. `special`: the special tokens of the tokenizer, with their ids."""
-    replies = list(_replies(render))
-    candidates = {family.name: format for family, format in _candidates(template, replies, special)}
-    for prompt, reply in replies:
-        for format in candidates.values():
-            if _is_verified(format, prompt, reply, special):
-                return format
-    if replies:
+    rendered = {form: list(_replies(render, form)) for form in _FORMS}
+    for form, replies in rendered.items():
+        candidates = {family.name: format for family, format in _candidates(template, replies, special)}
+        for prompt, reply in replies:
+            for format in candidates.values():
+                if _is_verified(format, prompt, reply, special):
+                    return Chosen(format, _completed(form, render))
+    if forms := [form for form, replies in rendered.items() if replies]:
         log.warning("the chat template writes tool calls in a format that is not known; only calls as JSON are found")
-    return _family_format(NONE, template, special)
+        return Chosen(_family_format(NONE, template, special), _completed(forms[0], render))
+    shown = render([_USER], _TOOLS, True)
+    family = _named_family(template, special if _NAME in shown else ())
+    return Chosen(_family_format(family, template, special), MessageForm())
 
 
-def _replies(render: Render) -> Iterator[tuple[str, str]]:
-    """Yields the known call as the template writes it, behind its prompt. Templates take it in several forms."""
+def _replies(
+    render: Render, form: MessageForm, arguments: object = _ARGUMENTS, call_id: str = _SHORT_ID
+) -> Iterator[tuple[str, str]]:
+    """Yields a call as the template writes it, behind its prompt: with and without reasoning and a result."""
     prompt = render([_USER], _TOOLS, True)
-    for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
-        call = {"id": "abcdefgh1", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-        for thoughts in ({"reasoning_content": _THOUGHT, "thinking": _THOUGHT}, {}):
-            message: JsonObject = {"role": "assistant", "content": "", "tool_calls": [call], **thoughts}
-            for after in ([], [_RESULT]):
-                whole = render([_USER, message, *after], _TOOLS, False)
-                before, reply = _parted(prompt, whole)
-                if _NAME in reply:
-                    yield before, reply
+    call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    result: JsonObject = {"role": "tool", "tool_call_id": call_id, "name": _NAME, "content": "a result"}
+    for thoughts in ({"reasoning_content": _THOUGHT, "thinking": _THOUGHT}, {}):
+        message: JsonObject = {"role": "assistant", "content": "", "tool_calls": [call], **thoughts}
+        for after in ([], [result]):
+            whole = render(form.applied([_USER, message, *after]), _TOOLS, False)
+            before, reply = _parted(prompt, whole)
+            if _NAME in reply:
+                yield before, reply
+
+
+def _completed(form: MessageForm, render: Render) -> MessageForm:
+    """Adds what the template needs in order to write any call: whatever its id, and whatever the model wrote."""
+    any_text = any(_replies(render, form, arguments="no JSON"))
+    any_id = any(_replies(render, form, call_id=_LONG_ID))
+    return replace(form, objects_only=not any_text, short_ids=not any_id)
 
 
 def _parted(prompt: str, whole: str) -> tuple[str, str]:
-    """Parts a text behind what it has in common with `prompt`, and not inside a tag."""
+    """Parts a text behind what it has in common with `prompt`, but not inside a tag.
+
+    Some templates end a thought that they have not begun: that is no part of the reply.
+    """
     if whole.startswith(prompt):
-        return prompt, whole[len(prompt) :]
-    common = common_chars(prompt, whole)
-    cut = max(whole.rfind(mark, 0, common) for mark in "\n>]") + 1
+        cut = len(prompt)
+    else:
+        common = common_chars(prompt, whole)
+        cut = max(whole.rfind(mark, 0, common) for mark in "\n>]") + 1
+    cut += next((len(end) for _, end in THOUGHTS if whole.startswith(end, cut)), 0)
     return whole[:cut], whole[cut:]
+
+
+def _named_family(template: str, special: Iterable[str]) -> Family:
+    """Returns the family whose tags a template names that does not write calls, or the tokenizer as special tokens.
+
+    The families with the most tags come first, since others have a part of them.
+    """
+    named = "\n".join([template, *special])
+    for family in sorted(FAMILIES, key=lambda family: not family.calls.ends):
+        calls = family.calls
+        wanted = [texts for texts in (calls.begins, calls.ends, family.marks) if texts]
+        if calls.begins and all(any(text in named for text in texts) for texts in wanted):
+            log.info("the chat template writes no tool calls; by its tags, the format is %s", family.name)
+            return family
+    return NONE
 
 
 def _candidates(

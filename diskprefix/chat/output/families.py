@@ -204,6 +204,13 @@ PLAIN = CallSyntax(
 )
 """What small models write, whatever their template writes: JSON without tags, or a tag with the name and JSON."""
 
+COMMAND_R = CallSyntax(
+    "objects",
+    Written('{"tool_name": NAME, "parameters": ARGUMENTS}', before="Action:\n```json\n[", between=", ", after="]```"),
+    begins=("Action: ```json", "Action:\n```json"),
+    ends=("```",),
+)
+
 NONE = Family("none", PLAIN)
 
 FAMILIES = (
@@ -219,8 +226,8 @@ FAMILIES = (
         _invoked("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", ' string="IS_TEXT"'),
     ),
     Family("deepseek-v4", _invoked("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜", ' string="IS_TEXT"')),
+    Family("deepseek", DEEPSEEK_R1, marks=("```json",)),
     Family("deepseek-v3.1", DEEPSEEK_V31),
-    Family("deepseek", DEEPSEEK_R1),
     Family("mistral", MISTRAL_NAMED, marks=("[ARGS]",)),
     Family("mistral-array", MISTRAL),
     Family("kimi", KIMI),
@@ -242,7 +249,7 @@ FAMILIES = (
         ),
         dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
-    Family("command-r", _objects("Action: ```json", "```", '{"tool_name": NAME, "parameters": ARGUMENTS}')),
+    Family("command-r", COMMAND_R),
     Family("gigachat", _objects("<|function_call|>", "", array=False)),
     Family("apertus", _objects("<|tools_prefix|>", "<|tools_suffix|>", "{NAME: ARGUMENTS}", name_is_key=True)),
     Family("lfm2", _python("<|tool_call_start|>", "<|tool_call_end|>")),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from diskprefix.chat.output.choose import choose_format
-from diskprefix.chat.output.format import OutputFormat
+from diskprefix.chat.messages import JsonObject
+from diskprefix.chat.output.choose import Chosen, Render, choose_format
 from tests.chat.families.families import folder
 
 FORMATS = {
@@ -24,8 +25,9 @@ FORMATS = {
     "seed-oss": "ByteDance-Seed-OSS",
     "glm": "GLM-4.6",
     "minimax": "MiniMax-M2",
-    "deepseek": "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+    "deepseek": "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
     "deepseek-v3.1": "deepseek-ai-DeepSeek-V3.1",
+    "deepseek-v3.2": "deepseek-ai-DeepSeek-V3.2",
     "deepseek-v4": "deepseek-ai-DeepSeek-V4 deepseek-ai-DeepSeek-V4-Flash-0731",
     "mistral": "Mistral-Small-3.2-24B-Instruct-2506 mistralai-Ministral-3-14B-Reasoning-2512 "
     "unsloth-mistral-Devstral-Small-2507",
@@ -34,6 +36,7 @@ FORMATS = {
     "gemma-4": "google-gemma-4-31B-it google-gemma-4-31B-it-interleaved",
     "harmony": "openai-gpt-oss-120b",
     "kimi": "moonshotai-Kimi-K2",
+    "command-r": "CohereForAI-c4ai-command-r-plus-tool_use",
     "command-r7b": "Cohere2MoE CohereForAI-c4ai-command-r7b-12-2024-tool_use",
     "tool-calls": "MiniMax-M1 unsloth-Apriel-1.5 Apriel-1.6-15b-Thinker-fixed",
     "nemotron": "NVIDIA-Nemotron-Nano-v2",
@@ -43,15 +46,32 @@ FORMATS = {
     "apertus": "Apertus-8B-Instruct",
     "lfm2": "LFM2.5-8B-A1B",
     "gigachat": "GigaChat3.1-10B-A1.8B",
-    "none": "google-gemma-2-2b-it microsoft-Phi-3.5-mini-instruct command-r llama-cpp-rwkv-world Kimi-K3",
+    "none": "google-gemma-2-2b-it microsoft-Phi-3.5-mini-instruct command-r llama-cpp-rwkv-world Kimi-K3 "
+    "HuggingFaceTB-SmolLM3-3B",
 }
+NAMED = {
+    "kimi": "Kimi-K2-Instruct Kimi-K2-Thinking",
+    "granite": "ibm-granite-granite-3.3-2B-Instruct",
+    "functools": "fireworks-ai-llama-3-firefunction-v2",
+    "deepseek": "llama-cpp-deepseek-r1",
+    "lfm2": "LFM2-8B-A1B LFM2.5-Instruct",
+}
+"""Those that write no calls, or cannot be rendered with them."""
+SPECIAL = {
+    "CohereForAI-c4ai-command-r-plus-tool_use": ["<|CHATBOT_TOKEN|>"],
+    "LFM2-8B-A1B": ["<|tool_call_start|>", "<|tool_call_end|>"],
+    "LFM2.5-Instruct": ["<|tool_call_start|>", "<|tool_call_end|>"],
+}
+"""Special tokens of their tokenizers that matter here."""
+WRITTEN = [(format, name) for format, names in FORMATS.items() for name in names.split()]
+TAKING = [name for format, name in WRITTEN if format != "none"]
 
 
 def template_named(name: str) -> str:
     return (folder() / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def chosen(template: str, special: dict[str, int] | None = None) -> OutputFormat:
+def renderer_of(template: str) -> Render:
     def render(messages: list[Any], tools: list[Any], add_generation_prompt: bool) -> str:
         try:
             texts, _ = render_jinja_template(
@@ -66,12 +86,43 @@ def chosen(template: str, special: dict[str, int] | None = None) -> OutputFormat
             return ""
         return str(texts[0])
 
-    return choose_format(template, render, special or {})
+    return render
 
 
-@pytest.mark.parametrize(("format", "name"), [(name, one) for name, all_ in FORMATS.items() for one in all_.split()])
+def chosen(template: str, special: Sequence[str] = ()) -> Chosen:
+    return choose_format(template, renderer_of(template), {token: index for index, token in enumerate(special)})
+
+
+@pytest.mark.parametrize(("format", "name"), WRITTEN)
 def test_a_template_writes_the_format_that_is_chosen_for_it(format: str, name: str) -> None:
-    assert chosen(template_named(name)).name == format
+    assert chosen(template_named(name), SPECIAL.get(name, ())).format.name == format
+
+
+@pytest.mark.parametrize(
+    ("format", "name"), [(format, name) for format, names in NAMED.items() for name in names.split()]
+)
+def test_the_tags_of_a_template_that_writes_no_calls_decide(format: str, name: str) -> None:
+    assert chosen(template_named(name), SPECIAL.get(name, ())).format.name == format
+
+
+@pytest.mark.parametrize("name", TAKING)
+def test_a_call_is_written_whatever_its_id_and_arguments_are(name: str) -> None:
+    template, call_id = template_named(name), "call_0-long.id"
+    form = chosen(template, SPECIAL.get(name, ())).form
+    both: tuple[object, ...] = ({}, "{?")
+    for arguments in both:
+        function = {"name": "get_weather", "arguments": arguments}
+        messages: list[JsonObject] = [
+            {"role": "user", "content": "A question"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": call_id, "name": "get_weather", "content": "RESULT"},
+        ]
+        text = renderer_of(template)(form.applied(messages), [], False)
+        assert "RESULT" in text.partition("get_weather")[2]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +138,12 @@ def test_a_template_writes_the_format_that_is_chosen_for_it(format: str, name: s
     ],
 )
 def test_the_tags_of_reasoning_are_those_of_the_template(name: str, tags: tuple[str | None, str] | None) -> None:
-    assert chosen(template_named(name)).thought == tags
+    assert chosen(template_named(name)).format.thought == tags
 
 
 def test_only_special_tokens_that_are_tags_of_the_format_are_shown() -> None:
-    special = {"[TOOL_CALLS]": 5, "[INST]": 3, "[ARGS]": 32, "</s>": 2}
-    format = chosen(template_named("unsloth-mistral-Devstral-Small-2507"), special)
+    special = ["[TOOL_CALLS]", "[INST]", "[ARGS]", "</s>"]
+    format = chosen(template_named("unsloth-mistral-Devstral-Small-2507"), special).format
     assert format.special_tokens == {"[TOOL_CALLS]", "[ARGS]"}
 
 
@@ -100,6 +151,6 @@ def test_a_format_that_does_not_give_the_call_back_is_not_used(caplog: pytest.Lo
     template = template_named("Qwen-Qwen2.5-7B-Instruct").replace('"arguments": ', '"wants": ')
     assert template != template_named("Qwen-Qwen2.5-7B-Instruct")
     with caplog.at_level(logging.WARNING, "diskprefix"):
-        assert chosen(template).name == "none"
+        assert chosen(template).format.name == "none"
     assert len(caplog.records) == 1
     assert "format that is not known" in caplog.text
