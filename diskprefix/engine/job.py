@@ -37,6 +37,10 @@ class Choice(Sequence):
     """The sampled tokens, but for the last one of a reply that has ended."""
     is_finished: bool = False
 
+    def place(self, slot: Slot) -> None:
+        """Gives it memory."""
+        self.slot, self.state = slot, slot.arena
+
     def ids(self, start: int, end: int) -> torch.Tensor:
         """Returns the tokens between two positions, int64 of shape [1, end - start], on the model's device."""
         of_prompt = self.job.prompt_ids[:, start:end]

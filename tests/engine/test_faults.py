@@ -373,6 +373,6 @@ def test_requests_that_wait_for_a_prompt_compute_it_if_it_is_not_computed(
                 take_in(loop)
 
             monkeypatch.setattr(Loop, "_take_in", noted)
-            after_steps(monkeypatch, 2, lambda: loops[0]._preempt(loops[0]._jobs[0].choices[0]))
+            after_steps(monkeypatch, 2, lambda: loops[0]._preempt(loops[0]._running.jobs[0].choices[0]))
         wait_until_idle(inbox)
     assert [client.tokens for client in clients] == [expected] * 3

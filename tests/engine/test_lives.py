@@ -314,7 +314,7 @@ def lives_of(folder: Path, kv: Path, alone: Alone, patch: pytest.MonkeyPatch) ->
         def memory_is_bounded_and_belongs_to_somebody(self) -> None:
             pool, loop = self.driven.engine.pool, self.driven.loop
             assert pool.used_bytes <= pool.limit_bytes
-            owned = [choice.slot for job in loop._jobs for choice in job.choices if choice.slot is not None]
+            owned = [choice.slot for job in loop._running.jobs for choice in job.choices if choice.slot is not None]
             busy = [slot for slot in pool.slots if slot.is_busy]
             assert sorted(map(id, owned)) == sorted(map(id, busy))
             assert pool.stats()["entries"] <= pool.max_idle
@@ -322,7 +322,7 @@ def lives_of(folder: Path, kv: Path, alone: Alone, patch: pytest.MonkeyPatch) ->
 
         def check_replies(self) -> None:
             loop, cache = self.driven.loop, self.driven.engine.cache
-            assert [*loop._jobs, *loop._preempted, *loop._scheduler.sequences] == []
+            assert [*loop._running.jobs, *loop._running.preempted, *loop._scheduler.sequences] == []
             assert self.driven.inbox.num_running == 0
             assert self.driven.engine.pool.stats()["running"] == 0
             cache.settle()
