@@ -10,7 +10,7 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -27,6 +27,9 @@ _NOTE_SHARE = 4
 """The part of its root's share that one note may take."""
 _KEPT = 0.75
 """The part of a share that is left when it was exceeded, so that notes are not counted again at every write."""
+_UNRECORDED = 1 / 16
+"""Uses in this part of a note's time to live after its recorded use are not recorded: a prompt of an agent uses the notes
+of all its turns."""
 _TIMES = struct.Struct("<ddI4x")
 _CHECKSUM_BYTES = 8
 _PAGE_BYTES, _OWN_PAGE_BYTES, _HEADER_BYTES = 4096, 2000, 16
@@ -59,6 +62,13 @@ class NoteTimes(NamedTuple):
         # NaN, and a time far in the future from a clock that was wrong, must not keep a note forever.
         return not abs(now - self.last_used) < self.ttl_s
 
+    def is_outdated(self, now: float) -> bool:
+        """Whether a use at time `now` is worth writing the note again."""
+        return not abs(now - self.last_used) < self.ttl_s * _UNRECORDED
+
+    def used(self, when: float) -> NoteTimes:
+        return self._replace(last_used=max(self.last_used, when))
+
 
 def encode_note(key: bytes, content: bytes, times: NoteTimes) -> bytes:
     return sealed(key, _TIMES.pack(*times) + compress(content))
@@ -75,9 +85,8 @@ def decode_note(key: bytes, value: bytes | memoryview) -> tuple[NoteTimes, bytes
 def used_note(key: bytes, value: bytes | memoryview, when: float) -> bytes:
     """Returns a stored note as it is after a use at time `when`. Raises `StoreCorrupt`."""
     packed = unsealed(key, value)
-    times = NoteTimes(*_TIMES.unpack_from(packed))
-    used = times._replace(last_used=max(times.last_used, when))
-    return sealed(key, _TIMES.pack(*used) + packed[_TIMES.size :])
+    times = NoteTimes(*_TIMES.unpack_from(packed)).used(when)
+    return sealed(key, _TIMES.pack(*times) + packed[_TIMES.size :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,9 @@ class StoredNote:
     @property
     def root(self) -> bytes:
         return self.key[:HASH_BYTES]
+
+    def used(self, when: float) -> StoredNote:
+        return replace(self, times=self.times.used(when))
 
 
 def note_bytes(value_bytes: int) -> int:

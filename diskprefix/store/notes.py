@@ -51,6 +51,9 @@ class Notes:
         self._roots: dict[bytes, RootRecord] = {}
         """Of the notes that wait."""
         self._used: dict[bytes, float] = {}
+        """When notes were used last, as far as this process knows."""
+        self._to_record: set[bytes] = set()
+        """Those of them whose records say otherwise by a good part of their time to live."""
         self._is_new = False
         self._sizes: dict[bytes, int] = {}
         """About what the notes of each root take, since they were last counted."""
@@ -97,6 +100,8 @@ class Notes:
             return None
         with self._lock:
             self._used[key] = now
+            if times.is_outdated(now):
+                self._to_record.add(key)
         return content
 
     def delete(self, root: bytes, kind: NoteKind, id_: str) -> bool:
@@ -110,7 +115,8 @@ class Notes:
         """Write what waits in one transaction, then make the notes fit their shares. Raises `CacheError`."""
         with self._lock:
             waiting, roots, self._is_new = dict(self._waiting), dict(self._roots), False
-            used, self._used = self._used, {}
+            used = {key: self._used[key] for key in self._to_record - waiting.keys()}
+            self._to_record = set()
         if not waiting and not used:
             return
         sizes = {key: note_bytes(len(value)) for key, value in waiting.items() if value is not None}
@@ -120,8 +126,8 @@ class Notes:
                 changes.put_root(root, record)
             for key, value in waiting.items():
                 changes.put_note(key, value)
-            for key in used.keys() - waiting.keys():
-                changes.use_note(key, used[key])
+            for key, when in used.items():
+                changes.use_note(key, when)
         self._forget(waiting)
         self._make_fit(sizes)
 
@@ -166,7 +172,10 @@ class Notes:
         if not any(self._sizes[key[:HASH_BYTES]] > root_limit(self._store.budget_bytes) for key in written):
             return
         with self._store.snapshot() as snapshot:
-            notes = list(snapshot.notes())
+            stored = {note.key: note for note in snapshot.notes()}
+        with self._lock:
+            self._used = {key: when for key, when in self._used.items() if key in stored}
+            notes = [note.used(self._used.get(note.key, 0.0)) for note in stored.values()]
         gone = surplus_notes(notes, self._store.budget_bytes)
         for some in batches(gone, RECORDS_AT_ONCE):
             with self._store.changes() as changes:

@@ -143,6 +143,31 @@ def test_a_note_expires_after_its_last_use_even_before_it_is_removed(store: Stor
     assert of(notes).get(RESPONSE, "used") == b"content"
 
 
+def test_a_use_is_written_once_a_good_part_of_the_time_to_live_is_over(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, num_written = new_notes(store), 0
+    of(notes, ttl_s=160.0).put(RESPONSE, "resp_1", b"content")
+    notes.write()
+    changes = store.changes
+
+    @contextmanager
+    def counted() -> Iterator[Changes]:
+        nonlocal num_written
+        num_written += 1
+        with changes() as found:
+            yield found
+
+    monkeypatch.setattr(store, "changes", counted)
+    for passed, expected in ((9.0, 0), (2.0, 1), (9.0, 1), (2.0, 2)):
+        clock.now += passed
+        assert of(notes).get(RESPONSE, "resp_1") == b"content"
+        notes.write()
+        assert num_written == expected
+    with store.snapshot() as snapshot:
+        assert [note.times.last_used for note in snapshot.notes()] == [clock.now]
+
+
 def test_notes_of_a_tenant_keep_their_share_and_the_oldest_used_go(store: Store, clock: Clock) -> None:
     notes, size = new_notes(store), note_limit(store.budget_bytes) - 5000
     of(notes, BOB).put(RESPONSE, "bob", b"content")
