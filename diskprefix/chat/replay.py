@@ -150,8 +150,9 @@ class SampledTurn:
         return cls(turn, tuple(token_ids), Place(*place))
 
 
-def find_turns(messages: Sequence[Message], turns: TurnStore) -> dict[int, SampledTurn]:
-    """Returns what is remembered of the assistant's messages, by their index, in ascending order."""
+def find_turns(messages: Sequence[Message], turns: TurnStore) -> tuple[dict[int, SampledTurn], ConversationHash]:
+    """Returns what is remembered of the assistant's messages, by their index, in ascending order, and the hash of the
+    conversation."""
     found = {}
     conversation = ConversationHash()
     for index, message in enumerate(messages):
@@ -161,7 +162,7 @@ def find_turns(messages: Sequence[Message], turns: TurnStore) -> dict[int, Sampl
             sampled = next(filter(None, map(_decoded, map(turns.get, ids))), None)
             if sampled is not None and _says(message, sampled.turn):
                 found[index] = sampled
-    return found
+    return found, conversation
 
 
 def _decoded(record: bytes | None) -> SampledTurn | None:
@@ -186,10 +187,7 @@ class Origin(NamedTuple):
     place: Place
 
     @classmethod
-    def of(cls, messages: Sequence[Message], rendered: str) -> Origin:
-        conversation = ConversationHash()
-        for message in messages:
-            conversation.add(message)
+    def of(cls, conversation: ConversationHash, rendered: str) -> Origin:
         return cls(conversation, TextHash(rendered).place(len(rendered)))
 
 

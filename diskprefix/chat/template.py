@@ -35,8 +35,8 @@ from diskprefix.chat.output.choose import Chosen, choose_format
 from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.preview import preview_of_chat, preview_of_text
-from diskprefix.chat.replay import Origin, Replayed, SampledTurn, TurnStore, find_turns
-from diskprefix.chat.splice import Span, end_texts, find_spans, readings, with_turns
+from diskprefix.chat.replay import ConversationHash, Origin, Replayed, SampledTurn, TurnStore, find_turns
+from diskprefix.chat.splice import Encoded, Span, end_texts, find_spans, readings, with_turns
 from diskprefix.chat.template_input import (
     TemplateInput,
     message_for_template,
@@ -46,7 +46,7 @@ from diskprefix.chat.template_input import (
 )
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.printable import shown
-from diskprefix.prompt import Mark, Prompt, Rewriting, Source
+from diskprefix.prompt import LeftOut, Mark, Prompt, Rewriting, Source
 from diskprefix.tokens import as_token_ids
 
 if TYPE_CHECKING:
@@ -78,6 +78,14 @@ class _Rendered(NamedTuple):
     text: str
     spans: tuple[Span, ...] = ()
     """Of replies in whose place sampled tokens stand."""
+
+
+class _Written(NamedTuple):
+    """What the template wrote, as text and as tokens. `said` is None if no replies are remembered."""
+
+    rendered: _Rendered
+    encoded: Encoded
+    said: ConversationHash | None
 
 
 class PromptRenderer:
@@ -144,21 +152,15 @@ class PromptRenderer:
 
         Raises as `chat` does, for what `chat` raises.
         """
-        conversation, rewriting = self._rewritten(conversation)
+        conversation, rewriting = self._normalisers.apply(self._placed(conversation))
         media = read_media(conversation.messages, self._media)
         if media is not None:
             return Replayed(replace(self._chat_with_media(conversation, media), rewriting=rewriting))
-        prompt, origin = self._replay(conversation, turns)
-        return Replayed(replace(prompt, rewriting=rewriting), origin)
-
-    def _rewritten(self, conversation: Conversation) -> tuple[Conversation, Rewriting]:
-        """Returns the conversation that is rendered. Of one with media nothing is left out."""
-        conversation, rewriting = self._normalisers.apply(self._placed(conversation))
-        limit = self._compress_above
-        if limit is None or holds_media(conversation.messages) or self._has_at_most(limit, conversation):
-            return conversation, rewriting
-        conversation, left_out = shortened(conversation, limit, self._encoder.count)
-        return conversation, replace(rewriting, left_out=left_out)
+        written, left_out = self._fitting(conversation, turns)
+        prompt = self._prompt(written, replace(rewriting, left_out=left_out))
+        if written.said is None or conversation.ending != "reply":
+            return Replayed(prompt)
+        return Replayed(prompt, Origin.of(written.said, written.rendered.text))
 
     def _placed(self, conversation: Conversation) -> Conversation:
         """Returns the conversation without late system messages, unless the template writes those."""
@@ -166,21 +168,33 @@ class PromptRenderer:
             return conversation
         return late_system_as_user(conversation)
 
-    def _has_at_most(self, num_tokens: int, conversation: Conversation) -> bool:
-        rendered = self._render(self._template_input(conversation), conversation.ending)
-        adds_bos = self._adds_bos(rendered)
-        try:
-            encoding = self._encoder.encode(rendered, add_special_tokens=adds_bos, param=conversation.path)
-        except ContextTooLong:
-            return False
-        return len(encoding["input_ids"]) <= num_tokens
+    def _fitting(self, conversation: Conversation, turns: TurnStore | None) -> tuple[_Written, LeftOut | None]:
+        """Writes a conversation without media. Its aged messages are left out above `compress_above` tokens."""
+        limit = self._compress_above
+        if limit is None:
+            return self._written(conversation, turns), None
+        written: _Written | None = None
+        with suppress(ContextTooLong):
+            written = self._written(conversation, turns)
+        if written is not None and len(written.encoded.token_ids) <= limit:
+            return written, None
+        conversation, left_out = shortened(conversation, limit, self._encoder.count)
+        if written is None or left_out is not None:
+            written = self._written(conversation, turns)
+        return written, left_out
 
-    def _replay(self, conversation: Conversation, turns: TurnStore | None) -> Replayed:
-        if turns is not None and (found := find_turns(conversation.messages, turns)):
+    def _written(self, conversation: Conversation, turns: TurnStore | None) -> _Written:
+        found, said = ({}, None) if turns is None else find_turns(conversation.messages, turns)
+        if found:
             # Reasoning that the client left out may be too long.
             with suppress(ContextTooLong):
-                return self._chat(self._rendered(conversation, found))
-        return self._chat(self._rendered(conversation, {}))
+                return self._encoded(self._rendered(conversation, found), said)
+        return self._encoded(self._rendered(conversation, {}), said)
+
+    def _encoded(self, rendered: _Rendered, said: ConversationHash | None) -> _Written:
+        text, param = rendered.text, rendered.conversation.path
+        encoded = self._encoder.encode_spliced(text, rendered.spans, adds_bos=self._adds_bos(text), param=param)
+        return _Written(rendered, encoded, said)
 
     def _rendered(self, conversation: Conversation, found: Mapping[int, SampledTurn]) -> _Rendered:
         """Renders with those of the remembered turns that fit."""
@@ -199,14 +213,12 @@ class PromptRenderer:
         template_input = self._template_input(conversation)
         return _Rendered(conversation, template_input, self._render(template_input, conversation.ending))
 
-    def _chat(self, chat: _Rendered) -> Replayed:
-        conversation, template_input, rendered, spans = chat
+    def _prompt(self, written: _Written, rewriting: Rewriting) -> Prompt:
+        (conversation, template_input, rendered, spans), encoded, _ = written
         markers = self._markers_of(template_input.tools)
         neutral_parts, changed = neutralise(list(template_input), markers)
         neutral_input = TemplateInput(*neutral_parts)
         neutral = self._try_render(neutral_input, conversation.ending) if changed else None
-        adds_bos, path = self._adds_bos(rendered), conversation.path
-        encoded = self._encoder.encode_spliced(rendered, spans, adds_bos=adds_bos, param=path)
         offsets = encoded.offsets
         boundaries = template_boundaries(encoded.templates_ids, offsets, markers.values(), rendered, neutral)
         probe = self._try_render(probe_of(template_input), "reply")
@@ -218,16 +230,16 @@ class PromptRenderer:
                 shown_as = neutral_input, neutral
             render = partial(self._try_render, ending="none")
             marks = find_marks(targets, *shown_as, offsets, len(offsets), render)
-        prompt = Prompt(
+        return Prompt(
             token_ids=as_token_ids(encoded.token_ids),
             boundaries=boundaries,
             system_end=system_end(boundaries, offsets, rendered, probe) if probe else 0,
             text=preview_of_chat(template_input.messages),
             marks=marks,
             source=None if self._normalisers.is_off else Source.of(rendered, offsets),
+            rewriting=rewriting,
             replayed=len(spans),
         )
-        return Replayed(prompt, Origin.of(conversation.messages, rendered) if conversation.ending == "reply" else None)
 
     def _chat_with_media(self, conversation: Conversation, media: Media) -> Prompt:
         """Returns a prompt without boundaries: the cache is not used for prompts with media."""
@@ -295,8 +307,10 @@ class PromptRenderer:
 
     def text_of(self, conversation: Conversation) -> str:
         """Returns what the template writes, without images and sounds. Raises `InvalidRequest` as `chat` does."""
-        conversation, _ = self._rewritten(conversation)
-        return self._render(self._template_input(conversation), conversation.ending)
+        conversation, _ = self._normalisers.apply(self._placed(conversation))
+        if self._compress_above is None or holds_media(conversation.messages):
+            return self._render(self._template_input(conversation), conversation.ending)
+        return self._fitting(conversation, None)[0].rendered.text
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of any text, however long."""

@@ -27,9 +27,9 @@ _NOTE_SHARE = 4
 """The part of its root's share that one note may take."""
 _KEPT = 0.75
 """The part of a share that is left when it was exceeded, so that notes are not counted again at every write."""
-_UNRECORDED = 1 / 16
-"""Uses in this part of a note's time to live after its recorded use are not recorded: a prompt of an agent uses the notes
-of all its turns."""
+_RECORD_HOLDS = 1 / 16
+"""The part of its time to live for which a note's recorded last use holds. Later uses are recorded: an agent uses the
+notes of all its turns in each one."""
 _TIMES = struct.Struct("<ddI4x")
 _CHECKSUM_BYTES = 8
 _PAGE_BYTES, _OWN_PAGE_BYTES, _HEADER_BYTES = 4096, 2000, 16
@@ -64,7 +64,7 @@ class NoteTimes(NamedTuple):
 
     def is_outdated(self, now: float) -> bool:
         """Whether a use at time `now` is worth writing the note again."""
-        return not abs(now - self.last_used) < self.ttl_s * _UNRECORDED
+        return not abs(now - self.last_used) < self.ttl_s * _RECORD_HOLDS
 
     def used(self, when: float) -> NoteTimes:
         return self._replace(last_used=max(self.last_used, when))

@@ -317,7 +317,7 @@ def test_reasoning_that_does_not_fit_any_more_is_left_out() -> None:
 
 def test_the_token_that_ends_a_reply_is_left_out_and_a_reply_without_tokens_too() -> None:
     turns = Turns()
-    memory = ReplyMemory(turns, Origin.of([message("user", "Hello")], "Hello"), frozenset({9}))
+    memory = ReplyMemory(turns, Origin.of(hash_of(message("user", "Hello")), "Hello"), frozenset({9}))
     for token_ids, remembered in [([9], []), ([1, 2, 9], [(1, 2)]), ([1, 2, 3], [(1, 2, 3)]), ([], [(1, 2, 3)])]:
         memory.remember(Turn("Hi"), [], token_ids)
         assert [SampledTurn.decode(record).token_ids for record in turns.values()] == remembered
@@ -326,7 +326,7 @@ def test_the_token_that_ends_a_reply_is_left_out_and_a_reply_without_tokens_too(
 @pytest.mark.parametrize("turn", [Turn(""), Turn("\n")])
 def test_a_reply_that_says_nothing_is_not_remembered(turn: Turn) -> None:
     turns = Turns()
-    memory = ReplyMemory(turns, Origin.of([message("user", "Hello")], "Hello"), frozenset())
+    memory = ReplyMemory(turns, Origin.of(hash_of(message("user", "Hello")), "Hello"), frozenset())
     memory.remember(turn, [], [7])
     assert not turns
 
@@ -335,10 +335,15 @@ def message(role: Any, text: str, *calls: ToolCall) -> Message:
     return Message(role=role, content=(TextPart(text, ""),), tool_calls=calls, path="")
 
 
-def id_of(*messages: Message) -> str:
+def hash_of(*messages: Message) -> ConversationHash:
     conversation = ConversationHash()
     for one in messages:
         conversation.add(one)
+    return conversation
+
+
+def id_of(*messages: Message) -> str:
+    conversation = hash_of(*messages)
     return conversation.ids([])[0]
 
 

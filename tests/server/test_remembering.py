@@ -9,7 +9,7 @@ import pytest
 
 from diskprefix.chat.messages import Message, TextPart
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
-from diskprefix.chat.replay import Origin, ReplyMemory, SampledTurn, Turn
+from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
 from diskprefix.engine.request import Event, FinishEvent, TextEvent
 from diskprefix.server.protocols.reply import CallBegin, DeltaEvent
 from diskprefix.server.remembering import RememberingReader
@@ -34,11 +34,16 @@ class Prepared:
         return []
 
 
+def asked() -> ConversationHash:
+    conversation = ConversationHash()
+    conversation.add(Message(role="user", content=(TextPart("Go.", ""),), path=""))
+    return conversation
+
+
 def read(events: Sequence[Event], *, many_calls: bool = True) -> tuple[list[SampledTurn], list[str], Turns]:
     """Returns what is remembered, the ids of the calls that the client is told, and the store."""
     turns = Turns()
-    origin = Origin.of([Message(role="user", content=(TextPart("Go.", ""),), path="")], "Go.")
-    memory = ReplyMemory(turns, origin, frozenset({END}))
+    memory = ReplyMemory(turns, Origin.of(asked(), "Go."), frozenset({END}))
     reader = RememberingReader(Prepared, "call_", memory, many_calls=many_calls)
     told = [found for event in events for found in reader.read(event) if isinstance(found, DeltaEvent)]
     ids = [delta.id for event in told for delta in event.deltas if isinstance(delta, CallBegin)]
@@ -56,7 +61,7 @@ def test_a_reply_is_remembered_with_its_tokens_under_the_ids_that_the_client_get
     assert sampled.turn == Turn("So ", "Hm", (("read", '{"a": 1}'), ("write", "{}")))
     assert sampled.token_ids == (1, 2, 3, 4)
     assert again == sampled
-    conversation = Origin.of([Message(role="user", content=(TextPart("Go.", ""),), path="")], "Go.").conversation
+    conversation = asked()
     conversation.add_reply(sampled.turn)
     assert list(turns) == conversation.ids(ids)
 
