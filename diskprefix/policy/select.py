@@ -6,6 +6,8 @@ prompts can go on too.
 Where state can be cut anywhere (`sliceable`), the longest prefix that this prompt shares with an earlier one is kept,
 and more if the prompt is expected to come again (`_expected`) or has a new system message (`_system_guess`).
 
+Under every scope but `off`, a prompt is kept at least up to the last position that the client marked.
+
 Where state exists at checkpoints only, each prompt of the window votes for the last safe boundary that it shares with
 this prompt. Older prompts together vote for the last boundary that was seen before. This prompt votes for its own end
 if it is expected to come again. The set of positions is chosen for which
@@ -183,7 +185,8 @@ def select(
 ) -> Selection:
     """What of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same answer.
 
-    Of a prompt with messages left out, the scopes `auto` and `N` keep nothing: its tokens are not the conversation's.
+    Of a prompt with messages left out, the scopes `auto` and `N` keep what is marked only: its tokens are not those of
+    the conversation.
 
     `state` says where a restored prefix can end. `cold_max` and `interval` place the checkpoints of `full` and
     `N`; for those of `auto`, `restored` is how many tokens need not be computed. `sighting` is what is known of the
@@ -194,8 +197,6 @@ def select(
     if scope.kind == "off":
         return Selection(scope=scope, prompt_tokens=num_tokens, reason="off")
     auto = scope.kind == "auto"
-    if prompt.rewriting.left_out is not None and scope.kind != "full" and not prompt.marks:
-        return Selection(scope=scope, prompt_tokens=num_tokens, reason="left_out")
     seen = min(sighting.num_blocks * block_size, num_tokens)
     recent = recent[: scope.value] if auto else recent
     commons = [common_prefix_length(prompt.token_ids, earlier) for earlier in recent]
@@ -203,19 +204,20 @@ def select(
     window = _Window(recent, commons, seen, sighting, older, common_older)
     least = max(min_tokens, 1)
 
-    price = 0
     # Nothing would be kept for a mark with fewer than `least` tokens before it.
     grid = 1 if state == "token" else block_size
-    marks = tuple(mark for mark in prompt.marks if floor_to_grid(mark.position, grid) >= least)
-    prompt = replace(prompt, marks=marks)
-    if auto and not prompt.marks:
-        if state == "checkpoints":
-            price = max(least, block_size)
-            choice = _by_support(prompt, window, block_size, least, restored, price)
-        else:
-            choice = _by_sighting(prompt, window, least)
+    marks = [mark.position for mark in prompt.marks if floor_to_grid(mark.position, grid) >= least]
+    price = max(least, block_size) if auto and state == "checkpoints" else 0
+    if prompt.rewriting.left_out is not None and scope.kind != "full":
+        choice = _Choice(0, "left_out")
+    elif not auto:
+        choice = _as_told(scope, num_tokens)
+    elif state == "checkpoints":
+        choice = _by_support(prompt, window, block_size, least, restored, price)
     else:
-        choice = _as_told(scope, prompt)
+        choice = _by_sighting(prompt, window, least)
+    if marks and min(marks[-1], num_tokens) > choice.selected:
+        choice = choice._replace(selected=min(marks[-1], num_tokens), reason="marks", is_whole=True)
 
     selected, reason = choice.selected, choice.reason
     aligned = floor_to_grid(selected, grid)
@@ -226,15 +228,13 @@ def select(
         aligned, reason = 0, "whole_prompt_only"
     support: dict[int, int] = {}
     if state == "checkpoints" and (aligned or keep_tail):
-        if choice.support is not None:
-            support = choice.support
-        else:
-            positions = {aligned} | {floor_to_grid(mark.position, block_size) for mark in prompt.marks}
+        positions = {aligned} | {floor_to_grid(position, block_size) for position in marks}
+        if choice.support is None:
             if scope.kind == "full" or reason == "tokens":
                 positions |= _continued(aligned, block_size, interval)
             if scope.kind == "full":
                 positions |= _structural(prompt, block_size, cold_max)
-            support = dict.fromkeys(positions, 0)
+        support = dict.fromkeys(positions, 0) | (choice.support or {})
     checkpoints = tuple(sorted(position for position in support if least <= position <= aligned))
     return Selection(
         scope=scope,
@@ -259,12 +259,9 @@ def select(
     )
 
 
-def _as_told(scope: Scope, prompt: Prompt) -> _Choice:
-    num_tokens = len(prompt.token_ids)
+def _as_told(scope: Scope, num_tokens: int) -> _Choice:
     if scope.kind == "full":
         return _Choice(num_tokens, "full", goes_on=True)
-    if prompt.marks:
-        return _Choice(min(prompt.marks[-1].position, num_tokens), "marks")
     return _Choice(min(scope.value, num_tokens), "tokens", goes_on=scope.value > num_tokens)
 
 

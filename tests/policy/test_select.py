@@ -447,18 +447,27 @@ def test_texts_that_share_little_say_nothing_of_what_is_lost_at_their_ends(share
 MARKED = Prompt(ids(4123), (1, 1432, 4100), 1432, marks=(Mark(600), Mark(1432, 300.0), Mark(3000)))
 
 
-@pytest.mark.parametrize("recent", [(), (ids(4123),), (sharing(4000, 90),)], ids=["none", "repeat", "other"])
-def test_auto_does_what_the_marks_say_whatever_was_seen(recent: tuple[TokenIds, ...]) -> None:
-    selection = pick(AUTO, MARKED, *recent, sighting=LIKELY)
-    assert (selection.selected, selection.aligned, selection.keep_tail) == (3000, 2816, False)
-    assert selection.reason == "marks"
+@pytest.mark.parametrize(
+    ("sighting", "selected", "reason"),
+    [(UNLIKELY, 3000, "marks"), (CONTINUES, 4100, "continues"), (LIKELY, 4100, "likely_repeat")],
+    ids=["one-off", "continues", "likely"],
+)
+def test_auto_keeps_what_is_marked_and_more_where_that_will_come_again(
+    sighting: Sighting, selected: int, reason: str
+) -> None:
+    """Claude Code marks its newest message of the user, and then sends a message of the system."""
+    selection = pick(AUTO, MARKED, sharing(4000, 90), sighting=sighting)
+    assert (selection.selected, selection.reason) == (selected, reason)
+    assert selection.keeps_reply == (reason != "marks")
+    assert not selection.keep_tail
 
 
 @pytest.mark.parametrize(
     ("scope", "reason", "checkpoints"),
     [
         (AUTO, "marks", (512, 1280, 2816)),
-        (tokens(3500), "marks", (512, 1280, 2816)),
+        (tokens(2900), "marks", (512, 1280, 2816)),
+        (tokens(3500), "tokens", (512, 1280, 2816, 3328)),
         (FULL, "full", (512, 1280, 2816, 4096)),
     ],
     ids=str,
@@ -553,6 +562,17 @@ def test_whatever_is_selected_lies_in_the_prompt_and_on_the_grid(
         assert selection.checkpoints[-1] == selection.aligned, "nothing could be restored there"
     assert len(selection.votes) in (0, len(selection.checkpoints))
     assert list(selection.checkpoints) == sorted(set(selection.checkpoints))
+
+
+@given(SCOPES, prompts(), RECENT, KNOBS)
+def test_marks_add_to_what_is_kept(scope: Scope, prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any]) -> None:
+    marked, plain = (select(scope, each, recent, **knobs) for each in (prompt, replace(prompt, marks=())))
+    grid = knobs["block_size"]
+    counting = [mark.position for mark in prompt.marks if mark.position // grid * grid >= max(knobs["min_tokens"], 1)]
+    asked = max(counting, default=0) if scope != OFF else 0
+    assert marked.selected == max(plain.selected, asked)
+    assert set(marked.checkpoints) >= set(plain.checkpoints)
+    assert marked.keeps_reply >= plain.keeps_reply
 
 
 @given(SCOPES, prompts(), RECENT, KNOBS)

@@ -74,7 +74,7 @@ def test_a_safe_boundary_of_auto_is_kept_to_the_token(runner: Runner) -> None:
 
 def test_a_mark_is_kept_to_the_token(runner: Runner) -> None:
     prompt = Prompt(random_prompt(1, 3 * BLOCK), marks=(Mark(2 * BLOCK + 3, 600.0),))
-    assert ask(runner, prompt, "auto").report.selection.kept == 2 * BLOCK + 3
+    assert ask(runner, prompt, str(BLOCK)).report.selection.kept == 2 * BLOCK + 3
     assert nodes(runner) == [(0, BLOCK), (BLOCK, 2 * BLOCK), (2 * BLOCK, 2 * BLOCK + 3)]
 
 

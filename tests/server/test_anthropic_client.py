@@ -356,7 +356,7 @@ def test_tokens_are_counted_as_the_request_then_counts_them(daemon: DaemonProces
     fields: dict[str, Any] = {
         "model": "tiny-chat",
         "system": "Be brief.",
-        "tools": [TOOL],
+        "tools": [{**TOOL, "name": "counted"}],
         "messages": [*MESSAGES, {"role": "assistant", "content": "It prints"}],
         "thinking": {"type": "enabled", "budget_tokens": 1024},
     }
