@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 
@@ -50,6 +51,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     from diskprefix.model.loader import load_model
     from diskprefix.model.memory import available_bytes, explain_out_of_memory
     from diskprefix.model.rehearsal import rehearse
+    from diskprefix.native.library import Unavailable, choose
     from diskprefix.prefix_cache.cache import PrefixCache
     from diskprefix.prefix_cache.recording import Recorder
     from diskprefix.prefix_cache.resources import open_store
@@ -57,6 +59,10 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     imported = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
+    try:
+        choose(settings.kernels)
+    except Unavailable as error:
+        raise SettingsError(f"--kernels: {error}") from error
     recorder: Recorder | None = None
     no_memory_left = "the model fits in memory, but nothing to compute with is left"
     with ExitStack() as opened, explain_out_of_memory(no_memory_left):

@@ -133,6 +133,11 @@ class Settings:
         "The type in which the model computes. auto takes the type of the weights.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
+    kernels: str = _model(
+        "auto",
+        "Which kernels compute attention. auto takes the best that are compiled for this CPU, or else those of torch.",
+        choices=("auto", "torch", "amx", "avx512", "avx2", "baseline"),
+    )
     served_model_name: str | None = _model(
         None, "The name that clients use for the model.", metavar="NAME", unset="the model's own"
     )

@@ -109,7 +109,12 @@ PAGES = [path for path in sorted(ROOT.rglob("README.md")) if not any(map(is_igno
 EXPECTED_PAGES = {
     *("README.md", "systemd/README.md", "tools/README.md", "tests/README.md", "policies/README.md"),
     *("diskprefix/README.md", "diskprefix/cli/README.md", "diskprefix/server/README.md", "diskprefix/chat/README.md"),
-    *("diskprefix/engine/README.md", "diskprefix/model/README.md", "diskprefix/kv/README.md"),
+    *(
+        "diskprefix/engine/README.md",
+        "diskprefix/model/README.md",
+        "diskprefix/kv/README.md",
+        "diskprefix/native/README.md",
+    ),
     *("diskprefix/store/README.md", "diskprefix/prefix_cache/README.md", "diskprefix/policy/README.md"),
     *("diskprefix/simulate/README.md", "diskprefix/chat/output/README.md"),
 }

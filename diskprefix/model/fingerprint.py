@@ -27,8 +27,17 @@ from diskprefix.model.kernel_settings import (
 )
 from diskprefix.tokens import file_digest
 
-_NOT_PORTABLE = ("device", "cpu", "torch_version", "transformers_version", "kernels", "threads", "products")
-_NAMED_IF_SET = ("kernels", "switches", "threads", "products")
+_NOT_PORTABLE = (
+    "device",
+    "cpu",
+    "torch_version",
+    "transformers_version",
+    "kernels",
+    "threads",
+    "products",
+    "attention_kernel",
+)
+_NAMED_IF_SET = ("kernels", "switches", "threads", "products", "attention_kernel")
 """Left out of the root if they are empty."""
 _JSON_FIELDS = ("architecture", "quantisation", "adapters", "environment", "kernels", "switches")
 """Canonical JSON, empty if there is nothing to name."""
@@ -84,6 +93,8 @@ class Fingerprint:
     """The number of compute threads of a CPU, which decides where its kernels cut sums; empty on a GPU."""
     products: str = ""
     """A digest of how matrix products are computed if the model is exact at every token (`model.calls`)."""
+    attention_kernel: str = ""
+    """The compiled attention (`native`) if the model is exact at every token, with its compiler; empty for torch's."""
     mode: str = "strict"
     """`strict` or `portable`."""
 
@@ -92,6 +103,7 @@ class Fingerprint:
         """Returns the fingerprint of a loaded transformers model."""
         import torch
 
+        from diskprefix.model.attention import kernel
         from diskprefix.model.invariant import products_of
 
         config = model.config
@@ -115,6 +127,7 @@ class Fingerprint:
             switches=_canonical(switches(model)),
             threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",
             products=products_of(model),
+            attention_kernel=kernel() if products_of(model) else "",
             mode=mode,
         )
 

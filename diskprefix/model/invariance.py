@@ -19,11 +19,12 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.memo import Memo
 from diskprefix.model import attention, rows
-from diskprefix.model.attention import NotInvariant
 from diskprefix.model.calls import MOST_ROWS, Form, digest
 from diskprefix.model.invariant import install, uninstall
+from diskprefix.model.patterns import NAME, NotInvariant
 from diskprefix.model.rehearsal import made_up_tokens
 from diskprefix.model.rows import are_whole, is_curve, is_ours
+from diskprefix.native.library import described
 from diskprefix.printable import first_line
 from diskprefix.version import __version__
 
@@ -77,7 +78,7 @@ def make_exact(model: PreTrainedModel, layout: Layout, identity: str = "") -> tu
     """
     reason, forms = _why_not(model, layout), frozenset[Form]()
     if not reason:
-        key = hashlib.sha256(f"{__version__} {attention.NAME} {layout} {identity}".encode()).hexdigest()
+        key = hashlib.sha256(f"{__version__} {NAME} {attention.kernel()} {layout} {identity}".encode()).hexdigest()
         remembered = _remembered(key) if identity else None
         if remembered is None:
             log.info("[model] measuring whether it is exact at every token; this is done once")
@@ -88,6 +89,7 @@ def make_exact(model: PreTrainedModel, layout: Layout, identity: str = "") -> tu
         log.info("[model] exact in steps of one grid: %s", reason)
         return layout, reason
     install(model, digest(forms))
+    log.info("[model] attention: %s", described())
     return replace(layout, exact_at="token"), ""
 
 

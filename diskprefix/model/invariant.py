@@ -17,8 +17,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, activations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from diskprefix.model import attention
+from diskprefix.model.attention import attend
+from diskprefix.model.patterns import NAME
 from diskprefix.model.rows import in_whole_vectors, is_curve, is_ours, linear, times
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
@@ -44,7 +46,7 @@ def install(model: PreTrainedModel, products: str = "") -> None:
     for kernel in _KERNELS:
         if hasattr(config, kernel):
             undo.callback(setattr, config, kernel, getattr(config, kernel))
-            setattr(config, kernel, attention.NAME)
+            setattr(config, kernel, NAME)
     for module in model.modules():
         forward = _forward_of(module)
         if forward is not None and "forward" not in vars(module):
@@ -160,4 +162,5 @@ def _bias(module: Any, name: str, expert: int) -> torch.Tensor | None:
     return getattr(module, name)[expert] if module.has_bias else None
 
 
-ALL_EXPERTS_FUNCTIONS.register(attention.NAME, experts)
+ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts)

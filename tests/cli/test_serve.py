@@ -65,6 +65,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
     other: dict[str, str] = {
         "model": "some/model",
         "device": "cuda:1",
+        "kernels": "torch",
         "dtype": "float32",
         "host": "::1",
         "port": "9000",

@@ -18,8 +18,10 @@ from transformers.masking_utils import (
 )
 
 from diskprefix.kv.step import TILE, Run, Step, computing
-from diskprefix.model import attention
-from diskprefix.model.attention import NotInvariant, Pattern, attend
+from diskprefix.model import torch_attention
+from diskprefix.model.attention import attend
+from diskprefix.model.patterns import NAME, NotInvariant, Pattern, pattern_of
+from diskprefix.native import library
 
 MODULE: Any = SimpleNamespace(training=False)
 CAPACITY = 2 * TILE
@@ -58,6 +60,17 @@ CASES = {
     "values of another size": Case(kv_heads=4, key_dim=24, value_dim=16),
     "odd sizes": Case(key_dim=10, value_dim=10),
 }
+
+
+@pytest.fixture(params=("auto", "torch"), autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which kernels compute it: each test holds for both, or names its own."""
+    chosen: str = request.param
+    monkeypatch.setattr(library, "_chosen", chosen)
+    return chosen
+
+
+of_torch = pytest.mark.parametrize("kernels", ["torch"], indirect=True)
 
 
 @pytest.fixture(params=CASES)
@@ -183,20 +196,28 @@ def test_what_lies_beyond_the_last_tile_is_never_read(case: Case) -> None:
     assert torch.equal(layer.attended([run]), expected)
 
 
+@of_torch
 def test_tiles_that_depend_on_the_step_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer.of(replace(CASES["grouped"], dtype=torch.float32))
     whole = layer.cut([LENGTH])
-    monkeypatch.setattr(attention, "_tiles_of", lambda run, _: (0, run.end))
+    monkeypatch.setattr(torch_attention, "_tiles_of", lambda run, _: (0, run.end))
     assert not torch.equal(layer.cut(random_steps(1)), whole)
 
 
 @pytest.fixture
 def kernel_that_differs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int, int], bool]], None]]:
     """Makes torch's attention give other bits for calls of some numbers of heads and rows."""
-    flash, known = attention._flash, (attention._is_wide_safe, attention._are_blocks_safe, attention._smallest_safe)
+    flash, known = (
+        torch_attention._flash,
+        (
+            torch_attention._is_wide_safe,
+            torch_attention._are_blocks_safe,
+            torch_attention._smallest_safe,
+        ),
+    )
 
     def forget() -> None:
-        for measured in (*known, attention._probes):
+        for measured in (*known, torch_attention._probes):
             measured.cache_clear()
 
     def install(differs: Callable[[int, int], bool]) -> None:
@@ -204,13 +225,14 @@ def kernel_that_differs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[C
             out, sums = flash(queries, *args, **kwargs)
             return (out * 1.25 if differs(*queries.shape[1:3]) else out), sums
 
-        monkeypatch.setattr(attention, "_flash", other)
+        monkeypatch.setattr(torch_attention, "_flash", other)
         forget()
 
     yield install
     forget()
 
 
+@of_torch
 @pytest.mark.parametrize(
     "differs",
     [
@@ -235,6 +257,7 @@ def test_calls_that_give_other_bits_are_not_used(
         assert torch.equal(layer.cut(steps), expected), steps
 
 
+@of_torch
 def test_a_kernel_that_depends_on_the_number_of_blocks_is_refused(
     kernel_that_differs: Callable[[Callable[[int, int], bool]], None],
 ) -> None:
@@ -247,7 +270,7 @@ def test_the_pattern_is_that_of_the_mask_of_transformers() -> None:
     embedded = torch.zeros(1, 3, 8)
 
     def pattern(create: Any, config: Any) -> Any:
-        config._attn_implementation = attention.NAME
+        config._attn_implementation = NAME
         return create(config=config, inputs_embeds=embedded, attention_mask=None, past_key_values=None)
 
     assert pattern(create_causal_mask, LlamaConfig()) == Pattern()
@@ -257,7 +280,7 @@ def test_the_pattern_is_that_of_the_mask_of_transformers() -> None:
 
 def test_a_mask_of_another_form_is_refused() -> None:
     with pytest.raises(NotInvariant, match="mask of its own"):
-        attention.pattern_of(mask_function=lambda _b, _h, query, key: (key <= query) | (key == 3))
+        pattern_of(mask_function=lambda _b, _h, query, key: (key <= query) | (key == 3))
 
 
 @pytest.mark.parametrize("name", ["position_bias", "indices"])

@@ -17,11 +17,14 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.group import GroupMemory
 from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.step import TILE
-from diskprefix.model import attention, calls, invariance, invariant, rows, runner
+from diskprefix.model import calls, invariance, invariant, rows, runner, torch_attention
+from diskprefix.model.attention import kernel
 from diskprefix.model.calls import Call
 from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.model.invariance import make_exact
+from diskprefix.model.patterns import NAME, NotInvariant, Pattern
 from diskprefix.model.rehearsal import made_up_tokens, rehearse
+from diskprefix.native import library
 from tests.exactness.architectures import tiny_model
 
 LENGTH = TILE + 60
@@ -79,7 +82,7 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
 def test_a_model_on_the_grid_computes_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("mixtral", torch.float32)
     before, was = logits_of(model), Fingerprint.of(model, "")
-    monkeypatch.setattr(invariance, "_rehearse", lambda *_: (_ for _ in ()).throw(attention.NotInvariant("so")))
+    monkeypatch.setattr(invariance, "_rehearse", lambda *_: (_ for _ in ()).throw(NotInvariant("so")))
     layout, reason = make_exact(model, rehearse(model))
     assert (layout.exact_at, reason) == ("grid", "so")
     assert Fingerprint.of(model, "") == was
@@ -93,7 +96,7 @@ def test_the_fingerprint_names_our_attention_and_experts() -> None:
     after = Fingerprint.of(model, "")
     products = invariant.products_of(model)
     assert products
-    assert after == replace(before, attention=attention.NAME, experts=attention.NAME, products=products)
+    assert after == replace(before, attention=NAME, experts=NAME, products=products, attention_kernel=kernel())
     assert "sdpa" in before.attention
 
 
@@ -173,7 +176,9 @@ def test_state_and_logits_have_the_same_bits_however_the_prompt_is_cut(name: str
 
 
 @pytest.fixture
-def arena() -> tuple[PreTrainedModel, KVArena]:
+def arena(monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedModel, KVArena]:
+    """Of a model with torch's attention, which multiplies what lies behind the last token by zero."""
+    monkeypatch.setattr(library, "_chosen", "torch")
     model = tiny_model("llama", torch.bfloat16)
     layout, _ = make_exact(model, rehearse(model))
     return model, KVArena(layout, model.device)
@@ -276,7 +281,7 @@ def unsafe_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tiles_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last tile ends with the step."""
-    monkeypatch.setattr(attention, "_tiles_of", lambda run, _: (0, run.end))
+    monkeypatch.setattr(torch_attention, "_tiles_of", lambda run, _: (0, run.end))
 
 
 def experts_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,15 +305,17 @@ def functions_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_without_a_protection_it_is_not_exact(name: str, remove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_chosen", "torch")
     assert verdict(name)[0] == "token"
     remove(monkeypatch)
     assert verdict(name)[0] == "grid"
 
 
 def test_attention_that_sees_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = attention._made_mask
-    narrow = attention.Pattern(window=3)
-    monkeypatch.setattr(attention, "_made_mask", lambda run, _, *others: made(run, narrow, *others))
+    monkeypatch.setattr(library, "_chosen", "torch")
+    made = torch_attention._made_mask
+    narrow = Pattern(window=3)
+    monkeypatch.setattr(torch_attention, "_made_mask", lambda run, _, *others: made(run, narrow, *others))
     exact_at, reason = verdict("llama")
     assert exact_at == "grid"
     assert "another one" in reason

@@ -1,0 +1,60 @@
+"""What a token sees: the patterns for which there is attention of our own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+NAME = "diskprefix_2"
+"""The attention of ours, as transformers knows it. The number changes with the bits of torch's version."""
+
+
+class NotInvariant(Exception):
+    """The model does something for which there is no batch-invariant way here. The argument says what."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a token sees: all tokens up to itself, or the last `window`, or those of its chunk of `chunk` tokens.
+
+    A model hands it from the mask interface to its layers in the place of a mask.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first_visible(self, position: int) -> int:
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return position - position % self.chunk if self.chunk is not None else 0
+
+    def first_of(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Returns the first visible position for each of `positions`, None if that is 0 for all."""
+        if self.window is not None:
+            return positions - (self.window - 1)
+        return positions - positions % self.chunk if self.chunk is not None else None
+
+
+def pattern_of(mask_function: Any = None, local_size: int | None = None, **_: Any) -> Pattern:
+    """Returns the pattern of a mask, as transformers' mask interface describes it. Raises `NotInvariant` for others."""
+    candidates = [Pattern()] if local_size is None else [Pattern(window=local_size), Pattern(chunk=local_size)]
+    for pattern in candidates:
+        if mask_function is None or _agrees(pattern, mask_function, local_size or 1):
+            return pattern
+    raise NotInvariant("a mask of its own")
+
+
+def _agrees(pattern: Pattern, mask_function: Any, size: int) -> bool:
+    """Returns whether the mask is that of `pattern` around every edge that it may have."""
+    near = [0, 1, 2, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, 5 * size + 3]
+    pairs = [(q, k) for q in near for k in {*near, q - size, q - size + 1, q + 1} if k >= 0]
+    queries, keys = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    expected = [pattern.first_visible(q) <= k <= q for q, k in pairs]
+    found = mask_function(0, 0, queries, keys)
+    return bool(torch.equal(found.expand(len(pairs)), torch.tensor(expected)))
+
+
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, pattern_of)

@@ -1,0 +1,127 @@
+"""Compiles the operators in `source/`, once for each kind of CPU, into one library beside this file.
+
+It needs a C++ compiler and nothing else: the library calls torch's threads by an address that it is given. This module
+imports the standard library only, as it also runs while the package is installed. `python diskprefix/native/build.py`
+builds what is missing or out of date.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "source"
+LIBRARY = Path(__file__).parent / "_operators.so"
+_DIGEST_AT = b"diskprefix source "
+"""What stands before the digest in the library."""
+
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+_VARIANTS: dict[str, tuple[str, ...]] = {
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "baseline": (),
+}
+"""What is compiled for an x86 CPU, the best one first. Other CPUs have the last one only."""
+
+
+class BuildError(Exception):
+    """The operators cannot be compiled. The message is one line."""
+
+
+def digest() -> str:
+    """Returns what the library must have been made from: a digest of the sources and of this file."""
+    found = hashlib.sha256()
+    for path in [Path(__file__), *sorted(SOURCES.iterdir())]:
+        content = path.read_bytes()
+        found.update(f"{path.name} {len(content)} ".encode() + content)
+    return found.hexdigest()[:16]
+
+
+def is_current() -> bool:
+    """Returns whether the library is there, made from these sources."""
+    try:
+        return _DIGEST_AT + digest().encode() in LIBRARY.read_bytes()
+    except OSError:
+        return False
+
+
+def build() -> None:
+    """Compiles the library. Raises `BuildError`."""
+    compiler = _compiler()
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=LIBRARY.parent) as folder:
+        objects = _compiled(compiler, Path(folder))
+        found = Path(folder, LIBRARY.name)
+        _run([*compiler, "-shared", *map(str, objects), "-o", str(found)])
+        found.replace(LIBRARY)
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CXX", "").split()
+    for candidate in [named] if named else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(candidate[0]):
+            return candidate
+    raise BuildError(f"no C++ compiler was found ({' '.join(named) or 'c++, g++, clang++'})")
+
+
+def _compiled(compiler: Sequence[str], folder: Path) -> list[Path]:
+    """Returns the object files. A variant that the compiler is too old for is left out, but for the last one."""
+    wanted = dict(_VARIANTS) if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}
+    running = {
+        name: subprocess.Popen(
+            _command(compiler, "variant.cpp", folder / f"{name}.o", [*flags, f"-DVARIANT={name}"]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for name, flags in wanted.items()
+    }
+    errors = {name: process.communicate()[1].decode(errors="replace") for name, process in running.items()}
+    names = [name for name, process in running.items() if process.returncode == 0]
+    if "baseline" not in names:
+        raise BuildError(_first_error(errors["baseline"]))
+    about = subprocess.run([*compiler, "--version"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    described = "".join(char for char in about.stdout.decode(errors="replace").splitlines()[0] if char not in '"\\')
+    variants = " ".join(f"V({name})" for name in names)
+    defined = [f"-DVARIANTS={variants}", f'-DCOMPILER="{described}"', f'-DSOURCE="{_DIGEST_AT.decode()}{digest()}"']
+    _run(_command(compiler, "library.cpp", folder / "library.o", defined))
+    return [folder / f"{name}.o" for name in [*names, "library"]]
+
+
+def _command(compiler: Sequence[str], source: str, made: Path, flags: Sequence[str]) -> list[str]:
+    return [*compiler, *_FLAGS, *flags, "-c", str(SOURCES / source), "-o", str(made)]
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.returncode:
+        raise BuildError(_first_error(done.stderr.decode(errors="replace")))
+
+
+def _first_error(messages: str) -> str:
+    lines = [line.strip() for line in messages.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "the compiler failed")
+
+
+def main() -> int:
+    """Builds if that is needed. Without it everything works, with torch's kernels: it is no error."""
+    if is_current():
+        return 0
+    try:
+        build()
+    except (BuildError, OSError) as error:
+        print(f"the C++ operators were not compiled, torch's take their place: {error}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The compiled operators, for the CPU that this runs on. Where there are none, `operators` returns None, and torch's
+kernels take their place."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from diskprefix.native import build
+
+log = logging.getLogger("diskprefix")
+
+VARIANTS = ("amx", "avx512", "avx2", "baseline")
+"""For which CPUs there may be operators. `source/library.cpp` says what each needs."""
+
+_chosen = "auto"
+
+
+class Unavailable(Exception):
+    """There are no operators. The message says why."""
+
+
+@dataclass(frozen=True)
+class Operators:
+    """The addresses of the operators of one variant. `parallel_for` is that of torch, so that there is one pool of
+    threads."""
+
+    variant: str
+    compiler: str
+    attention: Any
+    parallel_for: int
+
+    @property
+    def identity(self) -> str:
+        """What decides about the bits, beside the sources."""
+        return f"{self.variant}, {self.compiler}"
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("attention", ctypes.c_void_p))
+
+
+def choose(kernels: str) -> None:
+    """Says which kernels this process uses: `auto` (the best, or torch's), `torch`, or one of `VARIANTS`.
+
+    Raises `Unavailable` if those are not there.
+    """
+    global _chosen
+    if kernels not in ("auto", "torch"):
+        found, why = _loaded(kernels)
+        if found is None:
+            raise Unavailable(why)
+    _chosen = kernels
+
+
+def operators() -> Operators | None:
+    """Returns the operators that were chosen; None if they are torch's."""
+    return _loaded(_chosen)[0]
+
+
+def described() -> str:
+    """Returns which kernels are used, for people, and why if they are not the compiled ones."""
+    found, why = _loaded(_chosen)
+    return f"native ({found.variant})" if found else f"torch ({why})"
+
+
+@lru_cache
+def _loaded(kernels: str) -> tuple[Operators | None, str]:
+    try:
+        return _load(kernels), ""
+    except Unavailable as reason:
+        return None, str(reason)
+
+
+def _load(kernels: str) -> Operators:
+    if kernels == "torch":
+        raise Unavailable("as it was chosen")
+    if not build.LIBRARY.exists():
+        raise Unavailable("the operators were not compiled when diskprefix was installed")
+    if not build.is_current():
+        raise Unavailable("the operators were compiled from other sources; install diskprefix again")
+    try:
+        library = ctypes.CDLL(str(build.LIBRARY))
+    except OSError as error:
+        raise Unavailable(f"the operators cannot be loaded: {error}") from error
+    library.diskprefix_operators.restype = ctypes.POINTER(_Table)
+    library.diskprefix_compiler.restype = ctypes.c_char_p
+    name = None if kernels == "auto" else kernels.encode()
+    table = library.diskprefix_operators(ctypes.c_char_p(name))
+    if not table:
+        raise Unavailable(f"there are no operators {kernels!r} for this CPU" if name else "this CPU is too old")
+    operator = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_char_p, ctypes.c_char_p)
+    return Operators(
+        table.contents.name.decode(),
+        library.diskprefix_compiler().decode(),
+        operator(table.contents.attention),
+        _parallel_for(),
+    )
+
+
+def _parallel_for() -> int:
+    """Returns the address of torch's own loop over threads."""
+    try:
+        found = ctypes.CDLL(str(torch._C.__file__)).torch_parallel_for
+    except (OSError, AttributeError) as error:
+        raise Unavailable("this torch does not lend its threads; 2.10 and newer do") from error
+    return int(ctypes.cast(found, ctypes.c_void_p).value or 0)

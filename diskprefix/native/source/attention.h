@@ -1,0 +1,374 @@
+// Attention over the memory of several sequences, so that a row's bits depend on nothing but what it sees.
+//
+// Keys are taken in tiles of `TILE` tokens counted from position 0 of a sequence. Each tile gives a row a maximum, a sum
+// of weights and a weighted sum of values, all from that tile alone; they are merged into those of the row in ascending
+// order of the tiles. A tile that a row does not see would leave it exactly as it is. So the work may be cut anywhere,
+// and given to any number of threads.
+
+#pragma once
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "interface.h"
+#include "product.h"
+
+namespace diskprefix {
+namespace {
+
+constexpr int64_t TILE = 256;
+constexpr int64_t KEYS = 32;             // the keys of a tile that are computed are a multiple of it
+constexpr int64_t BLOCK = 32;            // rows of a product
+constexpr int64_t CHUNK = 4 * BLOCK;     // rows for which keys and values are packed once
+constexpr int64_t STRIDE = TILE + 16;    // of scores and weights, not a power of two
+constexpr int64_t ALONE = 8;             // with fewer tiles than this in all, one thread is faster
+constexpr float NOTHING = -1e30f;        // the maximum of no scores: finite, as infinities have no difference
+constexpr float HIDDEN = -__builtin_inff();
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Memory that a thread keeps from call to call.
+class Memory {
+ public:
+  ~Memory() { free(start_); }
+
+  bool reserve(int64_t bytes) {
+    if (bytes > size_) {
+      free(start_);
+      start_ = (char*)aligned_alloc(64, up_to(bytes, 64));
+      size_ = start_ ? bytes : 0;
+    }
+    used_ = 0;
+    return start_ != nullptr;
+  }
+
+  template <class Number>
+  Number* take(int64_t count) {
+    Number* taken = (Number*)(start_ + used_);
+    used_ += size_of<Number>(count);
+    return taken;
+  }
+
+  template <class Number>
+  static int64_t size_of(int64_t count) {
+    return up_to(count * sizeof(Number), 64);
+  }
+
+ private:
+  char* start_ = nullptr;
+  int64_t size_ = 0, used_ = 0;
+};
+
+// What is known of a row: the largest score × log2(e), the sum of weights, and the weighted sum of values.
+struct State {
+  float *high, *sum, *taken;
+  int64_t columns;
+
+  void merge(int64_t row, float high_of_tile, float sum_of_tile, const float* taken_of_tile) const {
+    if (high_of_tile == NOTHING) return;
+    float* all_taken = taken + row * columns;
+    const float highest = high[row] > high_of_tile ? high[row] : high_of_tile;
+    const Floats kept = exp2(all(high[row] - highest)), added = exp2(all(high_of_tile - highest));
+    sum[row] = fma(all(sum_of_tile), added, all(sum[row]) * kept)[0];
+    for (int64_t i = 0; i < columns; i += LANES)
+      store(all_taken + i, fma(loaded<Floats>(taken_of_tile + i), added, loaded<Floats>(all_taken + i) * kept));
+    high[row] = highest;
+  }
+};
+
+// Rows of one key-value head of a run, and the tiles that they see. The rows are those of all heads of the group, token
+// by token. `piece` tiles make a unit of work.
+struct Task {
+  int64_t run, head, row, num_rows, first_tile, num_tiles, piece, first_unit, num_units;
+  float* of_tiles;  // what each tile gave, if there are several units
+  std::atomic<int64_t> open_units;
+};
+
+template <class Type, class Product>
+class Computation {
+  typedef typename Type::Stored Stored;
+  typedef typename Product::Factor Factor;
+
+ public:
+  Computation(const Attention& call, const Run* runs)
+      : call_(call),
+        runs_(runs),
+        group_(call.num_heads / call.num_kv_heads),
+        inner_(up_to(call.key_dim, Product::INNER)),
+        columns_(up_to(call.value_dim, Product::COLUMNS)),
+        scale_((call.softcap ? 1.0 : call.scale) * LOG2_E) {}
+
+  bool run() {
+    static thread_local Memory of_tasks, of_partials;
+    if (!plan(of_tasks) || !give_partials(of_partials)) return false;
+    const int64_t threads = total_tiles_ < ALONE ? 1 : least(call_.num_threads, num_units_);
+    const Work work_of = [](int64_t, int64_t, void* self) { ((Computation*)self)->work(); };
+    if (threads > 1)
+      return !call_.parallel_for(0, threads, 1, work_of, this) && !failed_;
+    work();
+    return !failed_;
+  }
+
+ private:
+  const Attention& call_;
+  const Run* runs_;
+  const int64_t group_, inner_, columns_;
+  const float scale_;
+  Task* tasks_ = nullptr;
+  int64_t num_tasks_ = 0, num_units_ = 0, total_tiles_ = 0;
+  std::atomic<int64_t> next_{0};
+  std::atomic<bool> failed_{false};
+
+  struct Scratch {
+    Factor *queries, *keys, *values, *weights;
+    float *scores, *part;
+    State state;
+  };
+
+  int64_t first_visible(int64_t position) const {
+    if (call_.window) return most(0, position - call_.window + 1);
+    return call_.chunk ? position - position % call_.chunk : 0;
+  }
+
+  int64_t position_of(const Task& task, int64_t row) const { return runs_[task.run].start + (task.row + row) / group_; }
+
+  // Tasks for all rows; those of few rows may be cut into several units of tiles.
+  bool plan(Memory& memory) {
+    int64_t most_tasks = 0;
+    for (int64_t run = 0; run < call_.num_runs; ++run)
+      most_tasks += (runs_[run].num_rows * group_ + CHUNK - 1) / CHUNK * call_.num_kv_heads;
+    if (!memory.reserve(Memory::size_of<Task>(most_tasks))) return false;
+    tasks_ = memory.take<Task>(most_tasks);
+    for (int64_t run = 0; run < call_.num_runs; ++run)
+      for (int64_t row = 0; row < runs_[run].num_rows * group_; row += CHUNK)
+        for (int64_t head = 0; head < call_.num_kv_heads; ++head) add_task(run, row, head);
+    const int64_t fair = most(1, total_tiles_ / (4 * call_.num_threads));
+    for (int64_t i = 0; i < num_tasks_; ++i) {
+      Task& task = tasks_[i];
+      task.piece = task.num_rows <= BLOCK && call_.num_threads > 1 ? least(fair, task.num_tiles) : task.num_tiles;
+      task.first_unit = num_units_;
+      task.num_units = (task.num_tiles + task.piece - 1) / task.piece;
+      task.open_units.store(task.num_units, std::memory_order_relaxed);
+      num_units_ += task.num_units;
+    }
+    return true;
+  }
+
+  void add_task(int64_t run, int64_t row, int64_t head) {
+    Task& task = *new (&tasks_[num_tasks_++]) Task();
+    task.run = run, task.head = head, task.row = row;
+    task.num_rows = least(CHUNK, runs_[run].num_rows * group_ - row);
+    task.first_tile = first_visible(position_of(task, 0)) / TILE;
+    task.num_tiles = position_of(task, task.num_rows - 1) / TILE + 1 - task.first_tile;
+    total_tiles_ += task.num_tiles;
+  }
+
+  int64_t partial_size(const Task& task) const { return task.num_rows * (columns_ + 2); }
+
+  bool give_partials(Memory& memory) {
+    int64_t bytes = 64;
+    for (int64_t i = 0; i < num_tasks_; ++i)
+      if (tasks_[i].num_units > 1) bytes += Memory::size_of<float>(partial_size(tasks_[i]) * tasks_[i].num_tiles);
+    if (!memory.reserve(bytes)) return false;
+    for (int64_t i = 0; i < num_tasks_; ++i) {
+      const bool is_cut = tasks_[i].num_units > 1;
+      tasks_[i].of_tiles = is_cut ? memory.take<float>(partial_size(tasks_[i]) * tasks_[i].num_tiles) : nullptr;
+    }
+    return true;
+  }
+
+  void work() {
+    static thread_local Memory memory;
+    Scratch scratch;
+    if (!take_scratch(memory, scratch)) {
+      failed_ = true;
+      return;
+    }
+    int64_t number = 0;
+    for (int64_t unit; (unit = next_.fetch_add(1, std::memory_order_relaxed)) < num_units_;) {
+      while (unit >= tasks_[number].first_unit + tasks_[number].num_units) ++number;
+      compute(tasks_[number], unit - tasks_[number].first_unit, scratch);
+    }
+  }
+
+  bool take_scratch(Memory& memory, Scratch& scratch) const {
+    const int64_t rows = CHUNK;
+    const int64_t bytes = Memory::size_of<Factor>(rows * inner_) + Memory::size_of<Factor>(TILE * inner_) +
+                          Memory::size_of<Factor>(TILE * columns_) + Memory::size_of<Factor>(BLOCK * STRIDE) +
+                          Memory::size_of<float>(BLOCK * STRIDE) + Memory::size_of<float>(BLOCK * columns_) +
+                          2 * Memory::size_of<float>(rows) + Memory::size_of<float>(rows * columns_);
+    if (!memory.reserve(bytes)) return false;
+    scratch.queries = memory.take<Factor>(rows * inner_);
+    scratch.keys = memory.take<Factor>(TILE * inner_);
+    scratch.values = memory.take<Factor>(TILE * columns_);
+    scratch.weights = memory.take<Factor>(BLOCK * STRIDE);
+    scratch.scores = memory.take<float>(BLOCK * STRIDE);
+    scratch.part = memory.take<float>(BLOCK * columns_);
+    scratch.state = {memory.take<float>(rows), memory.take<float>(rows), memory.take<float>(rows * columns_), columns_};
+    return true;
+  }
+
+  void compute(Task& task, int64_t unit, const Scratch& scratch) {
+    {
+      typename Product::Scope scope(task.num_rows);
+      pack_queries(task, scratch.queries);
+      const int64_t first = unit * task.piece, end = least(first + task.piece, task.num_tiles);
+      if (!task.of_tiles) begin(task, scratch.state);
+      for (int64_t tile = first; tile < end; ++tile) attend_to(task, tile, scratch);
+    }
+    if (!task.of_tiles) return finish(task, scratch.state);
+    if (task.open_units.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    // The others are done. Whoever is the last puts their results together, in the order of the tiles.
+    begin(task, scratch.state);
+    for (int64_t tile = 0; tile < task.num_tiles; ++tile) {
+      const float *high = task.of_tiles + tile * partial_size(task), *sum = high + task.num_rows;
+      const float* taken = sum + task.num_rows;
+      for (int64_t row = 0; row < task.num_rows; ++row)
+        scratch.state.merge(row, high[row], sum[row], taken + row * columns_);
+    }
+    finish(task, scratch.state);
+  }
+
+  void pack_queries(const Task& task, Factor* to) const {
+    int64_t before = 0;
+    for (int64_t run = 0; run < task.run; ++run) before += runs_[run].num_rows;
+    for (int64_t row = 0; row < task.num_rows; ++row) {
+      const int64_t token = (task.row + row) / group_, head = task.head * group_ + (task.row + row) % group_;
+      const Stored* from =
+          (const Stored*)call_.query + head * call_.query_head_stride + (before + token) * call_.query_row_stride;
+      Product::pack_row(from, call_.key_dim, inner_, to + row * inner_);
+    }
+  }
+
+  void begin(const Task& task, const State& state) const {
+    for (int64_t row = 0; row < task.num_rows; ++row) state.high[row] = NOTHING, state.sum[row] = 0.0f;
+    memset(state.taken, 0, task.num_rows * columns_ * sizeof(float));
+  }
+
+  // The tile has the number `tile` among those of the task.
+  void attend_to(const Task& task, int64_t tile, const Scratch& scratch) const {
+    const Run& run = runs_[task.run];
+    const int64_t start = (task.first_tile + tile) * TILE, last = position_of(task, task.num_rows - 1);
+    const int64_t present = least(TILE, last + 1 - start), num_keys = up_to(present, KEYS), at = start - run.first;
+    const Stored* keys = (const Stored*)run.keys + task.head * run.key_head_stride + at * run.key_token_stride;
+    const Stored* values = (const Stored*)run.values + task.head * run.value_head_stride + at * run.value_token_stride;
+    Product::pack_turned(keys, run.key_token_stride, present, num_keys, call_.key_dim, inner_, scratch.keys);
+    Product::pack_plain(values, run.value_token_stride, present, num_keys, call_.value_dim, columns_, scratch.values);
+    for (int64_t row = 0; row < task.num_rows; row += BLOCK) {
+      const int64_t num_rows = least(BLOCK, task.num_rows - row), end = position_of(task, row + num_rows - 1) + 1;
+      float* of_tile = task.of_tiles ? task.of_tiles + tile * partial_size(task) : nullptr;
+      const int64_t seen = up_to(least(present, end - start), KEYS);
+      if (seen > 0) attend_block(task, row, num_rows, start, seen, num_keys, of_tile, scratch);
+    }
+  }
+
+  // `seen` of the `num_keys` packed keys are computed. The result goes to `of_tile`, or is merged if that is null.
+  void attend_block(const Task& task, int64_t row, int64_t num_rows, int64_t start, int64_t seen, int64_t num_keys,
+                    float* of_tile, const Scratch& scratch) const {
+    float high[BLOCK], sum[BLOCK];
+    Product::multiply(scratch.queries + row * inner_, inner_, scratch.keys, inner_, num_keys, scratch.scores, STRIDE,
+                      num_rows, inner_, seen);
+    for (int64_t i = 0; i < num_rows; ++i) {
+      const int64_t position = position_of(task, row + i);
+      weigh(scratch.scores + i * STRIDE, scratch.weights + i * STRIDE, seen, first_visible(position) - start,
+            position + 1 - start, high[i], sum[i]);
+    }
+    float* part = of_tile ? of_tile + 2 * task.num_rows + row * columns_ : scratch.part;
+    // A product writes whole tiles of rows.
+    float* product = num_rows % Product::ROWS && num_rows > Product::ROWS ? scratch.part : part;
+    Product::multiply(scratch.weights, STRIDE, scratch.values, num_keys, columns_, product, columns_, num_rows, seen,
+                      columns_);
+    if (of_tile) {
+      if (product != part) memcpy(part, product, num_rows * columns_ * sizeof(float));
+      memcpy(of_tile + row, high, num_rows * sizeof(float));
+      memcpy(of_tile + task.num_rows + row, sum, num_rows * sizeof(float));
+    } else {
+      for (int64_t i = 0; i < num_rows; ++i) scratch.state.merge(row + i, high[i], sum[i], part + i * columns_);
+    }
+  }
+
+  // Turns a row of scores into weights. It sees the keys from `first` on up to `end`.
+  void weigh(float* scores, Factor* weights, int64_t count, int64_t first, int64_t end, float& high, float& sum) const {
+    if (call_.softcap) cap(scores, count);
+    if (first > 0 || end < count) hide(scores, count, first, end);
+    Floats highest = loaded<Floats>(scores);
+    for (int64_t i = LANES; i < count; i += LANES) highest = larger(highest, loaded<Floats>(scores + i));
+    const float top = largest_of(highest);
+    high = top * scale_ > NOTHING ? top * scale_ : NOTHING;
+    // The difference first: that of the largest score is exactly 0, however large it is.
+    const Floats scale = all(scale_), offset = all(top > HIDDEN ? top : 0.0f);
+    Floats sums[2] = {};
+    for (int64_t i = 0; i < count; i += 2 * LANES) {
+      const Floats low = exp2((loaded<Floats>(scores + i) - offset) * scale);
+      const Floats next = exp2((loaded<Floats>(scores + i + LANES) - offset) * scale);
+      sums[0] += low, sums[1] += next;
+      Product::put_factors(weights + i, low, next);
+    }
+    sum = sum_of(sums[0] + sums[1]);
+  }
+
+  void cap(float* scores, int64_t count) const {
+    const Floats scale = all((float)(call_.scale / call_.softcap)), limit = all((float)call_.softcap);
+    for (int64_t i = 0; i < count; i += LANES) store(scores + i, tanh(loaded<Floats>(scores + i) * scale) * limit);
+  }
+
+  static void hide(float* scores, int64_t count, int64_t first, int64_t end) {
+    const Ints from = all_ints((int32_t)most(first, -1)), to = all_ints((int32_t)least(end, count));
+    for (int64_t i = 0; i < count; i += LANES) {
+      if (i >= first && i + LANES <= end) continue;
+      const Ints numbers = lane_numbers() + (int32_t)i;
+      const Floats found = loaded<Floats>(scores + i);
+      store(scores + i, (numbers >= from) & (numbers < to) ? found : all(HIDDEN));
+    }
+  }
+
+  void finish(const Task& task, const State& state) const {
+    int64_t before = 0;
+    for (int64_t run = 0; run < task.run; ++run) before += runs_[run].num_rows;
+    for (int64_t row = 0; row < task.num_rows; ++row) {
+      const int64_t token = (task.row + row) / group_, head = task.head * group_ + (task.row + row) % group_;
+      Floats total = all(state.sum[row]);
+      if (call_.sinks) total += exp2(all(clamped(call_.sinks[head] * LOG2_E - state.high[row])));
+      Stored* to = (Stored*)call_.out + ((before + token) * call_.num_heads + head) * call_.value_dim;
+      for (int64_t i = 0; i < call_.value_dim; i += LANES) {
+        // A zero is always +0, whatever was added to it.
+        const Floats found = loaded<Floats>(state.taken + row * columns_ + i) / total + all(0.0f);
+        if (i + LANES <= call_.value_dim) {
+          Type::put(to + i, found);
+        } else {
+          Stored rest[LANES];
+          Type::put(rest, found);
+          memcpy(to + i, rest, (call_.value_dim - i) * sizeof(Stored));
+        }
+      }
+    }
+  }
+
+  // A sink far above all scores leaves nothing of them.
+  static float clamped(float exponent) { return exponent < 126.0f ? exponent : 126.0f; }
+};
+
+template <class Type, class Product>
+int32_t attention_of(const Attention* call, const Run* runs) {
+  return Computation<Type, Product>(*call, runs).run() ? 0 : 1;
+}
+
+int32_t attention(const Attention* call, const Run* runs) {
+  switch (call->dtype) {
+    case FLOAT32:
+      return attention_of<Float32, VectorProduct<Float32>>(call, runs);
+    case FLOAT16:
+      return attention_of<Float16, VectorProduct<Float16>>(call, runs);
+    default:
+#if defined(__AMX_BF16__)
+      return attention_of<BFloat16, TileProduct>(call, runs);
+#else
+      return attention_of<BFloat16, VectorProduct<BFloat16>>(call, runs);
+#endif
+  }
+}
+
+}  // namespace
+}  // namespace diskprefix

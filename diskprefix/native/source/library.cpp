@@ -1,0 +1,92 @@
+// What Python calls. Compiled for the oldest CPU. VARIANTS lists the variants that were compiled, the best one first:
+// V(amx) V(avx512) ... SOURCE is the digest of what was compiled, and COMPILER names who did it.
+
+#include "interface.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace diskprefix {
+
+#define V(name) extern const Operators name;
+VARIANTS
+#undef V
+
+namespace {
+
+enum Level { baseline_level, avx2_level, avx512_level, amx_level };
+
+#if defined(__x86_64__)
+
+uint64_t saved_registers() {
+  uint32_t low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (uint64_t)high << 32 | low;
+}
+
+bool may_use_tiles() {
+#if defined(__linux__)
+  // Linux gives a process the registers of AMX when it asks for them.
+  const long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
+
+Level level_of_cpu() {
+  uint32_t a, b, c, d, b7, c7, d7, a71 = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return baseline_level;
+  const bool has_fma = c & bit_FMA, has_half = c & bit_F16C;
+  if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return baseline_level;
+  const uint32_t last = a;
+  const uint64_t saved = saved_registers();
+  const uint64_t YMM = 0x6, ZMM = 0xe6, TILES = 0x60000;
+  if ((saved & YMM) != YMM || !has_fma || !has_half || !(b7 & bit_AVX2)) return baseline_level;
+  const uint32_t wide = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+  if ((saved & ZMM) != ZMM || (b7 & wide) != wide) return avx2_level;
+  if (last >= 1) __get_cpuid_count(7, 1, &a71, &b, &c, &d);
+  const uint32_t HAS_BFLOAT16 = 1 << 5, HAS_TILES = 1 << 24, HAS_TILES_OF_BFLOAT16 = 1 << 22;
+  const bool has_amx = (a71 & HAS_BFLOAT16) && (d7 & HAS_TILES) && (d7 & HAS_TILES_OF_BFLOAT16);
+  return has_amx && (saved & TILES) == TILES && may_use_tiles() ? amx_level : avx512_level;
+}
+
+#else
+
+Level level_of_cpu() { return baseline_level; }
+
+#endif
+
+bool is_named(const char* one, const char* other) {
+  while (*one && *one == *other) ++one, ++other;
+  return *one == *other;
+}
+
+}  // namespace
+}  // namespace diskprefix
+
+extern "C" {
+
+#define EXPORTED __attribute__((visibility("default")))
+
+EXPORTED const char* diskprefix_source() { return SOURCE; }
+
+EXPORTED const char* diskprefix_compiler() { return COMPILER; }
+
+// Returns the best operators that this CPU computes: of those with that name, or of all if it is null. Null for none.
+EXPORTED const diskprefix::Operators* diskprefix_operators(const char* name) {
+  const diskprefix::Level level = diskprefix::level_of_cpu();
+#define V(variant)                                              \
+  if (level >= diskprefix::variant##_level &&                   \
+      (!name || diskprefix::is_named(name, diskprefix::variant.name))) \
+    return &diskprefix::variant;
+  VARIANTS
+#undef V
+  return nullptr;
+}
+}

@@ -1,0 +1,220 @@
+// Vectors of float32 for the instructions that this file is compiled for. The compilers' own vector types do most of it.
+// Everything is in unnamed namespaces: variants must not share functions, as some would crash on an older CPU.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace diskprefix {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+inline int64_t up_to(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+
+template <class Vector>
+inline Vector loaded(const void* from) {
+  Vector vector;
+  memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+template <class Vector>
+inline void store(void* to, Vector vector) {
+  memcpy(to, &vector, sizeof vector);
+}
+
+inline Floats all(float number) { return number - Floats{}; }
+inline Ints all_ints(int32_t number) { return number - Ints{}; }
+
+// Written out where it is meant, and nowhere else (-ffp-contract=off): a compiler would decide by what stands around.
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline Ints lane_numbers() {
+  Ints numbers;
+  for (int lane = 0; lane < LANES; ++lane) numbers[lane] = lane;
+  return numbers;
+}
+
+// In a fixed order: halves of the vector are added up.
+inline float sum_of(Floats vector) {
+  float lanes[LANES];
+  store(lanes, vector);
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+inline float largest_of(Floats vector) {
+  float lanes[LANES];
+  store(lanes, vector);
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] = lanes[lane] > lanes[lane + half] ? lanes[lane] : lanes[lane + half];
+  return lanes[0];
+}
+
+// 2^x for x up to 126, with an error of 2 units in the last place. Exactly 1 for 0, and 0 below -126.
+inline Floats exp2(Floats x) {
+  const Floats magic = all(12582912.0f);  // 1.5 × 2^23: what is added to it is rounded to a whole number
+  Floats shifted = x + magic;
+  Floats part = x - (shifted - magic);
+  Floats sum = all(1.5403530e-4f);
+  sum = fma(sum, part, all(1.3333558e-3f));
+  sum = fma(sum, part, all(9.6181291e-3f));
+  sum = fma(sum, part, all(5.5504109e-2f));
+  sum = fma(sum, part, all(2.4022651e-1f));
+  sum = fma(sum, part, all(6.9314718e-1f));
+  sum = fma(sum, part, all(1.0f));
+  Ints bits = (Ints)sum + ((Ints)shifted << 23);
+  return (Floats)(bits & (x >= all(-126.0f)));
+}
+
+// By the way of exp(2x): the error is some 1e-7, near 0 too.
+inline Floats tanh(Floats x) {
+  Floats limited = larger(x, all(-20.0f));
+  limited = limited > all(20.0f) ? all(20.0f) : limited;
+  return all(1.0f) - all(2.0f) / (exp2(limited * all(2.0f * LOG2_E)) + all(1.0f));
+}
+
+inline float from_half(uint16_t bits) {
+  uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff, wide;
+  float number;
+  if (rest >= 0x7c00) {
+    wide = sign | 0x7f800000 | (rest & 0x3ff) << 13;
+  } else {
+    // 2^112 moves the exponent, and makes subnormal numbers normal.
+    wide = rest << 13;
+    memcpy(&number, &wide, 4);
+    number *= 5.192296858534828e33f;
+    memcpy(&wide, &number, 4);
+    wide |= sign;
+  }
+  memcpy(&number, &wide, 4);
+  return number;
+}
+
+inline uint16_t to_half(float number) {
+  uint32_t bits;
+  memcpy(&bits, &number, 4);
+  uint16_t sign = bits >> 16 & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7e00;
+  if (bits >= 0x47800000) return sign | 0x7c00;
+  float shifted;
+  if (bits < 0x38800000) {
+    memcpy(&shifted, &bits, 4);
+    shifted += 0.5f;  // its last place is that of a subnormal half
+    memcpy(&bits, &shifted, 4);
+    return sign | (uint16_t)(bits - 0x3f000000);
+  }
+  bits += 0xfff + (bits >> 13 & 1);
+  return sign | (uint16_t)((bits - 0x38000000) >> 13);
+}
+
+// How the numbers of a model are stored.
+struct Float32 {
+  typedef float Stored;
+  static Floats load(const float* from) { return loaded<Floats>(from); }
+  static float one(float stored) { return stored; }
+  static void put(float* to, Floats numbers) { store(to, numbers); }
+};
+
+struct BFloat16 {
+  typedef uint16_t Stored;
+  static Floats load(const uint16_t* from) {
+    return (Floats)(__builtin_convertvector(loaded<Halves>(from), Words) << 16);
+  }
+  static float one(uint16_t stored) {
+    uint32_t bits = (uint32_t)stored << 16;
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+  }
+  static void put(uint16_t* to, Floats numbers) {
+    Words bits = (Words)numbers;
+    Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    store(to, __builtin_convertvector((Words)(numbers == numbers) & rounded | (Words)(numbers != numbers) & 0x7fc0, Halves));
+  }
+};
+
+struct Float16 {
+  typedef uint16_t Stored;
+  static Floats load(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps((__m256i)loaded<Halves>(from));
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps((__m128i)loaded<Halves>(from));
+#else
+    Floats numbers;
+    for (int lane = 0; lane < LANES; ++lane) numbers[lane] = from_half(from[lane]);
+    return numbers;
+#endif
+  }
+  static float one(uint16_t stored) { return from_half(stored); }
+  static void put(uint16_t* to, Floats numbers) {
+    for (int lane = 0; lane < LANES; ++lane) to[lane] = to_half(numbers[lane]);
+  }
+};
+
+// One step of turning a square of LANES × LANES: squares of STEP × STEP beside the diagonal change places.
+template <int STEP, int... LANE>
+inline void exchange(Floats& upper, Floats& lower, std::integer_sequence<int, LANE...>) {
+  Floats above = upper, below = lower;
+  upper = __builtin_shufflevector(above, below, (LANE & STEP ? LANES + LANE - STEP : LANE)...);
+  lower = __builtin_shufflevector(above, below, (LANE & STEP ? LANES + LANE : LANE + STEP)...);
+}
+
+template <int STEP>
+inline void exchange_all(Floats* rows) {
+  for (int row = 0; row < LANES; ++row)
+    if (!(row & STEP)) exchange<STEP>(rows[row], rows[row + STEP], std::make_integer_sequence<int, LANES>());
+}
+
+inline void transpose(Floats* rows) {
+  exchange_all<1>(rows);
+  exchange_all<2>(rows);
+  if constexpr (LANES > 4) exchange_all<4>(rows);
+  if constexpr (LANES > 8) exchange_all<8>(rows);
+}
+
+}  // namespace
+}  // namespace diskprefix
