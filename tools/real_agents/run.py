@@ -67,32 +67,47 @@ class Outcome:
 class Run:
     """Runs agents one after the other, each with a daemon and folders of its own below `workspace`."""
 
-    def __init__(self, workspace: Path, commands: Path, model: Path, console: Console, bodies: Path | None) -> None:
-        """`commands` is the folder of the agents' programs; `bodies` is where what they send is kept."""
+    def __init__(
+        self,
+        workspace: Path,
+        commands: Path,
+        model: Path,
+        console: Console,
+        bodies: Path | None,
+        *,
+        is_real: bool,
+        is_sampled: bool,
+    ) -> None:
+        """`commands` is the folder of the agents' programs; `bodies` is where what they send is kept.
+
+        `is_real`: the `model` is not the random one. `is_sampled`: it says what it likes.
+        """
         self._workspace = workspace
         self._commands = commands
         self._model = model
         self._console = console
         self._bodies = bodies
+        self._is_real = is_real
+        self._is_sampled = is_sampled
 
-    def agent(self, agent: Agent, *, scripted: bool, limit_s: float) -> Outcome:
+    def agent(self, agent: Agent, limit_s: float) -> Outcome:
         folder = self._workspace / agent.name
         folder.mkdir()
         file = folder / "repository" / FILE
         environment: dict[str, str] = {}
-        if scripted:
+        if not self._is_sampled:
             environment["DISKPREFIX_SCRIPT"] = str(_write_script(folder / "script.json", agent, file, self._model))
         with LiveServer(
             kv_cache_dir=folder / "kv",
             log_path=folder / "server.log",
-            flags=self._flags(scripted),
-            module="tools.real_agents.scripted_daemon" if scripted else "diskprefix",
+            flags=self._flags(),
+            module="diskprefix" if self._is_sampled else "tools.real_agents.scripted_daemon",
             environment=environment,
         ) as server:
             with step(self._console, f"{agent.name}: the daemon starts") as note:
                 server.start(note)
             with step(self._console, f"{agent.name}: {TASK}"), Tap(server.port, turn_finder(), server.restart) as tap:
-                exit_code, said = self._let_it_work(agent, folder, tap, scripted, limit_s)
+                exit_code, said = self._let_it_work(agent, folder, tap, limit_s)
         self._keep(agent, tap)
         (folder / "said.txt").write_text(said, encoding="utf-8")
         is_done = exit_code == 0 and MENDED in file.read_text(encoding="utf-8") and _has_run(tap)
@@ -101,16 +116,14 @@ class Run:
             self._console.print(f"{agent.name} ended with {exit_code} and said:\n{last}", markup=False)
         return _outcome(agent, tap, is_done, exit_code)
 
-    def _flags(self, scripted: bool) -> tuple[str, ...]:
+    def _flags(self) -> tuple[str, ...]:
         flags = ("--model", str(self._model), "--policy", "agent", "--served-model-name", "coder")
         # The random model computes faster than the disk reads, and the rule that weighs the two would not restore.
-        return (*flags, "--kv-cache-gate", "off") if scripted else flags
+        return flags if self._is_real else (*flags, "--kv-cache-gate", "off")
 
-    def _let_it_work(
-        self, agent: Agent, folder: Path, tap: Tap, scripted: bool, limit_s: float
-    ) -> tuple[int | None, str]:
+    def _let_it_work(self, agent: Agent, folder: Path, tap: Tap, limit_s: float) -> tuple[int | None, str]:
         """Returns the exit code, None at the time limit, and what was said."""
-        context = POSITIONS if scripted else REAL_POSITIONS
+        context = REAL_POSITIONS if self._is_real else POSITIONS
         served = Served(url=tap.url, model="coder", key=NO_KEY, context=context)
         place = scratch(folder, agent, recipe(agent.name, served), self._commands, tap.url)
         try:
@@ -242,18 +255,19 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(AGENTS)), metavar="[AGENT]...")
 @click.option(
-    "--real/--scripted",
-    "is_real",
-    default=False,
-    show_default="scripted",
-    help="Let Qwen2.5-Coder-0.5B answer, or a random model whose replies are prepared calls.",
+    "--real", "is_real", is_flag=True, help="Qwen2.5-Coder-0.5B computes the prompts, not a random model of two layers."
+)
+@click.option(
+    "--sampled", "is_sampled", is_flag=True, help="With --real: the model says what it likes, not the prepared calls."
 )
 @click.option("--limit", "limit_s", default=600, show_default=True, help="Seconds after which an agent is ended.")
 @click.option(
     "--bodies", type=click.Path(file_okay=False, path_type=Path), help="A folder in which to keep what is sent."
 )
 @JSON
-def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | None, as_json: bool) -> None:
+def main(
+    names: tuple[str, ...], is_real: bool, is_sampled: bool, limit_s: int, bodies: Path | None, as_json: bool
+) -> None:
     """Real command-line agents mend a file in a scratch repository: read it, edit it, run it.
 
     AGENT is one of qwen-code, claude-code, codex and opencode; without one all four work, one after the other. They
@@ -263,13 +277,16 @@ def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | Non
     The daemon is killed with SIGKILL before each turn but the first, once what it computed is on disk and no request
     runs. The request waits while the daemon starts; times are counted from then.
 
-    Without --real the replies are prepared: a random model of two layers with the tokenizer and the chat template of
-    Qwen2.5-Coder computes the prompts, and the tokens of the right calls are taken in place of those that it would
-    sample. Everything else is the daemon as it is. With --real a small model answers, which may do anything.
+    The replies are prepared: the tokens of the right calls are taken in place of those that the model would sample.
+    The model is a random one of two layers with the tokenizer and the chat template of Qwen2.5-Coder, or with --real
+    that model itself, which takes minutes for a first prompt. Everything else is the daemon as it is. With --sampled a
+    model that is too small for the task may do anything, and mostly ends after one turn.
 
-    Exit codes: 0 all is well; 1 a request was refused, repeated or cut off, a task is not done (not with --real), or
-    less than 90 % of the prompts after the first were restored.
+    Exit codes: 0 all is well; 1 a request was refused, repeated or cut off, a task is not done (not with --sampled), or
+    less than 90 % of the prompts after the first were restored; 2 wrong usage.
     """
+    if is_sampled and not is_real:
+        raise click.UsageError("--sampled: a random model has nothing to say; add --real")
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="diskprefix-agents-") as name:
         workspace = Path(name)
@@ -278,9 +295,9 @@ def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | Non
             model = real.fetched(real.QWEN2_CODER.name, lambda line: console.print(line, markup=False))
             if not is_real:
                 model = write_tiny(workspace / "model", model)
-            run = Run(workspace, commands, model, console, bodies)
+            run = Run(workspace, commands, model, console, bodies, is_real=is_real, is_sampled=is_sampled)
             chosen = [AGENTS[each] for each in names or AGENTS]
-            outcomes = [run.agent(each, scripted=not is_real, limit_s=limit_s) for each in chosen]
+            outcomes = [run.agent(each, limit_s) for each in chosen]
         except (LiveServerError, NotInstalled, ModelError) as error:
             console.print(f"error: {error}", markup=False)
             for log in sorted(workspace.glob("*/server.log")):
@@ -288,10 +305,11 @@ def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | Non
             sys.exit(1)
         for log in sorted(workspace.glob("*/server.log")) if bodies else ():
             shutil.copy(log, bodies / f"{log.parent.name}.log")  # type: ignore[operator]
-    title = "Qwen2.5-Coder-0.5B" if is_real else "Prepared replies over a random model with Qwen2.5-Coder's tokenizer"
+    computing = "Qwen2.5-Coder-0.5B" if is_real else "a random model with Qwen2.5-Coder's tokenizer"
+    title = computing if is_sampled else f"Prepared replies over {computing}"
     report = {"title": title, "agents": [asdict(each) for each in outcomes], "machine": machine()}
     print_report(report, as_json, show)
-    sys.exit(0 if all(each.is_whole and (each.is_done or is_real) for each in outcomes) else 1)
+    sys.exit(0 if all(each.is_whole and (each.is_done or is_sampled) for each in outcomes) else 1)
 
 
 if __name__ == "__main__":
