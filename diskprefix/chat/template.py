@@ -137,7 +137,7 @@ class PromptRenderer:
         def render(messages: list[JsonObject], tools: list[JsonObject], add_generation_prompt: bool) -> str:
             return self._try_render(TemplateInput(messages, tools, {}), "reply" if add_generation_prompt else "none")
 
-        return choose_format(self._template([]), render, self._special)
+        return choose_format(self._template([]), render, special=self._special, added=self._added)
 
     def chat(self, conversation: Conversation) -> Prompt:
         """Returns the prompt of a conversation, all of it as the template writes it.

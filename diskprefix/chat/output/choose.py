@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -47,21 +47,22 @@ class Chosen(NamedTuple):
     form: MessageForm
 
 
-def choose_format(template: str, render: Render, special: Mapping[str, int]) -> Chosen:
-    """Returns the format of a chat template. `special`: the special tokens of the tokenizer, with their ids."""
+def choose_format(template: str, render: Render, *, special: Collection[str], added: Mapping[str, int]) -> Chosen:
+    """Returns the format of a chat template. `added` are the added tokens of the tokenizer with their ids, of which
+    `special` are not shown as text."""
     rendered = {form: list(_replies(render, form)) for form in _FORMS}
     for form, replies in rendered.items():
-        candidates = {family.name: format for family, format in _candidates(template, replies, special)}
+        candidates = {family.name: format for family, format in _candidates(template, replies, added)}
         for prompt, reply in replies:
             for format in candidates.values():
                 if _is_verified(format, prompt, reply, special):
                     return Chosen(format, _completed(form, render))
     if forms := [form for form, replies in rendered.items() if replies]:
         log.warning("the chat template writes tool calls in a format that is not known; only calls as JSON are found")
-        return Chosen(_family_format(NONE, template, special), _completed(forms[0], render))
+        return Chosen(_family_format(NONE, template, added), _completed(forms[0], render))
     shown = render([_USER], _TOOLS, True)
     family = _named_family(template, special if _NAME in shown else ())
-    return Chosen(_family_format(family, template, special), MessageForm())
+    return Chosen(_family_format(family, template, added), MessageForm())
 
 
 def _replies(
@@ -117,17 +118,17 @@ def _named_family(template: str, special: Iterable[str]) -> Family:
 
 
 def _candidates(
-    template: str, replies: list[tuple[str, str]], special: Mapping[str, int]
+    template: str, replies: list[tuple[str, str]], added: Mapping[str, int]
 ) -> Iterator[tuple[Any, OutputFormat]]:
     written = "".join(reply for _, reply in replies)
     if "<|channel|>" in written and "<|message|>" in written:
-        yield NONE, HarmonyFormat({tag: special[tag] for tag in TAGS if tag in special})
+        yield NONE, HarmonyFormat({tag: added[tag] for tag in TAGS if tag in added})
     for family in FAMILIES:
         if any(mark in written for mark in family.marks or family.calls.begins):
-            yield family, _family_format(family, template, special)
+            yield family, _family_format(family, template, added)
 
 
-def _family_format(family: Family, template: str, special: Mapping[str, int]) -> FamilyFormat:
+def _family_format(family: Family, template: str, added: Mapping[str, int]) -> FamilyFormat:
     known = tuple(pair for pair in THOUGHTS if pair[0] in template or (pair == THOUGHTS[0] and pair[1] in template))
     thoughts = known if THOUGHTS[0] in known else (*known, THOUGHTS[0])
     tags = "\n".join([*family.tags, *(tag for pair in thoughts for tag in pair)])
@@ -135,13 +136,13 @@ def _family_format(family: Family, template: str, special: Mapping[str, int]) ->
         family,
         thoughts,
         thought=ThoughtTags(*known[0]) if known else None,
-        token_ids={token: index for token, index in special.items() if token in tags},
+        token_ids={token: index for token, index in added.items() if token in tags},
     )
 
 
-def _is_verified(format: OutputFormat, prompt: str, reply: str, special: Mapping[str, int]) -> bool:
+def _is_verified(format: OutputFormat, prompt: str, reply: str, special: Collection[str]) -> bool:
     """Whether `format` reads the known call out of a reply, and nothing but it and the known reasoning before it."""
-    for token in special.keys() - format.special_tokens:
+    for token in set(special) - format.special_tokens:
         reply = reply.replace(token, "")
     parser = format.parser(_TOOLS, prompt[-200:])
     deltas = [*parser.feed(reply), *parser.finish()]

@@ -20,7 +20,8 @@ class FamilyFormat:
     """A format out of the table of `families.py`. `thoughts` are the tags around reasoning that are read, a begin and
     an end each; `thought` are those of the template.
 
-    `token_ids` has the special tokens of the tokenizer that are tags of this format.
+    `token_ids` has the added tokens of the tokenizer that are tags of this format, special ones or not: a model
+    writes the token.
     """
 
     family: Family = NONE

@@ -23,7 +23,8 @@ def call_grammar(
 ) -> str:
     """Returns the grammar of one or (`many`) of one or more calls of `tools`.
 
-    `token_ids` has the tags that are special tokens: a model must write the token, not its letters.
+    `token_ids` has the tags that are added tokens: a model must write the token, not its letters. llguidance takes all
+    added tokens for special ones, and so refuses what it forced itself if the letters are asked for.
     """
     return _Grammar(body, written, tools, token_ids).text(many=many)
 

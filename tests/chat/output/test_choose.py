@@ -12,7 +12,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.choose import Chosen, Render, choose_format
+from diskprefix.engine.constraint import ConstraintCompiler
+from diskprefix.engine.request import Constraint
 from tests.chat.families.families import folder
+from tests.chat.output.replies import read, tool
+from tests.model import tiny
 
 FORMATS = {
     "hermes": (
@@ -90,7 +94,8 @@ def renderer_of(template: str) -> Render:
 
 
 def chosen(template: str, special: Sequence[str] = ()) -> Chosen:
-    return choose_format(template, renderer_of(template), {token: index for index, token in enumerate(special)})
+    added = {token: index for index, token in enumerate(special)}
+    return choose_format(template, renderer_of(template), special=special, added=added)
 
 
 @pytest.mark.parametrize(("format", "name"), WRITTEN)
@@ -154,3 +159,22 @@ def test_a_format_that_does_not_give_the_call_back_is_not_used(caplog: pytest.Lo
         assert chosen(template).format.name == "none"
     assert len(caplog.records) == 1
     assert "format that is not known" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Qwen-Qwen2.5-7B-Instruct", "Qwen3-Coder"])
+def test_a_call_can_be_forced_where_the_tags_are_added_tokens_that_are_not_special(name: str) -> None:
+    """Those of Qwen are. Forced as letters they were refused as soon as the model had written the tokens."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items()}
+    format = choose_format(template_named(name), renderer_of(template_named(name)), special=[], added=added).format
+    weather = tool("get_weather", city={"enum": ["Oslo"]})
+    compiler = ConstraintCompiler(tokenizer, {tokenizer.eos_token_id}, len(tokenizer))
+    reply = compiler.begin(Constraint(kind="grammar", source=format.call_grammar([weather], many=False)))
+    tokens: list[int] = []
+    while not reply.is_complete:
+        tokens.append(int(reply.forbidden().logical_not().nonzero()[-1]))
+        assert reply.accept(tokens[-1])
+    compiler.close()
+    assert read(format, [tokenizer.decode(tokens)], [weather]).parsed_calls == [("get_weather", {"city": "Oslo"})]
+    assert added["<tool_call>"] in tokens
