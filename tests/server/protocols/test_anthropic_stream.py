@@ -1,8 +1,9 @@
 """What a reply becomes in Anthropic's form: the message, and the events of a stream in the order of the real service.
 
-`anthropic_streams` holds streams of that service: the examples of its documentation ("Streaming messages",
-platform.claude.com), cut to a few deltas each, and a recording that the package `@ai-sdk/anthropic` 3.0.21 has among
-its tests (Apache 2.0).
+`anthropic_streams` holds streams of that service. `text.sse`, `tool_use.sse` and `thinking.sse` are the examples of its
+documentation, word for word ("Full HTTP stream response" on platform.claude.com/docs/en/build-with-claude/streaming, in
+a published copy of that page). `recorded_tool.jsonl` is `anthropic-json-tool.1.chunks.txt`, a recording among the
+tests of the package `@ai-sdk/anthropic` 3.0.21 (Apache 2.0), without `cache_creation` and `service_tier` of its usage.
 """
 
 from __future__ import annotations
