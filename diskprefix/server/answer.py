@@ -148,7 +148,7 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
 
     generation = Generation(serving.inbox, generate, request.receive, on_done)
     if stream:
-        return EventStream(generation, reader, writer, dialect.keepalive)
+        return EventStream(generation, reader, writer)
     return PatientResponse(generation, reader, writer)
 
 

@@ -104,6 +104,7 @@ def _complete_openapi(app: FastAPI, *, with_keys: bool) -> None:
             [(model, "validation") for model in _OUTSIDE_FASTAPI], ref_template="#/components/schemas/{model}"
         )
         schema["components"]["schemas"] = extra["$defs"] | schema["components"]["schemas"]
+        _without_422(schema)
         if with_keys:
             schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"key": []}]
@@ -112,3 +113,12 @@ def _complete_openapi(app: FastAPI, *, with_keys: bool) -> None:
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents
+
+
+def _without_422(schema: dict[str, Any]) -> None:
+    """Leaves out the errors of FastAPI: here a wrong query is a 400, as a wrong body is."""
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
+    for methods in schema["paths"].values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)

@@ -63,7 +63,6 @@ class EventStream(Response):
         generation: Generation,
         reader: ReplyReader,
         writer: ReplyWriter,
-        keepalive: bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -71,7 +70,6 @@ class EventStream(Response):
         self._generation = generation
         self._reader = reader
         self._writer = writer
-        self._keepalive = keepalive
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
@@ -94,7 +92,7 @@ class EventStream(Response):
         while not isinstance(event, DoneEvent):
             event = await connection.next()
             if event is None:
-                await connection.body(self._keepalive)
+                await connection.body(self._writer.keepalive())
                 continue
             for reply_event in self._reader.read(event):
                 await connection.body(_encoded(self._writer.events(reply_event)))

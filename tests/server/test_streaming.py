@@ -18,7 +18,6 @@ from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.protocols.dialect import Head
 from diskprefix.server.protocols.openai_chat import ChatWriter
-from diskprefix.server.protocols.openai_stream import KEEPALIVE
 from diskprefix.server.protocols.reply import ReplyReader
 from diskprefix.server.streaming import EventStream, PatientResponse
 from tests.server.scripted import done
@@ -90,7 +89,7 @@ def reader() -> ReplyReader:
 
 
 def streamed(script: Script) -> Sent:
-    return sent_by(script, lambda generation: EventStream(generation, reader(), writer(), KEEPALIVE, script.clock))
+    return sent_by(script, lambda generation: EventStream(generation, reader(), writer(), script.clock))
 
 
 def whole(script: Script) -> Sent:

@@ -11,7 +11,7 @@ from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.protocols.anthropic_blocks import TextBlock
 from diskprefix.server.protocols.anthropic_conversation import AnthropicMessageBody, neutral_messages
-from diskprefix.server.protocols.anthropic_stream import PING, MessageWriter
+from diskprefix.server.protocols.anthropic_stream import MessageWriter
 from diskprefix.server.protocols.anthropic_tools import AnthropicTool, AnthropicToolChoice, marks_of, served_tools
 from diskprefix.server.protocols.dialect import Arrival, Asked, Head, ToolChoice
 from diskprefix.server.protocols.fields import MAX_STOPS, Count, Markable, RequestBody, StopString
@@ -136,7 +136,6 @@ class Messages:
     body = MessagesRequest
     id_prefix = "msg_"
     call_id_prefix = "toolu_"
-    keepalive = PING.encode()
 
     async def read(self, body: MessagesRequest, arrival: Arrival) -> Asked:
         conversation, choice = body.conversation, body.choice

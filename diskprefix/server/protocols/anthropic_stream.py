@@ -28,7 +28,6 @@ from diskprefix.server.protocols.reply import (
 )
 
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
-PING = ServerSentEvent({"type": "ping"}, "ping")
 
 
 class MessageWriter:
@@ -68,6 +67,9 @@ class MessageWriter:
             self._end = event
             return begun
         return [*begun, *(sent for delta in event.deltas for sent in self._delta(delta))]
+
+    def keepalive(self) -> bytes:
+        return _event("ping", {}).encode()
 
     def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
         return [_event("error", anthropic_error(fault_of(error), self._head.request_id))]

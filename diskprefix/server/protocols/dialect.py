@@ -121,6 +121,9 @@ class ReplyWriter(Protocol):
     def events(self, event: ReplyEvent) -> Sequence[ServerSentEvent]:
         """Returns what can be sent after `event`; after the `DoneEvent`, which is the last one, all that is left."""
 
+    def keepalive(self) -> bytes:
+        """Returns what is sent in a stream, once it has begun, while there is nothing to send."""
+
     def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
         """Returns what ends a stream in which something failed."""
 
@@ -132,8 +135,6 @@ class Dialect(Protocol[B]):
     """Of the ids of replies."""
     call_id_prefix: str
     """Of the ids of tool calls."""
-    keepalive: bytes
-    """What is sent in a stream while there is nothing to send."""
 
     @property
     def body(self) -> type[B]:

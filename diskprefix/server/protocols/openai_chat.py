@@ -16,7 +16,7 @@ from diskprefix.server.protocols.fields import Count
 from diskprefix.server.protocols.openai_choice import ResponseFormat, ToolChoiceBody, ToolChoiceField
 from diskprefix.server.protocols.openai_fields import OpenAIBody
 from diskprefix.server.protocols.openai_messages import MessageBody, ToolAsSent, marks_of, without_marks
-from diskprefix.server.protocols.openai_stream import KEEPALIVE, OpenAIWriter
+from diskprefix.server.protocols.openai_stream import OpenAIWriter
 from diskprefix.server.protocols.reply import CallBegin, Choice, DeltaEvent, EndEvent, ReplyDelta
 from diskprefix.server.protocols.structured_outputs import TextFormat
 
@@ -123,7 +123,6 @@ class Chat:
     body = ChatRequest
     id_prefix = "chatcmpl-"
     call_id_prefix = "call_"
-    keepalive = KEEPALIVE
 
     async def read(self, body: ChatRequest, arrival: Arrival) -> Asked:
         if body.top_logprobs is not None and not body.logprobs:

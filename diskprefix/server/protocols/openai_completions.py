@@ -13,7 +13,7 @@ from diskprefix.engine.request import TokenLogprob
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.protocols.dialect import Arrival, Asked, Head, Json
 from diskprefix.server.protocols.openai_fields import OpenAIBody
-from diskprefix.server.protocols.openai_stream import KEEPALIVE, OpenAIWriter
+from diskprefix.server.protocols.openai_stream import OpenAIWriter
 from diskprefix.server.protocols.reply import Choice, DeltaEvent, EndEvent
 from diskprefix.server.protocols.strict import REFUSED, by_json_type
 
@@ -49,7 +49,6 @@ class Completions:
     body = CompletionRequest
     id_prefix = "cmpl-"
     call_id_prefix = ""
-    keepalive = KEEPALIVE
 
     async def read(self, body: CompletionRequest, arrival: Arrival) -> Asked:
         if body.best_of not in (None, body.n or 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, Tag, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidatorFunctionWrapHandler, WrapValidator
 
 from diskprefix.chat.messages import (
     AudioPart,
@@ -107,6 +107,15 @@ class ToolCallBody(Unmarkable):
 
 class MessageBody(Markable):
     """One message of the conversation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
+            ]
+        }
+    )
 
     role: Role = Field(description="Who speaks. `developer` becomes `system` unless the chat template knows it.")
     content: Content | None = Field(

@@ -13,7 +13,6 @@ from diskprefix.server.protocols.dialect import Head, Json, ServerSentEvent
 from diskprefix.server.protocols.figures import figures_reply
 from diskprefix.server.protocols.reply import Choice, DeltaEvent, EndEvent, Reply, ReplyEvent
 
-KEEPALIVE = b": keepalive\n\n"
 DONE = ServerSentEvent("[DONE]")
 
 
@@ -71,6 +70,9 @@ class OpenAIWriter(ABC):
             new = [self._chunk(event.choice, choice, None) for choice in self.chunk_choices(event)]
             ready, self._held = [*self._held, *new], []
         return [ServerSentEvent(chunk) for chunk in ready]
+
+    def keepalive(self) -> bytes:
+        return b": keepalive\n\n"
 
     def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
         return [ServerSentEvent(openai_error(fault_of(error)))]

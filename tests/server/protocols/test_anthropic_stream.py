@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from diskprefix.chat.output.events import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.protocols.anthropic_stream import PING, MessageWriter
+from diskprefix.server.protocols.anthropic_stream import MessageWriter
 from diskprefix.server.protocols.dialect import Head, ServerSentEvent
 from diskprefix.server.protocols.reply import (
     CallBegin,
@@ -235,4 +235,4 @@ def test_an_error_in_a_stream_has_the_form_of_the_api() -> None:
 
 
 def test_a_keepalive_is_a_ping() -> None:
-    assert PING.encode() == b'event: ping\ndata: {"type":"ping"}\n\n'
+    assert MessageWriter(HEAD).keepalive() == b'event: ping\ndata: {"type":"ping"}\n\n'

@@ -10,7 +10,6 @@ from functools import partial
 from diskprefix.chat.messages import Conversation, Message, TextPart
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.protocols.dialect import Arrival, Asked, Head
-from diskprefix.server.protocols.openai_stream import KEEPALIVE
 from diskprefix.server.protocols.params import sampling_params
 from diskprefix.server.protocols.responses.body import ResponseRequest
 from diskprefix.server.protocols.responses.items import (
@@ -33,7 +32,6 @@ class Responses:
     body = ResponseRequest
     id_prefix = "resp_"
     call_id_prefix = "call_"
-    keepalive = KEEPALIVE
 
     def __init__(self) -> None:
         self._store: ResponseStore | None = None

@@ -61,6 +61,11 @@ class ResponseWriter:
             return self._numbered([{"type": f"response.{response['status']}", "response": response}])
         return ()
 
+    def keepalive(self) -> bytes:
+        """An event: Codex does not count comments, and gives up after five minutes without an event."""
+        event = {"type": "response.in_progress", "response": self._response("in_progress")}
+        return b"".join(sent.encode() for sent in self._numbered([event]))
+
     def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
         fault = fault_of(error)
         # The only one of OpenAI's codes that says that the server failed.

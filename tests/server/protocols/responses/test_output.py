@@ -51,6 +51,18 @@ def events_of(parts: Iterable[Sequence[ReplyDelta]], reason: Any = "stop", token
     return [*(DeltaEvent(0, tuple(part)) for part in parts), EndEvent(0, reason, None, tokens), done()]
 
 
+def test_a_keepalive_is_an_event_that_clients_count_and_ignore() -> None:
+    """Codex does not count comments."""
+    one = writer()
+    [*_, before] = one.begin()
+    name, _, data = one.keepalive().decode().removesuffix("\n\n").partition("\ndata: ")
+    sent = json.loads(data)
+    SDK_EVENT.validate_python(sent)
+    assert isinstance(before.data, dict)
+    assert (name, sent["type"]) == ("event: response.in_progress", "response.in_progress")
+    assert sent["sequence_number"] == before.data["sequence_number"] + 1
+
+
 def streamed(events: Iterable[ReplyEvent], **fields: Any) -> list[Json]:
     """The data of the events of a stream. Each is named as its type says."""
     one = writer(**fields)
