@@ -105,6 +105,10 @@ class Job:
             self.first_token_at = self.last_token_at
         self.num_generated += 1
 
+    def end_without_tokens(self) -> None:
+        """What is measured up to the first token is measured up to here."""
+        self.first_token_at = self.last_token_at = time.perf_counter()
+
     def report_progress(self, processed: int) -> None:
         """Tells how much of the prompt is there, if that is wanted: once a second at most, and at the end."""
         total, now = len(self.request.prompt.token_ids), time.perf_counter()

@@ -57,22 +57,31 @@ class Replies:
             job.source = None
 
     def _next(self, choice: Choice, logits: torch.Tensor) -> FinishReason | None:
-        """Samples and sends a token. Returns why the reply ends with it, None if it goes on."""
-        job = choice.job
+        """Samples and sends a token. Returns why the reply ends with it, or without one; None if it goes on."""
+        job, limit = choice.job, self._served.reply_limit(choice.job.request)
+        if not limit:
+            job.end_without_tokens()
+            self._publish(choice, logits)
+            return "length"
         token = choice.sampler.sample(logits)
         job.count_token()
         logprobs = choice.sampler.logprobs(logits, token)
-        is_last = len(choice.reply) + 1 == self._served.reply_limit(job.request)
+        is_last = len(choice.reply) + 1 == limit
         end: FinishReason | None = "stop" if choice.sampler.is_complete else "length" if is_last else None
         event, reason = self._served.token_event(choice.index, token, logprobs, choice.text, end)
         job.ticket.emit(event)
-        if choice.index == 0 and not job.is_published and isinstance(choice.state, KVArena):
-            job.is_published = True
-            job.cached.publish(choice.state, logits, job.prefill_s)
+        self._publish(choice, logits)
         if reason is None:
             choice.reply.append(token)
             choice.num_known += 1
         return reason
+
+    def _publish(self, choice: Choice, logits: torch.Tensor) -> None:
+        """Has the prompt kept, once."""
+        job = choice.job
+        if choice.index == 0 and not job.is_published and isinstance(choice.state, KVArena):
+            job.is_published = True
+            job.cached.publish(choice.state, logits, job.prefill_s)
 
     def _begin(self, choice: Choice) -> None:
         """Begins a choice whose memory holds the prompt's state."""

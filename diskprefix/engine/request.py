@@ -17,7 +17,8 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 class SamplingParams:
     """How tokens are chosen. Names, ranges and defaults follow OpenAI; top_k, min_p and repetition_penalty follow vLLM.
 
-    `logprobs` k reports the chosen token and its k most likely alternatives. A `temperature` of 0 is greedy.
+    `logprobs` k reports the chosen token and its k most likely alternatives. A `temperature` of 0 is greedy. With
+    `max_tokens` of 0 the prompt is computed and kept, and there is no reply.
     """
 
     max_tokens: int | None = None
@@ -126,7 +127,8 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Milliseconds, except the last. `ttft_ms` runs from arrival in the engine's queue to the first sampled token."""
+    """Milliseconds, except the last. `ttft_ms` runs from arrival in the engine's queue to the first sampled token, or
+    to the end of the prompt if there is none."""
 
     queue_ms: float
     lookup_ms: float

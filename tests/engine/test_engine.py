@@ -138,6 +138,14 @@ def test_the_reply_ends_at_max_tokens_or_at_the_positions(engine: Engine) -> Non
     assert (len(tokens_of(events)), events[-2]) == (3, FinishEvent(0, "length"))
 
 
+def test_a_request_for_no_tokens_has_its_prompt_kept(engine: Engine) -> None:
+    events = run(engine, prompt(100), max_tokens=0, n=2)
+    assert events[:-1] == [FinishEvent(0, "length"), FinishEvent(1, "length")]
+    assert done(events).usage.completion_tokens == 0
+    assert done(events).timings.ttft_ms > 0
+    assert done(run(engine, prompt(100), max_tokens=1)).usage.cached_tokens == 100
+
+
 def test_the_end_of_sequence_token_stops_and_has_no_text(engine: Engine) -> None:
     events = run(engine, prompt(20), logit_bias={2: 100.0})
     assert events[:-1] == [TextEvent(0, "", (2,)), FinishEvent(0, "stop")]

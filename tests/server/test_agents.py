@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
@@ -208,7 +209,8 @@ CITY_TOOLS: list[Any] = [
 @pytest.fixture(scope="module")
 def daemon(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
     """A real engine over random weights: it writes what it must, and nothing sensible besides."""
-    with started_app(model, load_engine, kv_cache_dir=tmp_path_factory.mktemp("kv"), block_size=16) as server:
+    settings: Any = {"block_size": 16, "kv_cache_min_tokens": 16, "kv_cache_gate": "off"}
+    with started_app(model, load_engine, kv_cache_dir=tmp_path_factory.mktemp("kv"), **settings) as server:
         server.wait_ready()
         yield server
 
@@ -220,7 +222,7 @@ def test_a_model_of_random_weights_calls_the_tool_that_it_must_call(daemon: AppS
         for choice, names in (("required", {"weather", "population"}), (named, {"population"})):
             for seed in range(3):
                 fields: dict[str, Any] = {"model": "agent", "messages": MESSAGES, "tools": CITY_TOOLS, "seed": seed}
-                fields |= {"tool_choice": choice, "parallel_tool_calls": False}
+                fields |= {"tool_choice": choice, "parallel_tool_calls": False, "reasoning_effort": "none"}
                 if stream:
                     with client.chat.completions.stream(**fields) as events:
                         reply = events.get_final_completion().choices[0]
@@ -256,10 +258,69 @@ def test_the_parse_helper_gets_an_object_of_its_class(daemon: AppServer) -> None
         assert isinstance(reply.choices[0].message.parsed, City)
         tool = openai.pydantic_function_tool(City, name="weather")
         forced = client.chat.completions.parse(
-            model="agent", messages=MESSAGES, tools=[tool], tool_choice="required", parallel_tool_calls=False, seed=5
+            model="agent",
+            messages=MESSAGES,
+            tools=[tool],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            reasoning_effort="none",
+            seed=5,
         )
         [item] = forced.choices[0].message.tool_calls or []
         assert isinstance(item.function.parsed_arguments, City)
+
+
+@pytest.fixture
+def claude(daemon: AppServer) -> Iterator[Anthropic]:
+    with Anthropic(base_url=daemon.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def message_of(client: Anthropic, *, stream: bool, **fields: Any) -> Any:
+    fields = {"model": "agent", "messages": MESSAGES, "max_tokens": 200, "thinking": {"type": "disabled"}} | fields
+    messages: Any = client.messages
+    if not stream:
+        return messages.create(**fields)
+    with messages.stream(**fields) as events:
+        return events.get_final_message()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [({"type": "any"}, {"weather", "population"}), ({"type": "tool", "name": "population"}, {"population"})],
+    ids=["any", "tool"],
+)
+def test_anthropics_client_gets_the_call_that_it_forces(
+    claude: Anthropic, stream: bool, choice: Any, names: set[str]
+) -> None:
+    tools = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in CITY_TOOLS]
+    choice |= {"disable_parallel_tool_use": True}
+    message = message_of(claude, stream=stream, tools=tools, tool_choice=choice)
+    [block] = message.content
+    assert (block.type, message.stop_reason) == ("tool_use", "tool_use")
+    assert block.name in names
+    assert block.input in ({"city": "Oslo"}, {"city": "Rome"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_client_gets_json_of_the_schema_that_it_sends(claude: Anthropic, stream: bool) -> None:
+    form = {"type": "json_schema", "schema": CITY | {"additionalProperties": False}}
+    message = message_of(claude, stream=stream, output_config={"format": form})
+    [block] = message.content
+    assert (block.type, message.stop_reason) == ("text", "end_turn")
+    assert json.loads(block.text) in ({"city": "Oslo"}, {"city": "Rome"})
+
+
+def test_a_prompt_without_a_reply_warms_the_cache(claude: Anthropic) -> None:
+    system = [{"type": "text", "text": "Rivers. " * 40, "cache_control": {"type": "ephemeral"}}]
+    warm = message_of(claude, stream=False, max_tokens=0, system=system)
+    assert (warm.content, warm.stop_reason, warm.usage.output_tokens) == ([], "max_tokens", 0)
+    assert warm.usage.cache_creation_input_tokens > 0
+    other = [{"role": "user", "content": "Name one."}]
+    reply = message_of(claude, stream=False, max_tokens=1, system=system, messages=other)
+    # The whole system prompt, and the beginning of the message.
+    assert reply.usage.cache_read_input_tokens > 0.8 * warm.usage.cache_creation_input_tokens
 
 
 def test_props_and_the_model_card_tell_how_the_model_writes(server: AppServer) -> None:

@@ -235,7 +235,7 @@ def test_an_error_in_a_stream_is_raised_by_the_client(client: Anthropic, engine:
 @pytest.mark.parametrize(
     ("fields", "kind", "error_type", "param", "code"),
     [
-        ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error", "max_tokens", None),
+        ({"max_tokens": -1}, anthropic.BadRequestError, "invalid_request_error", "max_tokens", None),
         (
             {"tool_choice": {"type": "any"}},
             anthropic.BadRequestError,
@@ -277,6 +277,29 @@ def test_a_request_that_is_refused_raises_the_clients_own_error(
         assert body["request_id"] == caught.value.request_id
         if code is not None:
             assert caught.value.error_code == code
+
+
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "read"}}, "tool_choice"),
+        ({"output_config": {"format": FORMAT}}, "output_config.format.schema"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs.regex"),
+    ],
+)
+def test_what_asks_for_a_reply_is_refused_where_none_may_be_written(
+    client: Anthropic, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="asks for a reply, and max_tokens of 0 for none") as caught:
+        ask(client, max_tokens=0, **fields)
+    body: Any = caught.value.body
+    assert body["error"]["details"]["param"] == param
 
 
 def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_agents_look_for(client: Anthropic) -> None:

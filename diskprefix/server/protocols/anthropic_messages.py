@@ -14,7 +14,7 @@ from diskprefix.server.protocols.anthropic_conversation import AnthropicMessageB
 from diskprefix.server.protocols.anthropic_stream import MessageWriter
 from diskprefix.server.protocols.anthropic_tools import AnthropicTool, AnthropicToolChoice, marks_of, served_tools
 from diskprefix.server.protocols.dialect import Arrival, Asked, Head, ToolChoice
-from diskprefix.server.protocols.fields import MAX_STOPS, Count, Markable, RequestBody, StopString
+from diskprefix.server.protocols.fields import MAX_COUNT, MAX_STOPS, Count, Markable, RequestBody, StopString
 from diskprefix.server.protocols.params import sampling_params
 from diskprefix.server.protocols.strict import Body, by_json_type
 from diskprefix.server.protocols.structured_outputs import TextFormat
@@ -112,7 +112,12 @@ class MessagesRequest(CountTokensRequest):
         }
     )
 
-    max_tokens: Count = Field(description="Most tokens of the reply. More than fit: as many as fit.")
+    max_tokens: int = Field(
+        ge=0,
+        le=MAX_COUNT,
+        description="Most tokens of the reply. More than fit: as many as fit. 0: the prompt is computed and kept, and "
+        "there is no reply.",
+    )
     temperature: float | None = Field(default=None, ge=0, le=1, description="Below 0.00001 it is greedy; default 1.")
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = Field(
         default=None, description="Texts that end the reply; they are not part of it."
@@ -131,6 +136,20 @@ class MessagesRequest(CountTokensRequest):
             None if own is None else TextFormat("json_schema", json.dumps(own.schema_), path)
         )
 
+    def require_reply_or_nothing_of_it(self) -> None:
+        """Raises `InvalidRequest` for what asks for a reply beside a `max_tokens` of 0, as Anthropic's API does."""
+        if self.max_tokens:
+            return
+        text_format = self.text_format
+        asked = {
+            "stream": bool(self.stream),
+            "thinking": self.thinking is not None and self.thinking.type == "enabled",
+            "tool_choice": self.choice.mode == "required",
+            "" if text_format is None else text_format.path: text_format is not None,
+        }
+        for path in (path for path, is_asked in asked.items() if is_asked):
+            raise InvalidRequest(f"{path}: asks for a reply, and max_tokens of 0 for none", param=path)
+
 
 class Messages:
     body = MessagesRequest
@@ -140,6 +159,7 @@ class Messages:
     async def read(self, body: MessagesRequest, arrival: Arrival) -> Asked:
         conversation, choice = body.conversation, body.choice
         choice.check(conversation.tools or ())
+        body.require_reply_or_nothing_of_it()
         sampling = sampling_params(
             body, arrival.serving.renderer.vocab_size, max_tokens=body.max_tokens, stop=body.stop_sequences or ()
         )
