@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import regex
 
-from diskprefix.chat.output.dialects import Call, braces, python_calls
+from diskprefix.chat.output.dialects import Call, braces, elements, python_calls
 from diskprefix.chat.output.events import OutputDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.output.reader import Reader, Step
 from diskprefix.chat.output.syntax import CallSyntax
@@ -92,6 +92,8 @@ class CallReader:
     def _behind_head(self, name: str) -> Step[bool]:
         if self._syntax.body == "braces":
             return (yield from self._braces(name))
+        if self._syntax.body == "elements":
+            return (yield from self._elements(name))
         if self._syntax.body == "parameters":
             self._calls.begin(name)
             yield from self._parameters(name)
@@ -209,8 +211,8 @@ class CallReader:
             key = found["key"].strip()
             self._calls.arguments(f"{before}{_json(key)}: ")
             before = ", "
-            note = found.groupdict().get("is_text")
-            if note == "true" or (note is None and self._tools.is_text(name, key)):
+            kind = found.groupdict().get("kind")
+            if kind in ("true", "string") or (kind is None and self._tools.is_text(name, key)):
                 complete = yield from self._text_value()
             else:
                 complete = yield from self._value(name, key)
@@ -239,6 +241,15 @@ class CallReader:
         text = yield from self._reader.before(self._ends)
         arguments = None if text is None else braces(text, self._syntax.quotes)
         if arguments is None:
+            return False
+        self._calls.whole(Call(name, arguments))
+        return True
+
+    def _elements(self, name: str) -> Step[bool]:
+        text = yield from self._reader.before(self._tail)
+        schema = {"properties": self._tools.properties(name)}
+        arguments = elements(text or "", self._syntax.quotes, schema)
+        if not (yield from self._reader.match(self._tail)) or not isinstance(arguments, dict):
             return False
         self._calls.whole(Call(name, arguments))
         return True

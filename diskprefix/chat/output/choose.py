@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from diskprefix.chat.boundaries import common_chars
 from diskprefix.chat.message_form import MessageForm
@@ -18,8 +18,7 @@ from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.output.families import FAMILIES, NONE, THOUGHTS
 from diskprefix.chat.output.format import OutputFormat, ThoughtTags
-from diskprefix.chat.output.formats import FamilyFormat, HarmonyFormat
-from diskprefix.chat.output.harmony import TAGS
+from diskprefix.chat.output.formats import CHANNELS, FamilyFormat
 from diskprefix.chat.output.syntax import Family
 
 log = logging.getLogger("diskprefix")
@@ -52,9 +51,9 @@ def choose_format(template: str, render: Render, *, special: Collection[str], ad
     `special` are not shown as text."""
     rendered = {form: list(_replies(render, form)) for form in _FORMS}
     for form, replies in rendered.items():
-        candidates = {family.name: format for family, format in _candidates(template, replies, added)}
+        candidates = list(_candidates(template, replies, added))
         for prompt, reply in replies:
-            for format in candidates.values():
+            for format in candidates:
                 if _is_verified(format, prompt, reply, special):
                     return Chosen(format, _completed(form, render))
     if forms := [form for form, replies in rendered.items() if replies]:
@@ -117,19 +116,23 @@ def _named_family(template: str, special: Iterable[str]) -> Family:
     return NONE
 
 
-def _candidates(
-    template: str, replies: list[tuple[str, str]], added: Mapping[str, int]
-) -> Iterator[tuple[Any, OutputFormat]]:
+def _candidates(template: str, replies: list[tuple[str, str]], added: Mapping[str, int]) -> Iterator[OutputFormat]:
     written = "".join(reply for _, reply in replies)
-    if "<|channel|>" in written and "<|message|>" in written:
-        yield NONE, HarmonyFormat({tag: added[tag] for tag in TAGS if tag in added})
+    shown = "\n".join([template, *map("".join, replies)])
+    for channels in CHANNELS:
+        if all(mark in shown for mark in channels.marks):
+            ids = {tag: added[tag] for tag in channels.special_tokens if tag in added}
+            yield replace(channels, token_ids=ids)
     for family in FAMILIES:
         if any(mark in written for mark in family.marks or family.calls.begins):
-            yield family, _family_format(family, template, added)
+            yield _family_format(family, shown, added)
 
 
-def _family_format(family: Family, template: str, added: Mapping[str, int]) -> FamilyFormat:
-    known = tuple(pair for pair in THOUGHTS if pair[0] in template or (pair == THOUGHTS[0] and pair[1] in template))
+def _family_format(family: Family, shown: str, added: Mapping[str, int]) -> FamilyFormat:
+    """Returns the format of a family with the tags of reasoning in `shown`: the template, and what it writes."""
+    known = tuple(
+        (begin, end) for begin, end in THOUGHTS if end in shown and (begin in shown or begin == THOUGHTS[0][0])
+    )
     thoughts = known if THOUGHTS[0] in known else (*known, THOUGHTS[0])
     tags = "\n".join([*family.tags, *(tag for pair in thoughts for tag in pair)])
     return FamilyFormat(

@@ -1,4 +1,4 @@
-"""Calls that are not written as JSON: Python expressions, and objects with bare keys and quotes of their own."""
+"""Calls that are not written as JSON: Python, elements in elements, and objects with bare keys and other quotes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from typing import Any, NamedTuple
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.tools import Tools
+from diskprefix.chat.output.tools import Tools, value_of
 
 _UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 """Raised for texts that are no Python, and for those that are nested too deeply."""
@@ -84,6 +84,43 @@ def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     raise ValueError("a key that is no text")
+
+
+class _Element:
+    """`<key>text</key>`, or with elements in the place of the text."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.text = ""
+        self.children: list[_Element] = []
+
+    def value(self, schema: Any) -> object:
+        """Returns what it stands for. Elements of one name are a list, and so are those that are named item."""
+        schema = schema if isinstance(schema, dict) else {}
+        properties = schema.get("properties")
+        known = properties if isinstance(properties, dict) else {}
+        if not self.children:
+            return value_of(self.text, schema) if self.key else {}
+        if "item" not in known and {child.key for child in self.children} == {"item"}:
+            return [child.value(schema.get("items")) for child in self.children]
+        said: dict[str, list[object]] = {}
+        for child in self.children:
+            said.setdefault(child.key, []).append(child.value(known.get(child.key, schema.get("additionalProperties"))))
+        return {key: values[0] if len(values) == 1 else values for key, values in said.items()}
+
+
+def elements(text: str, mark: str, schema: JsonObject) -> object:
+    """Returns what elements stand for whose tags have `mark` before them. None: one of them does not end."""
+    before, *tags = re.split(rf"{re.escape(mark)}<(/?)([\w.\-]+)>", text)
+    open_ones = [_Element("")]
+    for slash, key, behind in zip(tags[::3], tags[1::3], tags[2::3], strict=True):
+        if not slash:
+            open_ones.append(_Element(key))
+            open_ones[-2].children.append(open_ones[-1])
+            open_ones[-1].text = behind
+        elif open_ones.pop().key != key or not open_ones:
+            return None
+    return open_ones[0].value(schema) if len(open_ones) == 1 and not before.strip() else None
 
 
 def braces(text: str, quote: str) -> JsonObject | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import regex
+
 from diskprefix.chat.output.syntax import CallSyntax, Family, Written
 
 THOUGHTS = (
@@ -12,6 +14,8 @@ THOUGHTS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"),
     ("<|channel>thought", "<channel|>"),
+    ("<think:opensource>", "</think:opensource>"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     ("<|think|>", "<|end|>"),
 )
 """Tags around reasoning."""
@@ -59,7 +63,7 @@ def _tagged(begin: str, end: str) -> CallSyntax:
 
 def _invoked(begin: str, end: str, prefix: str, note: str = "") -> CallSyntax:
     """As Anthropic's older models and those after them: <invoke name="…"> with <parameter name="…"> in it."""
-    argument = rf'<{prefix}parameter name="(?P<key>[^"\n]+)"(?: string="(?P<is_text>true|false)")?>'
+    argument = rf'<{prefix}parameter name="(?P<key>[^"\n]+)"(?: string="(?P<kind>true|false)")?>'
     return CallSyntax(
         "parameters",
         Written(
@@ -135,6 +139,74 @@ DEEPSEEK_R1 = _deepseek(
 )
 DEEPSEEK_V31 = _deepseek(rf"{_BEGIN}(?P<name>[^\s<]+?)\s*{_SEP}", _END, f"{_BEGIN}NAME{_SEP}ARGUMENTS{_END}")
 
+
+def _kimi_3(name: str, attributes: str = "") -> tuple[str, str]:
+    """The tags of an element of Kimi-K3."""
+    return f"<|open|>{name}{attributes}<|sep|>", f"<|close|>{name}<|sep|>"
+
+
+_TOOLS_3, _CALL_3, _RESPONSE_3 = _kimi_3("tools"), _kimi_3("call", ' tool="NAME" index="INDEX"'), _kimi_3("response")
+_ARGUMENT_3 = _kimi_3("argument", ' key="KEY" type="TYPE"')
+KIMI_3 = CallSyntax(
+    "parameters",
+    Written(
+        "ARGUMENTS".join(_CALL_3),
+        "VALUE".join(_ARGUMENT_3),
+        before="".join(_RESPONSE_3) + _TOOLS_3[0],
+        after=_TOOLS_3[1],
+    ),
+    begins=_TOOLS_3[:1],
+    ends=_TOOLS_3[1:],
+    head=r'<\|open\|>call tool="(?P<name>[^"\n]+)"[^<\n]*<\|sep\|>',
+    tail=regex.escape(_CALL_3[1]),
+    argument=r'<\|open\|>argument key="(?P<key>[^"\n]+)" type="(?P<kind>\w+)"<\|sep\|>',
+    argument_end=regex.escape(_ARGUMENT_3[1]),
+)
+
+_NS = "]<]minimax[>["
+MINIMAX_3 = CallSyntax(
+    "elements",
+    Written(
+        f'{_NS}<invoke name="NAME">ARGUMENTS{_NS}</invoke>',
+        f"{_NS}<KEY>VALUE{_NS}</KEY>",
+        before=f"{_NS}<tool_call>\n",
+        between="\n",
+        after=f"\n{_NS}</tool_call>",
+    ),
+    begins=(f"{_NS}<tool_call>",),
+    ends=(f"{_NS}</tool_call>",),
+    head=regex.escape(f"{_NS}<invoke name=") + r'"(?P<name>[^"\n]+)">',
+    tail=regex.escape(f"{_NS}</invoke>"),
+    quotes=_NS,
+)
+
+
+def _hunyuan_3(suffix: str) -> CallSyntax:
+    """As GLM, with a tag behind the name, tags around all calls, and a suffix in each tag."""
+    return CallSyntax(
+        "parameters",
+        Written(
+            f"<tool_call{suffix}>NAME<tool_sep{suffix}>\nARGUMENTS</tool_call{suffix}>\n",
+            f"<arg_key{suffix}>KEY</arg_key{suffix}>\n<arg_value{suffix}>VALUE</arg_value{suffix}>\n",
+            before=f"<tool_calls{suffix}>\n",
+            after=f"</tool_calls{suffix}>",
+        ),
+        begins=(f"<tool_calls{suffix}>",),
+        ends=(f"</tool_calls{suffix}>",),
+        head=rf"<tool_call{suffix}>{_NAME}<tool_sep{suffix}>",
+        tail=f"</tool_call{suffix}>",
+        argument=rf"<arg_key{suffix}>\s*(?P<key>[^<]*?)\s*</arg_key{suffix}>\s*<arg_value{suffix}>",
+        argument_end=f"</arg_value{suffix}>",
+    )
+
+
+GIGACHAT_3 = CallSyntax(
+    "objects",
+    Written(_OBJECT, before="<|message_sep|>\n\nfunction call<|role_sep|>\n"),
+    begins=("<|message_sep|>\n\nfunction call<|role_sep|>\n",),
+    ends=("<|message_sep|>",),
+)
+
 MISTRAL_NAMED = CallSyntax(
     "json",
     Written("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
@@ -147,7 +219,7 @@ MISTRAL = _objects("[TOOL_CALLS]", "")
 KIMI = CallSyntax(
     "json",
     Written(
-        "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+        "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
         before="<|tool_calls_section_begin|>",
         after="<|tool_calls_section_end|>",
     ),
@@ -161,7 +233,7 @@ KIMI = CallSyntax(
 SOLAR = CallSyntax(
     "json",
     Written(
-        "<|tool_call:begin|>call0<|tool_call:name|>NAME<|tool_call:args|>ARGUMENTS<|tool_call:end|>",
+        "<|tool_call:begin|>callINDEX<|tool_call:name|>NAME<|tool_call:args|>ARGUMENTS<|tool_call:end|>",
         before="<|tool_calls|>",
     ),
     begins=("<|tool_calls|>", "<|tool_call:begin|>"),
@@ -211,6 +283,9 @@ COMMAND_R = CallSyntax(
     ends=("```",),
 )
 
+ATEM = _invoked("<atem:function_calls>", "</atem:function_calls>", "atem:")
+"""Of Muse Glimmer, whose messages have headers around it."""
+
 NONE = Family("none", PLAIN)
 
 FAMILIES = (
@@ -218,9 +293,11 @@ FAMILIES = (
     Family("seed-oss", _tagged("<seed:tool_call>", "</seed:tool_call>")),
     Family("glm", _keyed("\n"), marks=("</arg_key>\n",)),
     Family("glm-4.7", _keyed(""), marks=("</arg_key><arg_value>",)),
+    Family("hunyuan-3", _hunyuan_3(":opensource")),
+    Family("hunyuan-3-preview", _hunyuan_3(""), marks=("<tool_sep>",)),
     Family("hermes", HERMES),
+    Family("minimax-3", MINIMAX_3, dropped=("</mm:think>",)),
     Family("minimax", _invoked("<minimax:tool_call>", "</minimax:tool_call>", "")),
-    Family("atem", _invoked("<atem:function_calls>", "</atem:function_calls>", "atem:")),
     Family(
         "deepseek-v3.2",
         _invoked("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", ' string="IS_TEXT"'),
@@ -231,6 +308,7 @@ FAMILIES = (
     Family("mistral", MISTRAL_NAMED, marks=("[ARGS]",)),
     Family("mistral-array", MISTRAL),
     Family("kimi", KIMI),
+    Family("kimi-3", KIMI_3, dropped=(*_RESPONSE_3, "<|close|>message<|sep|>")),
     Family("solar", SOLAR),
     Family("functionary", FUNCTIONARY),
     Family("minicpm", MINICPM),
@@ -245,11 +323,14 @@ FAMILIES = (
     Family(
         "command-r7b",
         _objects(
-            "<|START_ACTION|>", "<|END_ACTION|>", '{"tool_call_id": "0", "tool_name": NAME, "parameters": ARGUMENTS}'
+            "<|START_ACTION|>",
+            "<|END_ACTION|>",
+            '{"tool_call_id": "INDEX", "tool_name": NAME, "parameters": ARGUMENTS}',
         ),
         dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
     Family("command-r", COMMAND_R),
+    Family("gigachat-3", GIGACHAT_3),
     Family("gigachat", _objects("<|function_call|>", "", array=False)),
     Family("apertus", _objects("<|tools_prefix|>", "<|tools_suffix|>", "{NAME: ARGUMENTS}", name_is_key=True)),
     Family("lfm2", _python("<|tool_call_start|>", "<|tool_call_end|>")),

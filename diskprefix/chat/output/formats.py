@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.families import NONE
+from diskprefix.chat.output.channels import ChannelParser, FunctionaryParser, HarmonyParser, MuseParser
+from diskprefix.chat.output.families import ATEM, NONE
 from diskprefix.chat.output.format import OutputParser, ThoughtTags
 from diskprefix.chat.output.grammar import call_grammar
-from diskprefix.chat.output.harmony import TAGS, HarmonyParser
 from diskprefix.chat.output.parser import FamilyParser
-from diskprefix.chat.output.syntax import Family, Written
+from diskprefix.chat.output.syntax import Body, Family, Written
 from diskprefix.chat.output.tools import Tools
 
 
@@ -45,23 +45,50 @@ class FamilyFormat:
         return call_grammar(calls.body, calls.written, tools, self.token_ids, many=many)
 
 
-_HARMONY_CALL = Written("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS")
-
-
 @dataclass(frozen=True)
-class HarmonyFormat:
-    """The format of gpt-oss. `token_ids` as in `FamilyFormat`."""
+class ChannelFormat:
+    """A format of messages with headers. `marks` stand in the template or in what it writes. Else as `FamilyFormat`."""
 
+    name: str
+    marks: tuple[str, ...]
+    new_parser: type[ChannelParser]
+    body: Body
+    written: Written
+    thought: ThoughtTags | None = None
+    can_call_twice: bool = True
     token_ids: Mapping[str, int] = field(default_factory=dict)
 
-    name = "harmony"
-    # The tag that ends reasoning is followed by the header of the next message, which no schema knows.
-    thought = ThoughtTags(None, "<|channel|>final<|message|>")
-    special_tokens: frozenset[str] = frozenset(TAGS)
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        return frozenset(self.new_parser.tags)
 
     def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:
-        return HarmonyParser(Tools(tools), prompt_end)
+        return self.new_parser(Tools(tools), prompt_end)
 
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
-        del many  # A call ends the reply: this model calls one tool at a time.
-        return call_grammar("json", _HARMONY_CALL, tools, self.token_ids, many=False)
+        many = many and self.can_call_twice
+        return call_grammar(self.body, self.written, tools, self.token_ids, many=many)
+
+
+CHANNELS = (
+    ChannelFormat(
+        "harmony",
+        ("<|channel|>", "<|message|>"),
+        HarmonyParser,
+        "json",
+        Written("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"),
+        # The tag that ends reasoning is followed by the header of the next message, which no schema knows.
+        thought=ThoughtTags(None, "<|channel|>final<|message|>"),
+        # A call ends the reply.
+        can_call_twice=False,
+    ),
+    ChannelFormat(
+        "muse",
+        ("<|message|>", *ATEM.begins),
+        MuseParser,
+        ATEM.body,
+        Written(f" to=NAME<|message|>{ATEM.written.call}", ATEM.written.argument, between="<|eom|><|start|>assistant"),
+        thought=ThoughtTags(None, " to=user<|message|>"),
+    ),
+    ChannelFormat("functionary-3.2", (">>>all",), FunctionaryParser, "json", Written("NAME\nARGUMENTS", between=">>>")),
+)

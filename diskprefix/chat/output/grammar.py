@@ -14,6 +14,7 @@ from diskprefix.chat.output.tools import Tools
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How llguidance lays JSON out: as jinja's tojson does, which is what the model has seen."""
 
+_NUMBER = " /[0-9]{1,2}/ "
 _DEFINITIONS = ("$defs", "definitions")
 _JOINED_BY = {"python": ", "}
 
@@ -75,8 +76,9 @@ class _Grammar:
         return first
 
     def _argument(self, label: str, index: int, key: str, schema: JsonObject) -> str:
-        is_text = self._body == "parameters" and self._tools.is_text(self._functions[index]["name"], key)
+        is_text = self._body in ("parameters", "elements") and self._tools.is_text(self._functions[index]["name"], key)
         written = self._written.argument.replace("KEY", key).replace("IS_TEXT", str(is_text).lower())
+        written = written.replace("TYPE", "string" if is_text else _type_of(schema))
         before, after = written.split("VALUE")
         if not is_text:
             value = f"{self._json(f'value_{label}', schema)} {self._literal(after)}"
@@ -109,7 +111,19 @@ class _Grammar:
             at = found.end()
         pieces.append(text[at:])
         return " ".join(
-            f"<[{self._token_ids[piece]}]>" if piece in self._token_ids else json.dumps(piece, ensure_ascii=False)
+            f"<[{self._token_ids[piece]}]>"
+            if piece in self._token_ids
+            else _NUMBER.join(map(_quoted, piece.split("INDEX")))
             for piece in pieces
             if piece
         )
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _type_of(schema: Any) -> str:
+    """The JSON type of an argument that is no text; of one that may have several, any."""
+    declared = schema.get("type")
+    return "number" if declared == "integer" else declared if isinstance(declared, str) else "object"

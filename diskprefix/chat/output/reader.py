@@ -73,6 +73,13 @@ class Reader:
                 return found
             yield
 
+    def looks_at(self, pattern: regex.Pattern[str]) -> Step[bool]:
+        """Returns whether `pattern` matches here, and reads nothing."""
+        at = self.at
+        found = yield from self.match(pattern)
+        self.at = at
+        return found is not None
+
     def until(self, pattern: regex.Pattern[str], take: Take) -> Step[regex.Match[str] | None]:
         """Hands the text to `take` up to a match of `pattern`, and stops before it; None: the text has ended.
 

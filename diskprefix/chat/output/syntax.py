@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Body: TypeAlias = Literal["objects", "json", "parameters", "python", "braces"]
+Body: TypeAlias = Literal["objects", "json", "parameters", "elements", "python", "braces"]
 """What stands inside the tags of a call.
 
 objects     JSON objects with a name and arguments, alone or in an array
 json        the head has the name; the body is the JSON of the arguments
 parameters  the head has the name; each argument has tags of its own
+elements    as parameters, and what is in an object or array has tags of its own too
 python      Python calls, alone or in a list
 braces      the head has the name; the body is JSON with bare keys and other quotes
 """
@@ -20,7 +21,8 @@ braces      the head has the name; the body is JSON with bare keys and other quo
 class Written:
     """How calls are written when they are forced: what `grammar.py` makes grammars of.
 
-    In `call`, NAME and ARGUMENTS stand for the call's own; in `argument`, KEY and VALUE.
+    In `call`, NAME and ARGUMENTS stand for the call's own, INDEX for any number; in `argument`, KEY, VALUE, and
+    IS_TEXT for true or false, or TYPE for the JSON type.
     """
 
     call: str
@@ -36,7 +38,8 @@ class CallSyntax:
     """How a family writes tool calls.
 
     `begins` open one or several calls; one of them stands in what the chat template writes. All of `head`, `tail`,
-    `argument` and `argument_end` are regular expressions; `head` has the group `name`, `argument` the group `key`.
+    `argument` and `argument_end` are regular expressions; `head` has the group `name`, `argument` the group `key`, and
+    the group `kind` where the tag says whether the value is text: "true" or "string", or anything else.
     A head that is its own tag stands in `begins` too, and is listed in `bare_heads`.
     """
 
@@ -50,7 +53,7 @@ class CallSyntax:
     argument: str = ""
     argument_end: str = ""
     quotes: str = ""
-    """Of a body of braces: what stands before and after a text."""
+    """Of a body of braces: what stands before and after a text. Of elements: what stands before each tag."""
     name_is_key: bool = False
     """Of a body of objects: {"get_weather": {…}}."""
     more_tags: tuple[str, ...] = ()

@@ -46,10 +46,13 @@ class Tools:
 
         A text that does not fit the schema stays text: whoever runs the tool can say what is wrong with it.
         """
-        known = self.properties(name)
-        if key in known and (types := set(_types(known[key]))):
-            return _typed(text, types)
-        return _untyped(text)
+        return value_of(text, self.properties(name).get(key))
+
+
+def value_of(text: str, schema: object) -> object:
+    """Returns the value that `text` stands for, by its schema if that names types. See `Tools.value`."""
+    types = set(_types(schema))
+    return _typed(text, types) if types else _untyped(text)
 
 
 def _types(schema: object) -> Iterator[str]:

@@ -263,6 +263,12 @@ COHERE = [
     ),
     Case("command-r7b", LLAMA_CPP, _R7B_THOUGHT + _R7B, ONE, reasoning=THOUGHT),
     Case("command-r7b", LLAMA_CPP, f"<|START_THINKING|><|END_THINKING|>{_R7B}", ONE),
+    Case(
+        "command-r",
+        LLAMA_CPP,
+        'Action:\n```json\n[{"tool_name": "special_function", "parameters": {"arg1": 1}}]\n```',
+        ONE,
+    ),
 ]
 
 _MISTRAL = '[TOOL_CALLS] [{"name": "add", "arguments":{"a": 3.5, "b": 4}}, {"name": "sub", "arguments":{"c": "CA"}}]'
@@ -777,10 +783,262 @@ HARMONY = [
     ),
 ]
 
+_GIGACHAT = "<|message_sep|>\n\nfunction call<|role_sep|>\n"
+_MEMORY_CALL = '{"name": "manage_user_memory", "arguments": %s}'
+_MEMORY = {"action": "create", "id": "preferences"}
+GIGACHAT = [
+    Case("gigachat-3", LLAMA_CPP, HELLO, [], content=HELLO),
+    Case("gigachat-3", LLAMA_CPP, _GIGACHAT + OBJECT, ONE),
+    Case("gigachat-3", LLAMA_CPP, HELLO + _GIGACHAT + OBJECT, ONE, content=HELLO),
+    Case("gigachat-3", VLLM, _GIGACHAT + _MEMORY_CALL % "{}", [("manage_user_memory", {})]),
+    Case("gigachat", LLAMA_CPP, f"<|function_call|>{OBJECT}", ONE),
+    Case("gigachat", LLAMA_CPP, f"{HELLO}<|function_call|>{OBJECT}", ONE, content=HELLO),
+    Case(
+        "gigachat",
+        VLLM,
+        "<|function_call|>" + _MEMORY_CALL % '{"action": "create", "id": "preferences"}',
+        [("manage_user_memory", _MEMORY)],
+    ),
+]
+
+_K3_SAID = "<|open|>response<|sep|>%s<|close|>response<|sep|>"
+_K3_CALL = '<|open|>call tool="%s" index="%d"<|sep|>%s<|close|>call<|sep|>'
+_K3_ARGUMENT = '<|open|>argument key="%s" type="%s"<|sep|>%s<|close|>argument<|sep|>'
+_K3_END = "<|close|>message<|sep|>"
+_K3_ARG1, _K3_ARG2 = _K3_ARGUMENT % ("arg1", "number", "1"), _K3_ARGUMENT % ("arg2", "number", "2")
+
+
+def _k3_tools(*calls: str) -> str:
+    return f"<|open|>tools<|sep|>{''.join(calls)}<|close|>tools<|sep|>"
+
+
+KIMI_K3 = [
+    Case("kimi-3", LLAMA_CPP, _K3_SAID % HELLO + _K3_END, [], content=HELLO),
+    Case(
+        "kimi-3",
+        LLAMA_CPP,
+        f"{THOUGHT}<|close|>think<|sep|>{_K3_SAID % HELLO}{_K3_END}",
+        [],
+        content=HELLO,
+        reasoning=THOUGHT,
+        opened="<|open|>think<|sep|>",
+    ),
+    Case(
+        "kimi-3",
+        LLAMA_CPP,
+        _K3_SAID % "Use the response tag, then message the handler." + _K3_END,
+        [],
+        content="Use the response tag, then message the handler.",
+    ),
+    Case("kimi-3", LLAMA_CPP, THOUGHT, [], reasoning=THOUGHT, opened="<|open|>think<|sep|>"),
+    Case("kimi-3", LLAMA_CPP, _K3_SAID % "" + _k3_tools(_K3_CALL % ("special_function", 1, _K3_ARG1)) + _K3_END, ONE),
+    Case(
+        "kimi-3",
+        LLAMA_CPP,
+        f"{THOUGHT}<|close|>think<|sep|>{_K3_SAID % 'On it.'}"
+        + _k3_tools(_K3_CALL % ("special_function", 1, _K3_ARG1))
+        + _K3_END,
+        ONE,
+        content="On it.",
+        reasoning=THOUGHT,
+        opened="<|open|>think<|sep|>",
+    ),
+    Case(
+        "kimi-3",
+        LLAMA_CPP,
+        _K3_SAID % ""
+        + _k3_tools(
+            _K3_CALL % ("special_function", 1, _K3_ARG1),
+            _K3_CALL % ("special_function_with_opt", 2, _K3_ARG1 + _K3_ARG2),
+        )
+        + _K3_END,
+        [*ONE, ("special_function_with_opt", {"arg1": 1, "arg2": 2})],
+    ),
+    Case(
+        "kimi-3",
+        LLAMA_CPP,
+        _k3_tools(_K3_CALL % ("python", 1, _K3_ARGUMENT % ("code", "string", "print('hello')"))),
+        TWO[1:],
+    ),
+    Case(
+        "kimi-3",
+        VLLM,
+        _K3_SAID % "answer"
+        + _k3_tools(
+            _K3_CALL
+            % (
+                "calc",
+                1,
+                _K3_ARGUMENT % ("x", "number", "1")
+                + _K3_ARGUMENT % ("flag", "boolean", "true")
+                + _K3_ARGUMENT % ("text", "string", "raw"),
+            )
+        ),
+        [("calc", {"x": 1, "flag": True, "text": "raw"})],
+        content="answer",
+    ),
+]
+
+_NS = "]<]minimax[>["
+_M3 = f"{_NS}<tool_call>\n%s\n{_NS}</tool_call>"
+
+
+def _m3(name: str, *children: str) -> str:
+    return f"{_NS}<{name}>{''.join(children)}{_NS}</{name}>"
+
+
+def _m3_call(name: str, *children: str) -> str:
+    return f'{_NS}<invoke name="{name}">{"".join(children)}{_NS}</invoke>'
+
+
+_ORDER = _m3_call(
+    "create_order",
+    _m3("user_id", "42"),
+    _m3("urgent", "true"),
+    _m3("note", "Please leave at front desk."),
+    _m3("shipping", _m3("city", "Singapore"), _m3("zip", "18956")),
+    _m3(
+        "items", *(_m3("item", _m3("sku", sku), _m3("qty", qty)) for sku, qty in (("book-001", "2"), ("pen-007", "5")))
+    ),
+    _m3("metadata", _m3("source", "mobile"), _m3("campaign", "may-launch")),
+    _m3("duplicate_demo", _m3("tag", "a"), _m3("tag", "b")),
+)
+_ORDERED = {
+    "user_id": 42,
+    "urgent": True,
+    "note": "Please leave at front desk.",
+    "shipping": {"city": "Singapore", "zip": 18956},
+    "items": [{"sku": "book-001", "qty": 2}, {"sku": "pen-007", "qty": 5}],
+    "metadata": {"source": "mobile", "campaign": "may-launch"},
+    "duplicate_demo": {"tag": ["a", "b"]},
+}
+MINIMAX_3 = [
+    Case("minimax-3", LLAMA_CPP, f"<mm:think>{THOUGHT}</mm:think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+    Case("minimax-3", LLAMA_CPP, f"</mm:think>{HELLO}", [], content=HELLO),
+    Case(
+        "minimax-3",
+        LLAMA_CPP,
+        f"<mm:think>{THOUGHT}</mm:think>{_M3 % _m3_call('get_weather', _m3('city', 'Tokyo'))}",
+        TOKYO,
+        reasoning=THOUGHT,
+    ),
+    Case("minimax-3", LLAMA_CPP, "</mm:think>" + _M3 % _m3_call("special_function", _m3("arg1", "1")), ONE),
+    Case("minimax-3", LLAMA_CPP, _M3 % _m3_call("empty_args"), [("empty_args", {})]),
+    Case(
+        "minimax-3",
+        LLAMA_CPP,
+        _M3
+        % "\n".join(
+            [_m3_call("get_weather", _m3("city", "Tokyo")), _m3_call("get_time", _m3("timezone", "Asia/Tokyo"))]
+        ),
+        BOTH,
+    ),
+    Case(
+        "minimax-3",
+        LLAMA_CPP,
+        "Let me call." + _M3 % _m3_call("f", _m3("ref", "-14")),
+        [("f", {"ref": -14})],
+        content="Let me call.",
+    ),
+    Case(
+        "minimax-3",
+        VLLM,
+        "I will create it.\n" + _M3 % _ORDER,
+        [("create_order", _ORDERED)],
+        content="I will create it.",
+    ),
+]
+
+_ATEM = (
+    '<atem:function_calls>\n<atem:invoke name="special_function">\n<atem:parameter name="arg1">1</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls>"
+)
+MUSE = [
+    Case("muse", LLAMA_CPP, f" to=user<|message|>{HELLO}<|eot|>", [], content=HELLO),
+    Case("muse", LLAMA_CPP, f" to=special_function<|message|>{_ATEM}", ONE),
+    Case(
+        "muse",
+        LLAMA_CPP,
+        f" to=user<|message|>{HELLO}<|eom|><|start|>assistant to=special_function<|message|>{_ATEM}",
+        ONE,
+        content=HELLO,
+    ),
+    Case(
+        "muse",
+        LLAMA_CPP,
+        f" to=user<|message|>You invoke it like this:\n{_ATEM}<|eot|>",
+        [],
+        content=f"You invoke it like this:\n{_ATEM}",
+        tools=("special_function",),
+    ),
+    Case(
+        "muse",
+        LLAMA_CPP,
+        f" to=self<|message|>I could use {_ATEM} here<|eom|><|start|>assistant to=user<|message|>Hello!<|eot|>",
+        [],
+        content="Hello!",
+        reasoning=f"I could use {_ATEM} here",
+        tools=("special_function",),
+    ),
+]
+
+_HY3_WEATHER = (
+    "<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n"
+    "<arg_key>date</arg_key>\n<arg_value>2026-03-30</arg_value>\n</tool_call>\n"
+)
+HUNYUAN_3 = [
+    Case("hunyuan-3-preview", VLLM, "This is a plain response.", [], content="This is a plain response."),
+    Case(
+        "hunyuan-3-preview",
+        VLLM,
+        "<tool_calls><tool_call>get_current_date<tool_sep></tool_call></tool_calls>",
+        [("get_current_date", {})],
+    ),
+    Case(
+        "hunyuan-3-preview",
+        VLLM,
+        "<tool_calls><tool_call>get_weather<tool_sep><arg_key>city</arg_key><arg_value>Beijing"
+        "</arg_value><arg_key>date</arg_key><arg_value>2026-03-30</arg_value></tool_call></tool_calls>",
+        [("get_weather", {"city": "Beijing", "date": "2026-03-30"})],
+    ),
+    Case(
+        "hunyuan-3-preview",
+        VLLM,
+        "Checking.<tool_calls>\n<tool_call>get_current_date<tool_sep>\n</tool_call>\n</tool_calls>",
+        [("get_current_date", {})],
+        content="Checking.",
+    ),
+    Case(
+        "hunyuan-3-preview",
+        VLLM,
+        f"<tool_calls>\n{_HY3_WEATHER % 'Beijing'}{_HY3_WEATHER % 'Hangzhou'}</tool_calls>",
+        [("get_weather", {"city": city, "date": "2026-03-30"}) for city in ("Beijing", "Hangzhou")],
+    ),
+]
+
+_DSML = "<｜DSML｜function_calls>\n%s</｜DSML｜function_calls>"
+_DSML_CALL = (
+    '<｜DSML｜invoke name="%s">\n<｜DSML｜parameter name="%s" string="%s">%s</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+)
+DEEPSEEK_32 = [
+    Case("deepseek-v3.2", LLAMA_CPP, HELLO, [], content=HELLO),
+    Case(
+        "deepseek-v3.2",
+        LLAMA_CPP,
+        f"{THOUGHT}</think>\n\n{_DSML % (_DSML_CALL % ('get_weather', 'city', 'true', 'Tokyo'))}",
+        TOKYO,
+        reasoning=THOUGHT,
+        opened="<think>",
+    ),
+    Case("deepseek-v3.2", LLAMA_CPP, _DSML % (_DSML_CALL % ("special_function", "arg1", "false", "1")), ONE),
+]
+
 FUNCTIONARY = [
     Case("functionary", LLAMA_CPP, '<function=special_function>{"arg1": 1}</function>', ONE),
     Case("functionary", LLAMA_CPP, '<function=special_function>{"arg1": 1}<', ONE, content="<"),
     Case("functionary", LLAMA_CPP, HELLO, [], content=HELLO),
+    Case("functionary-3.2", LLAMA_CPP, f"all\n{HELLO}", [], content=HELLO),
+    Case("functionary-3.2", LLAMA_CPP, 'special_function\n{"arg1": 1}', ONE),
 ]
 
 CASES = [
@@ -801,4 +1059,10 @@ CASES = [
     *HUNYUAN,
     *HARMONY,
     *FUNCTIONARY,
+    *GIGACHAT,
+    *KIMI_K3,
+    *MINIMAX_3,
+    *MUSE,
+    *HUNYUAN_3,
+    *DEEPSEEK_32,
 ]

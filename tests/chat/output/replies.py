@@ -10,10 +10,11 @@ from typing import Any
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin
 from diskprefix.chat.output.families import FAMILIES, NONE, THOUGHTS
 from diskprefix.chat.output.format import OutputFormat
-from diskprefix.chat.output.formats import FamilyFormat, HarmonyFormat
+from diskprefix.chat.output.formats import CHANNELS, FamilyFormat
 
-_FORMATS: dict[str, OutputFormat] = {"harmony": HarmonyFormat()}
+_FORMATS: dict[str, OutputFormat] = {format.name: format for format in CHANNELS}
 _FORMATS |= {family.name: FamilyFormat(family, THOUGHTS) for family in (*FAMILIES, NONE)}
+NAMES = list(_FORMATS)
 
 
 @dataclass

@@ -27,7 +27,8 @@ FORMATS = {
     ),
     "qwen3-coder": "Qwen3-Coder Qwen3.5-4B StepFun3.5-Flash NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "seed-oss": "ByteDance-Seed-OSS",
-    "glm": "GLM-4.6",
+    "glm": "GLM-4.6 inclusionai-ling-3.0-flash poolside-Laguna-XS.2",
+    "glm-4.7": "GLM-4.7-Flash Spark2.5 poolside-Laguna-S-2.1",
     "minimax": "MiniMax-M2",
     "deepseek": "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
     "deepseek-v3.1": "deepseek-ai-DeepSeek-V3.1",
@@ -50,7 +51,13 @@ FORMATS = {
     "apertus": "Apertus-8B-Instruct",
     "lfm2": "LFM2.5-8B-A1B",
     "gigachat": "GigaChat3.1-10B-A1.8B",
-    "none": "google-gemma-2-2b-it microsoft-Phi-3.5-mini-instruct command-r llama-cpp-rwkv-world Kimi-K3 "
+    "gigachat-3": "GigaChat3-10B-A1.8B",
+    "kimi-3": "Kimi-K3",
+    "minimax-3": "MiniMax-M3",
+    "muse": "muse-glimmer",
+    "hunyuan-3": "tencent-Hy3",
+    "functionary-3.2": "meetkai-functionary-medium-v3.2",
+    "none": "google-gemma-2-2b-it microsoft-Phi-3.5-mini-instruct command-r llama-cpp-rwkv-world "
     "HuggingFaceTB-SmolLM3-3B",
 }
 NAMED = {

@@ -10,11 +10,10 @@ import llguidance
 import llguidance.numpy
 import pytest
 
-from diskprefix.chat.output.families import FAMILIES, NONE
+from diskprefix.chat.output.families import FAMILIES
 from diskprefix.chat.output.formats import FamilyFormat
-from tests.chat.output.replies import format_named, read, tool
+from tests.chat.output.replies import NAMES, format_named, read, tool
 
-NAMES = [family.name for family in (*FAMILIES, NONE)] + ["harmony"]
 BYTES = llguidance.LLTokenizer("byte")
 WEATHER = tool("get_weather", city={"type": "string"}, days={"type": "integer"}, unit={"type": "string"})
 WEATHER["function"]["parameters"]["required"] = ["city"]

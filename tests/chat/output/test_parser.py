@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diskprefix.chat.output.families import FAMILIES, NONE
-from tests.chat.output.replies import format_named, joined, read, tool
+from diskprefix.chat.output.families import FAMILIES
+from tests.chat.output.replies import NAMES, format_named, joined, read, tool
 
-NAMES = [family.name for family in (*FAMILIES, NONE)] + ["harmony"]
 TOOLS = [tool("get_weather", city={"type": "string"}, days={"type": "integer"})]
 WORDS = [
     *(
