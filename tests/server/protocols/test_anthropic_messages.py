@@ -293,7 +293,7 @@ def block(value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
         ({"max_tokens": "8"}, "max_tokens", "valid integer"),
         ({"messages": []}, "messages", "must not be empty"),
         ({"messages": "hello"}, "messages", "must be a list"),
