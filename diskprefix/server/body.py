@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import re
 from typing import Any, TypeVar
 
 from fastapi.exceptions import HTTPException
@@ -18,6 +20,8 @@ from diskprefix.settings import format_size
 Model = TypeVar("Model", bound=BaseModel)
 
 _SHOWN_CHARS = 60
+_MAYBE_INFINITE = re.compile(r"NaN|Infinity|[eE]\+?\d{3}|\d{300}")
+"""Found in every text that has a number which is not finite, and in a few others."""
 _BODY_S, _BODY_BYTES_PER_S = 30.0, 16 * 1024
 """Time for a body to arrive, and the rate at which what has arrived adds to it: 128 kbit/s suffice for any size. The
 time is limited because the request has a place in the queue meanwhile."""
@@ -78,9 +82,28 @@ def parse_json(body: bytes, model: type[Model]) -> Model:
             f"the body is not valid UTF-8 (byte {error.start}: 0x{body[error.start]:02x})", code="invalid_utf8"
         ) from error
     try:
-        return model.model_validate_json(text)
+        found = model.model_validate_json(text)
     except ValidationError as error:
         raise _invalid_request(error) from error
+    _require_finite(text)
+    return found
+
+
+def _require_finite(text: str) -> None:
+    """Raises `InvalidRequest` for a number that JSON does not know, or no float holds: no reply could repeat it.
+
+    pydantic refuses it where a number is expected, but not inside objects of any content, such as schemas.
+    """
+    if _MAYBE_INFINITE.search(text):
+        json.loads(text, parse_constant=_not_a_number, parse_float=_not_a_number_if_infinite)
+
+
+def _not_a_number(text: str) -> float:
+    raise InvalidRequest(f"the body is not valid JSON: {shown(text, _SHOWN_CHARS)} is no number", code="invalid_json")
+
+
+def _not_a_number_if_infinite(text: str) -> float:
+    return number if math.isfinite(number := float(text)) else _not_a_number(text)
 
 
 def _invalid_request(error: ValidationError) -> InvalidRequest:

@@ -76,34 +76,6 @@ def test_a_wrong_field_is_a_400_that_names_it(client: httpx.Client, fields: dict
         assert error_of(answer)["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(
-    ("content", "headers", "status", "code"),
-    [
-        (b'{"messages": "\xff"}', JSON, 400, "invalid_utf8"),
-        (b"\xff\xfe{\x00}\x00", JSON, 400, "invalid_utf8"),
-        (b"{not json", JSON, 400, "invalid_json"),
-        (b"", JSON, 400, "invalid_json"),
-        (b"[1]", JSON, 400, "invalid_json"),
-        (b"messages=hello", {"content-type": "application/x-www-form-urlencoded"}, 400, "invalid_json"),
-        (json.dumps(HELLO), {"content-type": "text/plain"}, 415, "unsupported_media_type"),
-        (json.dumps(HELLO), {"content-type": "multipart/form-data; boundary=x"}, 415, "unsupported_media_type"),
-        (json.dumps(HELLO), JSON | {"content-encoding": "gzip"}, 415, "unsupported_media_type"),
-        (
-            json.dumps(HELLO),
-            {"content-type": "application/x-www-form-urlencoded", "origin": "http://elsewhere"},
-            403,
-            "forbidden",
-        ),
-    ],
-)
-def test_a_body_that_cannot_be_read_is_refused(
-    client: httpx.Client, content: bytes | str, headers: dict[str, str], status: int, code: str
-) -> None:
-    answer = client.post(CHAT, content=content, headers=headers)
-    assert answer.status_code == status
-    assert error_of(answer)["code"] == code
-
-
 @pytest.mark.parametrize("content_type", [None, "application/json; charset=utf-8", "application/x-www-form-urlencoded"])
 def test_a_body_of_json_is_read_as_curl_sends_it(client: httpx.Client, content_type: str | None) -> None:
     headers = {"content-type": content_type} if content_type else {}
