@@ -214,7 +214,13 @@ def _vocab_size(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
+_CALL_ENDS = ("<|call|>", "<|calls|>", "<|eom_id|>")
+"""Tokens that end a reply with calls: of gpt-oss, Solar and Llama 3. Not every file lists them."""
+
+
 def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    added = tokenizer.get_added_vocab()
+    ends = (added.get(token) for token in _CALL_ENDS)
     ids = getattr(model.generation_config, "eos_token_id", None)
     listed = ids if isinstance(ids, list) else [ids]
-    return frozenset(i for i in (*listed, tokenizer.eos_token_id) if i is not None)
+    return frozenset(i for i in (*listed, *ends, tokenizer.eos_token_id) if i is not None)

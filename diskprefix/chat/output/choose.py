@@ -49,16 +49,19 @@ class Chosen(NamedTuple):
 def choose_format(template: str, render: Render, *, special: Collection[str], added: Mapping[str, int]) -> Chosen:
     """Returns the format of a chat template. `added` are the added tokens of the tokenizer with their ids, of which
     `special` are not shown as text."""
-    rendered = {form: list(_replies(render, form)) for form in _FORMS}
-    for form, replies in rendered.items():
+    written = []
+    for form in _FORMS:
+        if not (replies := list(_replies(render, form))):
+            continue
+        written.append(form)
         candidates = list(_candidates(template, replies, added))
         for prompt, reply in replies:
             for format in candidates:
                 if _is_verified(format, prompt, reply, special):
                     return Chosen(format, _completed(form, render))
-    if forms := [form for form, replies in rendered.items() if replies]:
+    if written:
         log.warning("the chat template writes tool calls in a format that is not known; only calls as JSON are found")
-        return Chosen(_family_format(NONE, template, added), _completed(forms[0], render))
+        return Chosen(_family_format(NONE, template, added), _completed(written[0], render))
     shown = render([_USER], _TOOLS, True)
     family = _named_family(template, special if _NAME in shown else ())
     return Chosen(_family_format(family, template, added), MessageForm())

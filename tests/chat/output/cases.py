@@ -4,7 +4,8 @@
 * llama.cpp, tests/test-chat.cpp (MIT)
 * vLLM, tests/tool_parsers/test_*_tool_parser.py (Apache-2.0)
 
-Only inputs and expected results were taken over. White space around content and reasoning is not compared: the servers
+Only inputs and expected results were taken over; long ones were shortened, and their tools have the same few names. A
+case of the source `FORMAT` has no counterpart there: it was written from the format. White space around content and reasoning is not compared: the servers
 differ in what belongs to a tag. The tools of a case are those that it calls, with the types of their arguments.
 """
 
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias
 
 Calls: TypeAlias = list[tuple[str, Any]]
 
-LLAMA_CPP, VLLM = "llama.cpp", "vLLM"
+LLAMA_CPP, VLLM, FORMAT = "llama.cpp", "vLLM", "the format"
 HELLO = "Hello, world!\nWhat's up?"
 THOUGHT = "I'm\nthinking"
 ONE: Calls = [("special_function", {"arg1": 1})]
@@ -158,12 +159,15 @@ HERMES = [
     ),
     Case(
         "hermes",
-        VLLM,
+        FORMAT,
         '<tool_call>\n{"name": "get_db_config", "arguments": "{\\"param\\": \\"max_connections\\"}"}\n</tool_call>',
         [("get_db_config", {"param": "max_connections"})],
     ),
     Case(
-        "hermes", VLLM, '<tool_call>\n{"name": "do_thing", "arguments": "hello"}\n</tool_call>', [("do_thing", "hello")]
+        "hermes",
+        FORMAT,
+        '<tool_call>\n{"name": "do_thing", "arguments": "hello"}\n</tool_call>',
+        [("do_thing", "hello")],
     ),
     Case(
         "hermes",
@@ -435,7 +439,7 @@ INTERNLM = [
     ),
     Case(
         "internlm",
-        VLLM,
+        FORMAT,
         '<|action_start|><|plugin|>{"name": "delete_everything", "parameters": {"city": "Tokyo"}}<|action_end|>',
         [],
         tools=("get_weather",),
@@ -465,14 +469,14 @@ PYTHONIC = [
     ),
     Case(
         "pythonic",
-        VLLM,
+        FORMAT,
         f"[bad(x=b'z'), {_SF}]",
         SAN_FRANCISCO,
         tools=("bad",),
         miss="a list with a call that cannot be read is text as a whole: no token is lost",
     ),
     Case("lfm2", LLAMA_CPP, "<|tool_call_start|>[special_function(arg1=1)]<|tool_call_end|>", ONE),
-    Case("gemma-3", VLLM, f"```tool_code\nprint({_SF})\n```", SAN_FRANCISCO),
+    Case("gemma-3", FORMAT, f"```tool_code\nprint({_SF})\n```", SAN_FRANCISCO),
 ]
 
 KIMI_K2 = [
@@ -650,7 +654,7 @@ GEMMA = [
     Case("gemma-4", LLAMA_CPP, "<|tool_call>call:special_function{arg1:1}<tool_call|>", ONE),
     Case(
         "gemma-4",
-        LLAMA_CPP,
+        FORMAT,
         '<|tool_call>call:f{a:<|"|>x "y": {z}<|"|>,b:[1,{c:true}]}<tool_call|>',
         [("f", {"a": 'x "y": {z}', "b": [1, {"c": True}]})],
     ),
@@ -1031,6 +1035,19 @@ DEEPSEEK_32 = [
         opened="<think>",
     ),
     Case("deepseek-v3.2", LLAMA_CPP, _DSML % (_DSML_CALL % ("special_function", "arg1", "false", "1")), ONE),
+]
+
+HARMONY += [
+    Case("harmony", FORMAT, f"{_TO}<|message|><|call|>", [("special_function", {})]),
+    Case("harmony", FORMAT, f'{_TO}<|message|>{{"arg1": 1}}\nDone.<|call|>', ONE, content="Done."),
+    Case("functionary-3.2", FORMAT, "special_function\n", [("special_function", {})]),
+    Case(
+        "functionary-3.2",
+        FORMAT,
+        'all\n>>> 1 + 1\n2\n>>>special_function\n{"arg1": 1}>>>python\n{"code": "print(\'hello\')"}',
+        TWO,
+        content=">>> 1 + 1\n2",
+    ),
 ]
 
 FUNCTIONARY = [

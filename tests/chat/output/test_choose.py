@@ -159,6 +159,14 @@ def test_only_special_tokens_that_are_tags_of_the_format_are_shown() -> None:
     assert format.special_tokens == {"[TOOL_CALLS]", "[ARGS]"}
 
 
+def test_a_tag_that_a_template_writes_in_the_system_part_alone_is_no_tag_of_reasoning() -> None:
+    special = ["<|think|>", "<|channel>", "<channel|>"]
+    assert chosen(template_named("google-gemma-4-31B-it"), special).format.special_tokens == {
+        "<|channel>",
+        "<channel|>",
+    }
+
+
 def test_a_format_that_does_not_give_the_call_back_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     template = template_named("Qwen-Qwen2.5-7B-Instruct").replace('"arguments": ', '"wants": ')
     assert template != template_named("Qwen-Qwen2.5-7B-Instruct")

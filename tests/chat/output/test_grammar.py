@@ -62,6 +62,13 @@ def test_a_tag_that_is_a_special_token_is_written_as_that_token() -> None:
     assert '<[9]> "no_arguments" <[32]>' in " ".join(grammar.split()).replace('"" ', "")
 
 
+def test_calls_of_one_reply_may_have_numbers_of_their_own() -> None:
+    matcher = llguidance.LLMatcher(BYTES, format_named("kimi").call_grammar(TOOLS[1:2], many=True))
+    call = "<|tool_call_begin|>functions.no_arguments:%d<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = f"<|tool_calls_section_begin|>{call % 0}{call % 11}<|tool_calls_section_end|>"
+    assert matcher.consume_tokens(list(text.encode()))
+
+
 def definitions() -> dict[str, Any]:
     asked = tool("find", where={"$ref": "#/$defs/place"})
     asked["function"]["parameters"]["$defs"] = {"place": {"enum": ["Oslo", "Rome"]}}
