@@ -42,6 +42,10 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     the store is free again.
     """
     started = time.perf_counter()
+    from diskprefix.model.imports import import_transformers
+
+    # Before anything else imports transformers.
+    import_transformers()
     import torch
 
     from diskprefix.engine.engine import Engine

@@ -20,6 +20,7 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.memo import Memo
 from diskprefix.model import attention, rows
 from diskprefix.model.calls import MOST_ROWS, Form, digest
+from diskprefix.model.imports import without_tracer
 from diskprefix.model.invariant import install, uninstall
 from diskprefix.model.patterns import NAME, NotInvariant
 from diskprefix.model.rehearsal import made_up_tokens
@@ -108,7 +109,7 @@ def _measured(model: PreTrainedModel, layout: Layout) -> tuple[str, frozenset[Fo
     started = time.perf_counter()
     rows.forget_forms()
     try:
-        with torch.inference_mode():
+        with without_tracer(), torch.inference_mode():
             expected = _plain_logits(model)
             install(model)
             _rehearse(model, replace(layout, exact_at="token"), expected)

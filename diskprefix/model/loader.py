@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.embedded import EMBEDDED, embedded_folder
 from diskprefix.model.fingerprint import weights_digest
 from diskprefix.model.gguf import converted_folder, quiet_transformers
+from diskprefix.model.imports import without_tracer
 from diskprefix.model.kinds import ModelKind, require_served_kind
 from diskprefix.model.media import MediaProcessor
 from diskprefix.model.memory import ADVICE, available_bytes, explain_out_of_memory, require_memory, weights_bytes
@@ -304,7 +305,9 @@ def _override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> Non
 def _load_weights(
     folder: Path, config: PreTrainedConfig, kind: ModelKind, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    with _load_failures(folder):
+    # Other devices and quantised weights come with libraries of their own, which may compile.
+    is_plain = device.type == "cpu" and getattr(config, "quantization_config", None) is None
+    with _load_failures(folder), without_tracer() if is_plain else nullcontext():
         model, info = kind.loader.from_pretrained(
             folder,
             config=config,

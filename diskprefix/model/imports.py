@@ -1,0 +1,128 @@
+"""Imports transformers without the libraries that it imports for what is never used here.
+
+A model's class comes with `torch._dynamo`, `torch.distributed.tensor`, `torch.distributed.fsdp` and sympy: transformers
+imports them for compiled graphs, for several machines and for its own continuous batching. They take more time than all
+the rest. What stands in for them gives way: whoever needs more of a module than is known here gets the real one.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def _mark(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+    """A decorator that does nothing, with or without arguments."""
+    return function if callable(function) else _mark
+
+
+class _Symbol:
+    """sympy's class of symbols. While sympy is not imported, no object is one."""
+
+
+_MODELS, _TRACER, _SHAPES = "transformers.models", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"
+_MARKS = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _mark)
+"""Decorators that tell the tracer how to compile a function. What is not compiled does not need them."""
+_CONDITIONS = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true")
+_NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(_CONDITIONS, bool),
+    "has_guarding_hint": lambda _number: True,
+    "guarding_hint_or_throw": lambda number: number,
+    "is_nested_int": lambda _number: False,
+    "sym_and": lambda *conditions: all(conditions),
+    "sym_or": lambda *conditions: any(conditions),
+    "sym_eq": operator.eq,
+}
+"""What torch asks of sizes that may be symbols, where all are numbers."""
+_SYMBOLS = {"Basic": _Symbol}
+
+
+def import_transformers() -> None:
+    """Imports torch, transformers and what all its decoders need. Does nothing where transformers is imported.
+
+    In this process transformers then works as with a torch that was built without its package for several machines.
+    """
+    if "transformers" in sys.modules:
+        return
+    with without_collections(), _without_distributed(), without_tracer():
+        import transformers
+
+        # The real package reads all its files for a list of classes that transformers has read already.
+        sys.modules.setdefault(_MODELS, _StandIn(_MODELS, file=transformers.__file__))
+        importlib.import_module("transformers.models.auto.modeling_auto")
+        importlib.import_module("transformers.modeling_layers")
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """A context for imports. What they make stays, and to look through it for garbage takes a fifth of their time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def without_tracer() -> Iterator[None]:
+    """A context for code of torch and transformers that compiles nothing. It does not import the tracer and sympy then.
+
+    Besides imports, this is a model that is made without memory for its weights: torch computes shapes in Python.
+    """
+    import torch
+
+    stand_ins = [
+        _StandIn(_TRACER, _MARKS, file=torch.__file__),
+        _StandIn(_SHAPES, _NUMBERS),
+        _StandIn("sympy", _SYMBOLS),
+    ]
+    for stand_in in stand_ins:
+        sys.modules.setdefault(stand_in.__name__, stand_in)
+    try:
+        yield
+    finally:
+        for stand_in in stand_ins:
+            if sys.modules.get(stand_in.__name__) is stand_in:
+                del sys.modules[stand_in.__name__]
+
+
+class _StandIn(ModuleType):
+    """A package of which only `known` and submodules are used. At any other attribute the real one takes its place."""
+
+    def __init__(self, name: str, known: dict[str, Any] | None = None, *, file: str | None = None) -> None:
+        """`file` is the `__init__.py` of the package above, for a package whose submodules are imported."""
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+        self.__path__ = [os.path.join(os.path.dirname(file), name.rpartition(".")[2])] if file else []
+        self.__dict__.update(known or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+@contextmanager
+def _without_distributed() -> Iterator[None]:
+    """A context in which torch says that it was built without `torch.distributed`. transformers asks once."""
+    import torch.distributed
+
+    is_available = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.distributed.is_available = is_available
