@@ -6,10 +6,9 @@ import asyncio
 import time
 import uuid
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,14 +22,14 @@ from diskprefix.engine.request import DoneEvent, GenerateRequest
 from diskprefix.prompt import Prompt
 from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.errors import ErrorBody
+from diskprefix.server.described import described
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import log_context
 from diskprefix.server.protocols.anthropic_messages import Messages
 from diskprefix.server.protocols.anthropic_replies import AnthropicErrorBody, AnthropicEvent, AnthropicMessage
 from diskprefix.server.protocols.constraint import constraint_of
 from diskprefix.server.protocols.dialect import Arrival, Asked, Dialect, Head
-from diskprefix.server.protocols.fields import RequestBody
+from diskprefix.server.protocols.fields import CacheFields, RequestBody
 from diskprefix.server.protocols.openai_chat import Chat
 from diskprefix.server.protocols.openai_completions import Completions
 from diskprefix.server.protocols.openai_replies import ChatCompletion, ChatCompletionChunk, Completion
@@ -44,35 +43,6 @@ from diskprefix.server.streaming import EventStream, PatientResponse
 B = TypeVar("B", bound=RequestBody)
 
 router = APIRouter(tags=["completions"])
-
-_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
-
-
-def described(
-    body: type[BaseModel],
-    whole: type[BaseModel],
-    chunk: type[BaseModel] | None = None,
-    error: type[BaseModel] = ErrorBody,
-) -> dict[str, Any]:
-    """Returns the OpenAPI description of a route. FastAPI cannot see the body: `read_json` reads it."""
-    answer: dict[str, Any] = {"model": whole}
-    if chunk is not None:
-        schema = {"$ref": f"#/components/schemas/{chunk.__name__}"}
-        answer["description"] = "The reply; with `stream: true` server-sent events."
-        answer["content"] = {"text/event-stream": {"schema": schema}}
-    return {
-        "response_model": None,
-        "responses": {
-            200: answer,
-            **{status: {"model": error} for status in _ERRORS},
-        },
-        "openapi_extra": {
-            "requestBody": {
-                "required": True,
-                "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}},
-            }
-        },
-    }
 
 
 @router.post(
@@ -121,9 +91,7 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     with daemon.arriving(context.caller.tenant) as serving:
         body = await read_json(request, dialect.body, daemon.settings.max_body_bytes)
         serving.require_model(body.model)
-        cache = cache_options(
-            body, scope=serving.scope, caller=context.caller.tenant, reuse_generated=daemon.settings.reuse_generated
-        )
+        cache = cache_options_of(body, request)
         asked = await dialect.read(body, Arrival(serving=serving, tenant=cache.tenant))
         replayed = await prompt_of(asked.prompt, daemon, serving, cache)
         reader, generate = await asyncio.to_thread(_request, serving, asked, replayed, cache, dialect)
@@ -150,6 +118,17 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     if stream:
         return EventStream(generation, reader, writer)
     return PatientResponse(generation, reader, writer)
+
+
+def cache_options_of(body: CacheFields, request: Request) -> CacheOptions:
+    """Returns what a request asks of the cache. Raises as `cache_options`, and `NotReady`."""
+    daemon: Daemon = request.app.state.daemon
+    return cache_options(
+        body,
+        scope=daemon.require_serving().scope,
+        caller=log_context(request).caller.tenant,
+        reuse_generated=daemon.settings.reuse_generated,
+    )
 
 
 async def prompt_of(

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from diskprefix.server import answer, counting, models, responses, status, tokenizing
@@ -16,16 +15,9 @@ from diskprefix.server.access_log import AccessLog
 from diskprefix.server.auth import OPEN_PATHS, Auth
 from diskprefix.server.browser_guard import BrowserGuard
 from diskprefix.server.daemon import Daemon, EngineLoader
+from diskprefix.server.described import OUTSIDE_FASTAPI
 from diskprefix.server.errors import HANDLERS
 from diskprefix.server.keys import ApiKeys
-from diskprefix.server.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
-from diskprefix.server.protocols.anthropic_replies import AnthropicEvent
-from diskprefix.server.protocols.openai_chat import ChatRequest
-from diskprefix.server.protocols.openai_completions import CompletionRequest
-from diskprefix.server.protocols.openai_replies import ChatCompletionChunk
-from diskprefix.server.protocols.responses.body import ResponseRequest
-from diskprefix.server.protocols.responses.replies import ResponseStreamEvent
-from diskprefix.server.tokenizing import DetokenizeRequest, TokenizeRequest
 from diskprefix.settings import Settings
 from diskprefix.version import __version__
 
@@ -33,20 +25,6 @@ _DESCRIPTION = """An OpenAI-compatible server for one local model that keeps the
 prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart of the daemon.
 
 Every response says what the cache did (`prefix_cache`) and where the time went (`timings`)."""
-
-_OUTSIDE_FASTAPI: tuple[type[BaseModel], ...] = (
-    ChatRequest,
-    CompletionRequest,
-    MessagesRequest,
-    CountTokensRequest,
-    ChatCompletionChunk,
-    ResponseRequest,
-    ResponseStreamEvent,
-    AnthropicEvent,
-    TokenizeRequest,
-    DetokenizeRequest,
-)
-"""Models that FastAPI does not see: bodies are read by `read_json`, and chunks are events of a stream."""
 
 
 def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | None = None) -> FastAPI:
@@ -83,8 +61,8 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.add_middleware(BrowserGuard, host=settings.host)
     app.add_middleware(AccessLog, metrics=daemon.metrics)
     app.include_router(answer.router)
-    app.include_router(responses.router)
     app.include_router(counting.router)
+    app.include_router(responses.router)
     app.include_router(models.router)
     app.include_router(tokenizing.router)
     app.include_router(status.router)
@@ -100,8 +78,9 @@ def _complete_openapi(app: FastAPI, *, with_keys: bool) -> None:
         if app.openapi_schema is not None:
             return app.openapi_schema
         schema = generate()
+        models = sorted(OUTSIDE_FASTAPI, key=lambda model: model.__name__)
         _, extra = models_json_schema(
-            [(model, "validation") for model in _OUTSIDE_FASTAPI], ref_template="#/components/schemas/{model}"
+            [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
         )
         schema["components"]["schemas"] = extra["$defs"] | schema["components"]["schemas"]
         _without_422(schema)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from fastapi.exceptions import HTTPException
@@ -95,15 +96,17 @@ def _require_finite(text: str) -> None:
     pydantic refuses it where a number is expected, but not inside objects of any content, such as schemas.
     """
     if _MAYBE_INFINITE.search(text):
-        json.loads(text, parse_constant=_not_a_number, parse_float=_not_a_number_if_infinite)
+        for param in _infinite(json.loads(text), ()):
+            raise InvalidRequest(f"{param}: must be a finite number", param=param)
 
 
-def _not_a_number(text: str) -> float:
-    raise InvalidRequest(f"the body is not valid JSON: {shown(text, _SHOWN_CHARS)} is no number", code="invalid_json")
-
-
-def _not_a_number_if_infinite(text: str) -> float:
-    return number if math.isfinite(number := float(text)) else _not_a_number(text)
+def _infinite(value: object, path: tuple[object, ...]) -> Iterator[str]:
+    """Yields the paths of numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield shown(".".join(map(str, path)))
+    elif isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _infinite(part, (*path, key))
 
 
 def _invalid_request(error: ValidationError) -> InvalidRequest:

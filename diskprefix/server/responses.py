@@ -1,4 +1,4 @@
-"""The routes of responses but the one that generates, which is in `answer.py`: stored responses, and counting."""
+"""The routes of stored responses."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from diskprefix.errors import InvalidRequest
-from diskprefix.server.answer import described, prompt_of
-from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.log_context import log_context
-from diskprefix.server.protocols.dialect import Arrival, Json
+from diskprefix.server.protocols.dialect import Json
 from diskprefix.server.protocols.fields import MAX_SALT_CHARS
-from diskprefix.server.protocols.params import cache_options
-from diskprefix.server.protocols.responses.body import ResponseRequest
-from diskprefix.server.protocols.responses.dialect import Responses
 from diskprefix.server.protocols.responses.replies import ModelResponse
 from diskprefix.server.protocols.responses.stored import ResponseStore
 
@@ -49,30 +43,6 @@ class ItemList(BaseModel):
     first_id: str | None = Field(description="Of this page; null if it is empty.")
     last_id: str | None
     has_more: bool
-
-
-class InputTokens(BaseModel):
-    """The length of a prompt."""
-
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-    input_tokens: int
-
-
-@router.post(
-    "/input_tokens", summary="Count the tokens of a response's input", **described(ResponseRequest, InputTokens)
-)
-async def count_input_tokens(request: Request) -> JSONResponse:
-    """Tell how many tokens the prompt has that `POST /v1/responses` makes of the same body. Nothing is computed."""
-    daemon: Daemon = request.app.state.daemon
-    caller = log_context(request).caller.tenant
-    with daemon.arriving(caller) as serving:
-        body = await read_json(request, ResponseRequest, daemon.settings.max_body_bytes)
-        serving.require_model(body.model)
-        # What is remembered of earlier replies is part of the prompt, so this asks the cache as the request will.
-        cache = cache_options(body, scope=serving.scope, caller=caller, reuse_generated=daemon.settings.reuse_generated)
-        conversation = await Responses().conversation(body, Arrival(serving=serving, tenant=cache.tenant))
-        replayed = await prompt_of(conversation, daemon, serving, cache)
-    return JSONResponse(InputTokens(input_tokens=len(replayed.prompt.token_ids)).model_dump())
 
 
 def _store(request: Request, salt: str | None) -> ResponseStore:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.errors import ErrorBody
+from diskprefix.server.described import described
 from diskprefix.server.log_context import log_context
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.server.protocols.strict import Body
@@ -60,15 +60,6 @@ class TemplateReply(BaseModel):
     prompt: str
 
 
-def _described(body: type[Body], reply: type[BaseModel]) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
-    return {
-        "response_model": None,
-        "responses": {200: {"model": reply}, 400: {"model": ErrorBody}, 503: {"model": ErrorBody}},
-        "openapi_extra": {"requestBody": {"required": True, "content": content}},
-    }
-
-
 async def _answer(request: Request, body: type[B], work: Callable[[PromptRenderer, B], dict[str, Any]]) -> Response:
     """Reads the body, and does the work in a thread, within the bounds of the queue."""
     daemon: Daemon = request.app.state.daemon
@@ -77,7 +68,7 @@ async def _answer(request: Request, body: type[B], work: Callable[[PromptRendere
         return JSONResponse(await daemon.prepare(lambda: work(serving.renderer, read), has_media=False))
 
 
-@router.post("/tokenize", summary="Text to tokens", **_described(TokenizeRequest, TokenizeReply))
+@router.post("/tokenize", summary="Text to tokens", **described(TokenizeRequest, TokenizeReply))
 async def tokenize(request: Request) -> Response:
     """The tokens of a text."""
 
@@ -90,7 +81,7 @@ async def tokenize(request: Request) -> Response:
     return await _answer(request, TokenizeRequest, work)
 
 
-@router.post("/detokenize", summary="Tokens to text", **_described(DetokenizeRequest, DetokenizeReply))
+@router.post("/detokenize", summary="Tokens to text", **described(DetokenizeRequest, DetokenizeReply))
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
     return await _answer(
@@ -98,7 +89,7 @@ async def detokenize(request: Request) -> Response:
     )
 
 
-@router.post("/apply-template", summary="Conversation to prompt", **_described(ChatRequest, TemplateReply))
+@router.post("/apply-template", summary="Conversation to prompt", **described(ChatRequest, TemplateReply))
 async def apply_template(request: Request) -> Response:
     """The prompt of a conversation as a text, without images and sounds. Nothing is computed."""
     return await _answer(request, ChatRequest, lambda renderer, body: {"prompt": renderer.text_of(body.conversation)})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -13,11 +11,9 @@ from pydantic_core import PydanticCustomError
 from diskprefix.chat.messages import CacheMark, JsonObject
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
-from diskprefix.server.protocols.dialect import ToolChoice
+from diskprefix.server.protocols.dialect import ToolChoice, note_left_out
 from diskprefix.server.protocols.fields import Markable
 from diskprefix.server.protocols.strict import REFUSED, Body
-
-log = logging.getLogger("diskprefix")
 
 _RUN_BY_ANTHROPIC = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
 """How the types of tools begin that Anthropic's servers run themselves."""
@@ -63,6 +59,7 @@ def served_tools(tools: Sequence[CustomTool | OtherTool]) -> list[tuple[int, Cus
     `InvalidRequest` if there are no others, and for other tools that Anthropic defines, whose arguments are not known.
     """
     served = [(index, tool) for index, tool in enumerate(tools) if isinstance(tool, CustomTool)]
+    skipped = set()
     for index, tool in enumerate(tools):
         if not isinstance(tool, OtherTool):
             continue
@@ -73,13 +70,9 @@ def served_tools(tools: Sequence[CustomTool | OtherTool]) -> list[tuple[int, Cus
         if not served:
             message = f"{path}: {kind!r} is run by Anthropic's servers, and no other tool is offered"
             raise InvalidRequest(message, param=path)
-        _note_skipped(kind)
+        skipped.add(kind)
+    note_left_out(frozenset(skipped), "Anthropic's servers")
     return served
-
-
-@lru_cache(maxsize=64)
-def _note_skipped(kind: str) -> None:
-    log.warning("tools of type %s are left out: Anthropic's servers run them; this is logged once", kind)
 
 
 def marks_of(tools: Sequence[tuple[int, CustomTool]]) -> Iterator[tuple[int, CacheMark]]:

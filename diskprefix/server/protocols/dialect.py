@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from diskprefix.chat.messages import Conversation, JsonObject
@@ -21,6 +23,8 @@ from diskprefix.tenant import Tenant
 
 if TYPE_CHECKING:
     from diskprefix.server.serving import Serving
+
+log = logging.getLogger("diskprefix")
 
 Json: TypeAlias = dict[str, Any]
 B = TypeVar("B", bound=RequestBody)
@@ -54,6 +58,33 @@ class ToolChoice:
             )
         if self.mode == "required" and not self.allowed(tools):
             raise InvalidRequest(f"{self.path}: asks for a tool call, but no tool is offered", param=self.path)
+
+
+@lru_cache(maxsize=64)
+def note_left_out(kinds: frozenset[str], whose: str) -> None:
+    """Says in the log that tools of these types are left out. It says so once: agents send them in every request."""
+    if kinds:
+        log.info("[server] tools of these types are left out, %s run them: %s", whose, ", ".join(sorted(kinds)))
+
+
+class NamesTools(Protocol):
+    """A tool choice that is an object."""
+
+    def neutral(self, *, many: bool) -> ToolChoice:
+        """Returns what it says. Without `many`, a reply has one call at most."""
+
+
+def openai_choice(
+    asked: Literal["auto", "none", "required"] | NamesTools | None,
+    *,
+    parallel: bool | None,
+    tools: Sequence[JsonObject],
+) -> ToolChoice:
+    """Returns what OpenAI's `tool_choice` and `parallel_tool_calls` say. Raises `InvalidRequest` as `check` does."""
+    many = parallel is not False
+    choice = ToolChoice(asked or "auto", many=many) if isinstance(asked, str | None) else asked.neutral(many=many)
+    choice.check(tools)
+    return choice
 
 
 @dataclass(frozen=True, kw_only=True)

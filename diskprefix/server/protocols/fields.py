@@ -72,6 +72,11 @@ MAX_CACHE_KEY_CHARS = 512
 
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
+Effort: TypeAlias = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+    Field(description="Told to chat templates that know it; `none` also turns thinking off."),
+]
+
 MIN_TTL_S, MAX_TTL_S = 1, 2**31 - 1
 """The longest time to live that the store can record."""
 

@@ -11,9 +11,9 @@ from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.output.events import ContentDelta, ReasoningDelta
 from diskprefix.engine.request import TokenLogprob
 from diskprefix.errors import InvalidRequest
-from diskprefix.server.protocols.dialect import Arrival, Asked, Head, Json, ToolChoice
-from diskprefix.server.protocols.fields import Count
-from diskprefix.server.protocols.openai_choice import ResponseFormat, ToolChoiceBody, ToolChoiceField
+from diskprefix.server.protocols.dialect import Arrival, Asked, Head, Json, ToolChoice, openai_choice
+from diskprefix.server.protocols.fields import Count, Effort
+from diskprefix.server.protocols.openai_choice import ResponseFormat, ToolChoiceField
 from diskprefix.server.protocols.openai_fields import OpenAIBody
 from diskprefix.server.protocols.openai_messages import MessageBody, ToolAsSent, marks_of, without_marks
 from diskprefix.server.protocols.openai_stream import OpenAIWriter
@@ -38,9 +38,7 @@ class ChatRequest(OpenAIBody):
     )
     parallel_tool_calls: bool | None = Field(default=None, description="`false`: at most one call in a reply.")
     response_format: ResponseFormat | None = Field(default=None, description="JSON, or JSON of a schema.")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="Told to chat templates that know it; `none` also turns thinking off."
-    )
+    reasoning_effort: Effort = None
     chat_template_kwargs: JsonObject | None = Field(default=None, description="Variables for the chat template.")
     add_generation_prompt: bool | None = Field(
         default=None, description="`false`: the prompt does not end with the start of a reply."
@@ -85,13 +83,8 @@ class ChatRequest(OpenAIBody):
     @property
     def choice(self) -> ToolChoice:
         """Raises `InvalidRequest` for a tool that is not offered."""
-        many = self.parallel_tool_calls is not False
-        if isinstance(self.tool_choice, ToolChoiceBody):
-            choice = self.tool_choice.neutral(many=many)
-        else:
-            choice = ToolChoice(self.tool_choice or "auto", many=many)
-        choice.check(cast("list[JsonObject]", self.tools or []))
-        return choice
+        tools = cast("list[JsonObject]", self.tools or [])
+        return openai_choice(self.tool_choice, parallel=self.parallel_tool_calls, tools=tools)
 
     @property
     def text_format(self) -> TextFormat | None:

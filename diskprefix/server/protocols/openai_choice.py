@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, Tag, model_validator
@@ -82,8 +81,5 @@ class ResponseFormat(Body):
 
     @property
     def text_format(self) -> TextFormat | None:
-        if self.type == "json_object":
-            return TextFormat("json_object", "", "response_format")
-        if self.type == "json_schema" and self.json_schema is not None:
-            return TextFormat("json_schema", json.dumps(self.json_schema.schema_), "response_format.json_schema.schema")
-        return None
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        return TextFormat.of_json(self.type, schema, "response_format", ".json_schema.schema")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from diskprefix.chat.messages import (
     AudioPart,
@@ -20,7 +20,7 @@ from diskprefix.chat.messages import (
     ToolCall,
 )
 from diskprefix.server.protocols.fields import CacheControl, Markable, Unmarkable
-from diskprefix.server.protocols.strict import Body, TextOrObject, by_json_type
+from diskprefix.server.protocols.strict import AS_SENT, Body, TextOrObject, by_json_type
 
 
 class TextPartBody(Markable):
@@ -174,11 +174,6 @@ class Tool(Markable, extra="allow"):
     function: ToolFunction
 
 
-def _as_sent(value: JsonObject, check: ValidatorFunctionWrapHandler) -> JsonObject:
-    check(value)
-    return value
-
-
 def without_marks(tool: JsonObject) -> JsonObject:
     """Returns `tool` without marks. Marks are not part of the prompt, and must not change it."""
     unmarked = {name: value for name, value in tool.items() if name != "cache_control"}
@@ -186,9 +181,7 @@ def without_marks(tool: JsonObject) -> JsonObject:
     return unmarked | {"function": function}
 
 
-ToolAsSent: TypeAlias = Annotated[Tool, WrapValidator(_as_sent)]
-"""A tool that is checked as a `Tool` but kept as the client's dict, because the order of its keys is part of the
-prompt."""
+ToolAsSent: TypeAlias = Annotated[Tool, AS_SENT]
 
 
 def marks_of(tools: list[JsonObject]) -> Iterator[tuple[int, CacheMark]]:

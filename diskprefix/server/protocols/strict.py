@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidatorFunctionWrapHandler, WrapValidator
 
 from diskprefix.chat.messages import JsonObject
 
@@ -16,6 +16,15 @@ class Body(BaseModel):
     """A JSON object that is read strictly: "5" is not taken for 5, nor true for 1, and NaN is refused."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+def _as_sent(value: JsonObject, check: ValidatorFunctionWrapHandler) -> JsonObject:
+    check(value)
+    return value
+
+
+AS_SENT = WrapValidator(_as_sent)
+"""Has an object checked, but kept as the client's dict, because the order of its keys is part of the prompt."""
 
 
 def by_json_type(expected: str) -> Discriminator:

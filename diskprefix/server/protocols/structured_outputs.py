@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from diskprefix.chat.messages import JsonObject
 from diskprefix.server.protocols.strict import REFUSED, Body, TextOrObject
 
 NonEmpty: TypeAlias = Annotated[str, Field(min_length=1)]
@@ -24,6 +25,16 @@ class TextFormat:
     kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
     source: str
     path: str
+
+    @classmethod
+    def of_json(
+        cls, kind: Literal["text", "json_object", "json_schema"], schema: JsonObject | None, path: str, of_schema: str
+    ) -> TextFormat | None:
+        """Returns what OpenAI's formats ask for, at `path`; None for any text. `of_schema` is where a schema stands
+        below it."""
+        if kind == "json_schema":
+            return cls(kind, json.dumps(schema), path + of_schema)
+        return cls(kind, "", path) if kind == "json_object" else None
 
 
 class StructuredOutputs(Body):

@@ -11,9 +11,8 @@ import pytest
 from diskprefix.chat.messages import CacheMark, Conversation, ImagePart, Message, TextPart, ToolCall
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.body import parse_json
-from diskprefix.server.protocols import anthropic_tools
 from diskprefix.server.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
-from diskprefix.server.protocols.dialect import ToolChoice
+from diskprefix.server.protocols.dialect import ToolChoice, note_left_out
 from diskprefix.server.protocols.structured_outputs import TextFormat
 
 USER = {"role": "user", "content": "hello"}
@@ -196,14 +195,14 @@ def test_tools_have_the_form_that_templates_expect() -> None:
 
 
 def test_tools_that_anthropic_runs_are_left_out_beside_others(caplog: pytest.LogCaptureFixture) -> None:
-    anthropic_tools._note_skipped.cache_clear()
-    with caplog.at_level(logging.WARNING, "diskprefix"):
+    note_left_out.cache_clear()
+    with caplog.at_level(logging.INFO, "diskprefix"):
         for _ in range(2):
             found = conversation(USER, tools=[SEARCH, *TOOLS])
     assert [tool["function"]["name"] for tool in found.tools or ()] == ["read", "write"]
     assert found.tool_paths == ["tools.1.input_schema", "tools.2.input_schema"]
     assert [record.getMessage() for record in caplog.records] == [
-        "tools of type web_search_20250305 are left out: Anthropic's servers run them; this is logged once"
+        "[server] tools of these types are left out, Anthropic's servers run them: web_search_20250305"
     ]
 
 

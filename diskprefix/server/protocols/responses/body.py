@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from typing import Annotated, Literal, TypeAlias, cast
 
@@ -10,8 +9,8 @@ from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.server.protocols.dialect import Json, ToolChoice
-from diskprefix.server.protocols.fields import Count, RequestBody, Unmarkable
+from diskprefix.server.protocols.dialect import Json, ToolChoice, openai_choice
+from diskprefix.server.protocols.fields import Count, Effort, RequestBody, Unmarkable
 from diskprefix.server.protocols.responses.items import Input
 from diskprefix.server.protocols.responses.tools import ToolAsSent, ToolChoiceBody, ToolChoiceField, Tools
 from diskprefix.server.protocols.strict import REFUSED, Body
@@ -40,11 +39,7 @@ class FormatBody(Body):
 
     @property
     def text_format(self) -> TextFormat | None:
-        if self.type == "json_object":
-            return TextFormat("json_object", "", "text.format")
-        if self.type == "json_schema":
-            return TextFormat("json_schema", json.dumps(self.schema_), "text.format.schema")
-        return None
+        return TextFormat.of_json(self.type, self.schema_, "text.format", ".schema")
 
 
 class TextBody(Body):
@@ -57,9 +52,7 @@ class TextBody(Body):
 class ReasoningBody(Body):
     """How much the model thinks, and how this is shown."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="Told to chat templates that know it; `none` also turns thinking off."
-    )
+    effort: Effort = None
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         default=None, description="With any value, the whole reasoning is the `summary` of its item, not the `content`."
     )
@@ -119,13 +112,8 @@ class ResponseRequest(RequestBody, Unmarkable):
     @property
     def choice(self) -> ToolChoice:
         """Raises `InvalidRequest` for a function that is not offered."""
-        many = self.parallel_tool_calls is not False
-        if isinstance(self.tool_choice, ToolChoiceBody):
-            choice = self.tool_choice.neutral(many=many)
-        else:
-            choice = ToolChoice(self.tool_choice or "auto", many=many)
-        choice.check(self.offered.functions)
-        return choice
+        tools = self.offered.functions
+        return openai_choice(self.tool_choice, parallel=self.parallel_tool_calls, tools=tools)
 
     @property
     def text_format(self) -> TextFormat | None:

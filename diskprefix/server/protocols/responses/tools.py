@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, Tag, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from diskprefix.chat.messages import CacheMark, JsonObject
 from diskprefix.printable import shown
-from diskprefix.server.protocols.dialect import ToolChoice
+from diskprefix.server.protocols.dialect import ToolChoice, note_left_out
 from diskprefix.server.protocols.fields import CacheControl, Markable
-from diskprefix.server.protocols.strict import REFUSED, Body, by_json_type
-
-log = logging.getLogger("diskprefix")
-
-_noted: set[frozenset[str]] = set()
-"""What was said about tools that are skipped: agents send the same ones in every request."""
+from diskprefix.server.protocols.strict import AS_SENT, REFUSED, Body, by_json_type, by_type
 
 
 class FunctionTool(Markable):
@@ -37,25 +31,13 @@ class OtherTool(Body):
     type: str = Field(min_length=1)
 
 
-def _as_sent(value: JsonObject, check: ValidatorFunctionWrapHandler) -> JsonObject:
-    check(value)
-    return value
-
-
-def _kind_of_tool(value: object) -> str | None:
-    if not isinstance(value, dict):
-        return None
-    return "~function" if value.get("type") == "function" else "~other"
-
-
 ToolAsSent: TypeAlias = Annotated[
     Annotated[
         Annotated[FunctionTool, Tag("~function")] | Annotated[OtherTool, Tag("~other")],
-        Discriminator(_kind_of_tool, custom_error_type="type", custom_error_message="Input should be an object"),
+        by_type("function", expected="an object", other="~other"),
     ],
-    WrapValidator(_as_sent),
+    AS_SENT,
 ]
-"""A tool that is checked but kept as the client's dict, because the order of its keys is part of the prompt."""
 
 
 class Tools:
@@ -76,19 +58,13 @@ class Tools:
                 self.marks.append((len(self.functions), mark))
             self.functions.append({"type": "function", "function": _function(tool)})
             self.paths.append(f"tools.{index}.parameters")
-        _note_skipped(frozenset(skipped))
+        note_left_out(frozenset(skipped), "OpenAI's servers")
 
 
 def _function(tool: JsonObject) -> JsonObject:
     """`strict` is left out: it says nothing to a model."""
     kept = ("name", "description", "parameters")
     return {name: value for name, value in tool.items() if name in kept and value is not None}
-
-
-def _note_skipped(kinds: frozenset[str]) -> None:
-    if kinds and kinds not in _noted and len(_noted) < 100:
-        _noted.add(kinds)
-        log.info("[server] tools of these types are skipped, only functions are served: %s", ", ".join(sorted(kinds)))
 
 
 class ChosenFunction(Body):

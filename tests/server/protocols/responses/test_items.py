@@ -22,8 +22,7 @@ from diskprefix.chat.messages import (
 )
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.body import parse_json
-from diskprefix.server.protocols.dialect import ToolChoice
-from diskprefix.server.protocols.responses import tools as tools_module
+from diskprefix.server.protocols.dialect import ToolChoice, note_left_out
 from diskprefix.server.protocols.responses.body import ResponseRequest
 from diskprefix.server.protocols.responses.items import ReferenceItem, SpokenItem, messages_of, stored_form
 from diskprefix.server.protocols.structured_outputs import TextFormat
@@ -167,16 +166,14 @@ def test_functions_become_tools_of_the_chat_api_in_the_order_of_their_keys() -> 
     assert offered.marks == [(1, CacheMark())]
 
 
-def test_tools_that_openai_would_run_are_skipped_with_one_note(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tools_module, "_noted", set())
+def test_tools_that_openai_would_run_are_skipped_with_one_note(caplog: pytest.LogCaptureFixture) -> None:
+    note_left_out.cache_clear()
     sent = [{"type": "namespace", "name": "n", "tools": [READ]}, READ, {"type": "web_search"}, {"type": "web_search"}]
     with caplog.at_level(logging.INFO, logger="diskprefix"):
         for _ in range(3):
             assert len(body(tools=sent).offered.functions) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "[server] tools of these types are skipped, only functions are served: namespace, web_search"
+        "[server] tools of these types are left out, OpenAI's servers run them: namespace, web_search"
     ]
 
 
