@@ -20,7 +20,8 @@ namespace {
 constexpr int64_t TILE = 256;
 constexpr int64_t KEYS = 32;             // the keys of a tile that are computed are a multiple of it
 constexpr int64_t BLOCK = 32;            // rows of a product
-constexpr int64_t CHUNK = 4 * BLOCK;     // rows for which keys and values are packed once
+constexpr int64_t LEAST_CHUNK = 64;      // keys and values are packed once for a chunk of rows
+constexpr int64_t MOST_CHUNK = 512;
 constexpr int64_t STRIDE = TILE + 16;    // of scores and weights, not a power of two
 constexpr int64_t ALONE = 8;             // with fewer tiles than this in all, one thread is faster
 constexpr float NOTHING = -1e30f;        // the maximum of no scores: finite, as infinities have no difference
@@ -61,20 +62,34 @@ class Memory {
   int64_t size_ = 0, used_ = 0;
 };
 
-// What is known of a row: the largest score × log2(e), the sum of weights, and the weighted sum of values.
+// What is known of rows: the largest score × log2(e), the sum of weights, and the weighted sums of values. There is room
+// for a multiple of 16 rows.
 struct State {
   float *high, *sum, *taken;
   int64_t columns;
 
-  void merge(int64_t row, float high_of_tile, float sum_of_tile, const float* taken_of_tile) const {
-    if (high_of_tile == NOTHING) return;
-    float* all_taken = taken + row * columns;
-    const float highest = high[row] > high_of_tile ? high[row] : high_of_tile;
-    const Floats kept = exp2(all(high[row] - highest)), added = exp2(all(high_of_tile - highest));
-    sum[row] = fma(all(sum_of_tile), added, all(sum[row]) * kept)[0];
+  State from(int64_t row) const { return {high + row, sum + row, taken + row * columns, columns}; }
+
+  void clear(int64_t num_rows) const {
+    for (int64_t row = 0; row < up_to(num_rows, 16); ++row) high[row] = NOTHING, sum[row] = 0.0f;
+    memset(taken, 0, num_rows * columns * sizeof(float));
+  }
+
+  // What a tile adds. If a row sees nothing of it, its state stays exactly as it is.
+  void merge(const State& tile, int64_t num_rows) const {
+    for (int64_t row = 0; row < num_rows; row += LANES) {
+      const Floats before = loaded<Floats>(high + row), other = loaded<Floats>(tile.high + row);
+      const Floats highest = larger(before, other), kept = exp2(before - highest), added = exp2(other - highest);
+      store(high + row, highest);
+      store(sum + row, fma(loaded<Floats>(tile.sum + row), added, loaded<Floats>(sum + row) * kept));
+      for (int64_t i = 0; i < least(LANES, num_rows - row); ++i)
+        merge_taken(tile.taken + (row + i) * columns, taken + (row + i) * columns, all(added[i]), all(kept[i]));
+    }
+  }
+
+  void merge_taken(const float* from, float* to, Floats added, Floats kept) const {
     for (int64_t i = 0; i < columns; i += LANES)
-      store(all_taken + i, fma(loaded<Floats>(taken_of_tile + i), added, loaded<Floats>(all_taken + i) * kept));
-    high[row] = highest;
+      store(to + i, fma(loaded<Floats>(from + i), added, loaded<Floats>(to + i) * kept));
   }
 };
 
@@ -82,7 +97,7 @@ struct State {
 // by token. `piece` tiles make a unit of work.
 struct Task {
   int64_t run, head, row, num_rows, first_tile, num_tiles, piece, first_unit, num_units;
-  float* of_tiles;  // what each tile gave, if there are several units
+  float* of_tiles;  // what each tile gives, if there are several units
   std::atomic<int64_t> open_units;
 };
 
@@ -118,13 +133,15 @@ class Computation {
   const float scale_;
   Task* tasks_ = nullptr;
   int64_t num_tasks_ = 0, num_units_ = 0, total_tiles_ = 0;
+  int64_t chunk_ = LEAST_CHUNK;
   std::atomic<int64_t> next_{0};
   std::atomic<bool> failed_{false};
 
   struct Scratch {
-    Factor *queries, *keys, *values, *weights;
-    float *scores, *part;
-    State state;
+    Factor *queries, *keys, *values;
+    float* scores;  // and in the same rows the weights, as soon as a score is not needed any more
+    State state, tile;
+    int64_t* positions;
   };
 
   int64_t first_visible(int64_t position) const {
@@ -136,14 +153,20 @@ class Computation {
 
   // Tasks for all rows; those of few rows may be cut into several units of tiles.
   bool plan(Memory& memory) {
-    int64_t most_tasks = 0;
+    int64_t all_rows = 0, most_tasks = 0;
+    for (int64_t run = 0; run < call_.num_runs; ++run) all_rows += runs_[run].num_rows * call_.num_heads;
+    // Large chunks pack seldom, and three of them for each thread end at about the same time.
+    chunk_ = least(MOST_CHUNK, most(LEAST_CHUNK, up_to(all_rows / (3 * call_.num_threads), BLOCK)));
     for (int64_t run = 0; run < call_.num_runs; ++run)
-      most_tasks += (runs_[run].num_rows * group_ + CHUNK - 1) / CHUNK * call_.num_kv_heads;
+      most_tasks += (runs_[run].num_rows * group_ + LEAST_CHUNK - 1) / LEAST_CHUNK * call_.num_kv_heads;
     if (!memory.reserve(Memory::size_of<Task>(most_tasks))) return false;
     tasks_ = memory.take<Task>(most_tasks);
-    for (int64_t run = 0; run < call_.num_runs; ++run)
-      for (int64_t row = 0; row < runs_[run].num_rows * group_; row += CHUNK)
-        for (int64_t head = 0; head < call_.num_kv_heads; ++head) add_task(run, row, head);
+    for (int64_t run = 0; run < call_.num_runs; ++run) {
+      const int64_t rows = runs_[run].num_rows * group_, chunks = (rows + chunk_ - 1) / chunk_;
+      const int64_t even = up_to((rows + chunks - 1) / chunks, BLOCK);
+      for (int64_t row = 0; row < rows; row += even)
+        for (int64_t head = 0; head < call_.num_kv_heads; ++head) add_task(run, row, least(even, rows - row), head);
+    }
     const int64_t fair = most(1, total_tiles_ / (4 * call_.num_threads));
     for (int64_t i = 0; i < num_tasks_; ++i) {
       Task& task = tasks_[i];
@@ -156,16 +179,21 @@ class Computation {
     return true;
   }
 
-  void add_task(int64_t run, int64_t row, int64_t head) {
+  void add_task(int64_t run, int64_t row, int64_t num_rows, int64_t head) {
     Task& task = *new (&tasks_[num_tasks_++]) Task();
-    task.run = run, task.head = head, task.row = row;
-    task.num_rows = least(CHUNK, runs_[run].num_rows * group_ - row);
+    task.run = run, task.head = head, task.row = row, task.num_rows = num_rows;
     task.first_tile = first_visible(position_of(task, 0)) / TILE;
     task.num_tiles = position_of(task, task.num_rows - 1) / TILE + 1 - task.first_tile;
     total_tiles_ += task.num_tiles;
   }
 
-  int64_t partial_size(const Task& task) const { return task.num_rows * (columns_ + 2); }
+  int64_t partial_size(const Task& task) const { return up_to(task.num_rows, 16) * (columns_ + 2); }
+
+  State partial(const Task& task, int64_t tile) const {
+    float* high = task.of_tiles + tile * partial_size(task);
+    float* sum = high + up_to(task.num_rows, 16);
+    return {high, sum, sum + up_to(task.num_rows, 16), columns_};
+  }
 
   bool give_partials(Memory& memory) {
     int64_t bytes = 64;
@@ -194,57 +222,54 @@ class Computation {
   }
 
   bool take_scratch(Memory& memory, Scratch& scratch) const {
-    const int64_t rows = CHUNK;
+    const int64_t rows = chunk_;
     const int64_t bytes = Memory::size_of<Factor>(rows * inner_) + Memory::size_of<Factor>(TILE * inner_) +
-                          Memory::size_of<Factor>(TILE * columns_) + Memory::size_of<Factor>(BLOCK * STRIDE) +
-                          Memory::size_of<float>(BLOCK * STRIDE) + Memory::size_of<float>(BLOCK * columns_) +
-                          2 * Memory::size_of<float>(rows) + Memory::size_of<float>(rows * columns_);
+                          Memory::size_of<Factor>(TILE * columns_) + Memory::size_of<float>(BLOCK * STRIDE) +
+                          2 * Memory::size_of<float>(BLOCK) + Memory::size_of<float>(BLOCK * columns_) +
+                          2 * Memory::size_of<float>(rows) + Memory::size_of<float>(rows * columns_) +
+                          Memory::size_of<int64_t>(rows);
     if (!memory.reserve(bytes)) return false;
     scratch.queries = memory.take<Factor>(rows * inner_);
     scratch.keys = memory.take<Factor>(TILE * inner_);
     scratch.values = memory.take<Factor>(TILE * columns_);
-    scratch.weights = memory.take<Factor>(BLOCK * STRIDE);
     scratch.scores = memory.take<float>(BLOCK * STRIDE);
-    scratch.part = memory.take<float>(BLOCK * columns_);
-    scratch.state = {memory.take<float>(rows), memory.take<float>(rows), memory.take<float>(rows * columns_), columns_};
+    scratch.tile = state_in(memory, BLOCK);
+    scratch.state = state_in(memory, rows);
+    scratch.positions = memory.take<int64_t>(rows);
     return true;
+  }
+
+  State state_in(Memory& memory, int64_t rows) const {
+    float *high = memory.take<float>(rows), *sum = memory.take<float>(rows);
+    return {high, sum, memory.take<float>(rows * columns_), columns_};
   }
 
   void compute(Task& task, int64_t unit, const Scratch& scratch) {
     {
       typename Product::Scope scope(task.num_rows);
-      pack_queries(task, scratch.queries);
+      pack_queries(task, scratch);
       const int64_t first = unit * task.piece, end = least(first + task.piece, task.num_tiles);
-      if (!task.of_tiles) begin(task, scratch.state);
+      if (!task.of_tiles) scratch.state.clear(task.num_rows);
       for (int64_t tile = first; tile < end; ++tile) attend_to(task, tile, scratch);
     }
     if (!task.of_tiles) return finish(task, scratch.state);
     if (task.open_units.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     // The others are done. Whoever is the last puts their results together, in the order of the tiles.
-    begin(task, scratch.state);
-    for (int64_t tile = 0; tile < task.num_tiles; ++tile) {
-      const float *high = task.of_tiles + tile * partial_size(task), *sum = high + task.num_rows;
-      const float* taken = sum + task.num_rows;
-      for (int64_t row = 0; row < task.num_rows; ++row)
-        scratch.state.merge(row, high[row], sum[row], taken + row * columns_);
-    }
+    scratch.state.clear(task.num_rows);
+    for (int64_t tile = 0; tile < task.num_tiles; ++tile) scratch.state.merge(partial(task, tile), task.num_rows);
     finish(task, scratch.state);
   }
 
-  void pack_queries(const Task& task, Factor* to) const {
+  void pack_queries(const Task& task, const Scratch& scratch) const {
     int64_t before = 0;
     for (int64_t run = 0; run < task.run; ++run) before += runs_[run].num_rows;
     for (int64_t row = 0; row < task.num_rows; ++row) {
       const int64_t token = (task.row + row) / group_, head = task.head * group_ + (task.row + row) % group_;
       const Stored* from =
           (const Stored*)call_.query + head * call_.query_head_stride + (before + token) * call_.query_row_stride;
-      Product::pack_row(from, call_.key_dim, inner_, to + row * inner_);
+      Product::pack_row(from, call_.key_dim, inner_, scratch.queries + row * inner_);
+      scratch.positions[row] = runs_[task.run].start + token;
     }
-  }
-
-  void begin(const Task& task, const State& state) const {
-    for (int64_t row = 0; row < task.num_rows; ++row) state.high[row] = NOTHING, state.sum[row] = 0.0f;
-    memset(state.taken, 0, task.num_rows * columns_ * sizeof(float));
   }
 
   // The tile has the number `tile` among those of the task.
@@ -257,56 +282,60 @@ class Computation {
     Product::pack_turned(keys, run.key_token_stride, present, num_keys, call_.key_dim, inner_, scratch.keys);
     Product::pack_plain(values, run.value_token_stride, present, num_keys, call_.value_dim, columns_, scratch.values);
     for (int64_t row = 0; row < task.num_rows; row += BLOCK) {
-      const int64_t num_rows = least(BLOCK, task.num_rows - row), end = position_of(task, row + num_rows - 1) + 1;
-      float* of_tile = task.of_tiles ? task.of_tiles + tile * partial_size(task) : nullptr;
+      const int64_t num_rows = least(BLOCK, task.num_rows - row), end = scratch.positions[row + num_rows - 1] + 1;
       const int64_t seen = up_to(least(present, end - start), KEYS);
-      if (seen > 0) attend_block(task, row, num_rows, start, seen, num_keys, of_tile, scratch);
+      if (seen <= 0) continue;
+      // Those of few rows, which may be cut into units, have one block.
+      const State found = task.of_tiles ? partial(task, tile) : scratch.tile;
+      attend_block(scratch, row, num_rows, start, seen, num_keys, found);
+      if (!task.of_tiles) scratch.state.from(row).merge(found, num_rows);
     }
   }
 
-  // `seen` of the `num_keys` packed keys are computed. The result goes to `of_tile`, or is merged if that is null.
-  void attend_block(const Task& task, int64_t row, int64_t num_rows, int64_t start, int64_t seen, int64_t num_keys,
-                    float* of_tile, const Scratch& scratch) const {
-    float high[BLOCK], sum[BLOCK];
+  // `seen` of the `num_keys` packed keys are computed.
+  void attend_block(const Scratch& scratch, int64_t row, int64_t num_rows, int64_t start, int64_t seen, int64_t num_keys,
+                    const State& found) const {
     Product::multiply(scratch.queries + row * inner_, inner_, scratch.keys, inner_, num_keys, scratch.scores, STRIDE,
                       num_rows, inner_, seen);
+    float tops[BLOCK];
     for (int64_t i = 0; i < num_rows; ++i) {
-      const int64_t position = position_of(task, row + i);
-      weigh(scratch.scores + i * STRIDE, scratch.weights + i * STRIDE, seen, first_visible(position) - start,
-            position + 1 - start, high[i], sum[i]);
+      const int64_t position = scratch.positions[row + i];
+      tops[i] = largest_score(scratch.scores + i * STRIDE, seen, first_visible(position) - start, position + 1 - start);
     }
-    float* part = of_tile ? of_tile + 2 * task.num_rows + row * columns_ : scratch.part;
-    // A product writes whole tiles of rows.
-    float* product = num_rows % Product::ROWS && num_rows > Product::ROWS ? scratch.part : part;
-    Product::multiply(scratch.weights, STRIDE, scratch.values, num_keys, columns_, product, columns_, num_rows, seen,
-                      columns_);
-    if (of_tile) {
-      if (product != part) memcpy(part, product, num_rows * columns_ * sizeof(float));
-      memcpy(of_tile + row, high, num_rows * sizeof(float));
-      memcpy(of_tile + task.num_rows + row, sum, num_rows * sizeof(float));
-    } else {
-      for (int64_t i = 0; i < num_rows; ++i) scratch.state.merge(row + i, high[i], sum[i], part + i * columns_);
+    for (int64_t i = 0; i < num_rows; ++i) {
+      found.high[i] = tops[i] * scale_ > NOTHING ? tops[i] * scale_ : NOTHING;
+      found.sum[i] = weigh(scratch.scores + i * STRIDE, seen, tops[i]);
     }
+    const int64_t stride = STRIDE * sizeof(float) / sizeof(Factor);
+    Product::multiply((const Factor*)scratch.scores, stride, scratch.values, num_keys, columns_, found.taken, columns_,
+                      num_rows, seen, columns_);
   }
 
-  // Turns a row of scores into weights. It sees the keys from `first` on up to `end`.
-  void weigh(float* scores, Factor* weights, int64_t count, int64_t first, int64_t end, float& high, float& sum) const {
+  // Of a row that sees the keys from `first` on up to `end`. Other scores are hidden.
+  float largest_score(float* scores, int64_t count, int64_t first, int64_t end) const {
     if (call_.softcap) cap(scores, count);
     if (first > 0 || end < count) hide(scores, count, first, end);
-    Floats highest = loaded<Floats>(scores);
-    for (int64_t i = LANES; i < count; i += LANES) highest = larger(highest, loaded<Floats>(scores + i));
-    const float top = largest_of(highest);
-    high = top * scale_ > NOTHING ? top * scale_ : NOTHING;
+    Floats highest[2] = {loaded<Floats>(scores), loaded<Floats>(scores + LANES)};
+    for (int64_t i = 2 * LANES; i < count; i += 2 * LANES) {
+      highest[0] = larger(highest[0], loaded<Floats>(scores + i));
+      highest[1] = larger(highest[1], loaded<Floats>(scores + i + LANES));
+    }
+    return largest_of(larger(highest[0], highest[1]));
+  }
+
+  // Turns a row of scores into weights in the same memory, and returns their sum.
+  float weigh(float* scores, int64_t count, float top) const {
+    Factor* weights = (Factor*)scores;
     // The difference first: that of the largest score is exactly 0, however large it is.
     const Floats scale = all(scale_), offset = all(top > HIDDEN ? top : 0.0f);
     Floats sums[2] = {};
     for (int64_t i = 0; i < count; i += 2 * LANES) {
       const Floats low = exp2((loaded<Floats>(scores + i) - offset) * scale);
-      const Floats next = exp2((loaded<Floats>(scores + i + LANES) - offset) * scale);
-      sums[0] += low, sums[1] += next;
-      Product::put_factors(weights + i, low, next);
+      const Floats high = exp2((loaded<Floats>(scores + i + LANES) - offset) * scale);
+      sums[0] += low, sums[1] += high;
+      Product::put_factors(weights + i, low, high);
     }
-    sum = sum_of(sums[0] + sums[1]);
+    return sum_of(sums[0] + sums[1]);
   }
 
   void cap(float* scores, int64_t count) const {

@@ -75,21 +75,28 @@ inline Ints lane_numbers() {
   return numbers;
 }
 
-// In a fixed order: halves of the vector are added up.
-inline float sum_of(Floats vector) {
-  float lanes[LANES];
-  store(lanes, vector);
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  return lanes[0];
+template <int BY, int... LANE>
+inline Floats rotated(Floats vector, std::integer_sequence<int, LANE...>) {
+  return __builtin_shufflevector(vector, vector, ((LANE + BY) % LANES)...);
 }
 
+// In a fixed order: halves of the vector are added up.
+template <int HALF = LANES / 2>
+inline float sum_of(Floats vector) {
+  const Floats sums = vector + rotated<HALF>(vector, std::make_integer_sequence<int, LANES>());
+  if constexpr (HALF > 1)
+    return sum_of<HALF / 2>(sums);
+  else
+    return sums[0];
+}
+
+template <int HALF = LANES / 2>
 inline float largest_of(Floats vector) {
-  float lanes[LANES];
-  store(lanes, vector);
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; ++lane) lanes[lane] = lanes[lane] > lanes[lane + half] ? lanes[lane] : lanes[lane + half];
-  return lanes[0];
+  const Floats found = larger(vector, rotated<HALF>(vector, std::make_integer_sequence<int, LANES>()));
+  if constexpr (HALF > 1)
+    return largest_of<HALF / 2>(found);
+  else
+    return found[0];
 }
 
 // 2^x for x up to 126, with an error of 2 units in the last place. Exactly 1 for 0, and 0 below -126.
