@@ -15,7 +15,7 @@ from diskprefix.native import library
 from diskprefix.native.attention import attention
 from diskprefix.native.library import Operators
 
-TOKENS = 610
+TOKENS = 530
 """More than two tiles of keys."""
 
 
@@ -129,6 +129,7 @@ NAMES = (
     *("groups of three", "groups of seven", "one group of many heads", "window", "chunks", "soft cap and sinks"),
     "values of another size, which fill no vector",
 )
+OF_ALL_VARIANTS = NAMES[::3]
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -145,6 +146,8 @@ def random_steps(seed: int) -> list[int]:
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_attention_with_the_same_bits_in_every_step(name: str, dtype: torch.dtype, operators: Operators) -> None:
+    if operators.variant != library.VARIANTS[0] and name not in OF_ALL_VARIANTS:
+        pytest.skip("the rest of it is the same code")
     layer, plain = layers(name, dtype)
     whole = layer.cut(operators, [TOKENS])
     assert (whole.double() - plain).abs().max() < ERRORS[dtype]
@@ -154,7 +157,7 @@ def test_it_is_attention_with_the_same_bits_in_every_step(name: str, dtype: torc
 
 def test_a_row_has_the_same_bits_beside_other_sequences(operators: Operators) -> None:
     one, other = (Layer.of(6, 2, 32, 32, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
-    runs = [(other, 40, 1), (one, 600, 1), (other, 255, 130), (one, 10, 33)]
+    runs = [(other, 40, 1), (one, 520, 1), (other, 255, 130), (one, 10, 33)]
     expected = torch.cat([layer.attended(operators, [run]) for run in runs for layer in run[:1]])
     assert bits(one.attended(operators, runs)) == bits(expected)
 
@@ -171,9 +174,9 @@ def test_the_number_of_threads_changes_no_bit(num_rows: int, operators: Operator
 
 def test_memory_may_begin_where_the_window_does(operators: Operators) -> None:
     layer = Layer.of(4, 2, 32, 32, dtype=torch.bfloat16, window=50)
-    expected = layer.attended(operators, [(layer, 600, 10)])
-    moved = [(600, 10, 512, layer.keys[:, 512:], layer.values[:, 512:])]
-    query, scale = layer.query[:, 600:610], 32**-0.5
+    expected = layer.attended(operators, [(layer, 520, 10)])
+    moved = [(520, 10, 256, layer.keys[:, 256:], layer.values[:, 256:])]
+    query, scale = layer.query[:, 520:530], 32**-0.5
     assert bits(attention(operators, query, moved, scale=scale, window=50)) == bits(expected)
 
 
