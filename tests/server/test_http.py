@@ -262,6 +262,8 @@ def test_openapi_is_complete(client: httpx.Client) -> None:
         operation = schema["paths"][path]["post"]
         assert {"200", "400", "404", "413", "415", "500", "503"} <= operation["responses"].keys()
         assert operation["requestBody"]["required"]
+    operations = [operation for methods in schema["paths"].values() for operation in methods.values()]
+    assert not any("422" in operation["responses"] for operation in operations), "a wrong query is a 400"
 
 
 def test_the_docs_load_nothing_from_elsewhere(client: httpx.Client) -> None:
