@@ -35,7 +35,8 @@ _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
 
 def _without_billing_header(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
     """For Claude Code: the system prompt begins with `x-anthropic-billing-header: cc_version=2.1.39.f2a;
-    cc_entrypoint=cli; cch=00c6e;`, whose last letters and digits are other ones in every request. Removes the line."""
+    cc_entrypoint=cli; cch=00c6e;`, whose last letters and digits are other ones in every request, or with every first
+    question. Removes the line."""
     first = conversation.messages[0]
     part = first.content[0] if _is_system(first) and first.content else None
     match = _BILLING.match(part.text) if isinstance(part, TextPart) else None
@@ -53,8 +54,9 @@ _CLOCK = re.compile(r"(?<![\d:.])([01]?\d|2[0-3])((?::[0-5]\d){1,2}(?:\.\d+)?)(?
 
 
 def _with_full_hours(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
-    """For clients that write the time into the system prompt (`Current time: 2026-11-21T05:04:35Z`). Minutes and
-    seconds become zeros in lines that speak of a time or a date, so the prompt is another one once an hour only."""
+    """For clients that write the time into the system prompt, as AnythingLLM does (`The current date and time is
+    Saturday, November 21, 2026 5:04 AM.`). Minutes and seconds become zeros in lines that speak of a time or a date, so
+    the prompt is another one once an hour only."""
     messages, paths = list(conversation.messages), []
     for index, message in enumerate(takewhile(_is_system, conversation.messages)):
         content = [_with_full_hours_in(part) if isinstance(part, TextPart) else part for part in message.content]

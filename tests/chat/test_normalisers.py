@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from diskprefix.errors import SettingsError
 from diskprefix.policy.breaks import find_break
 from diskprefix.policy.scope import Scope
 from diskprefix.prompt import Change, Prompt, Rewriting
+from diskprefix.server.protocols.anthropic_messages import CountTokensRequest
 from diskprefix.simulate.geometry import TOKEN
 from diskprefix.simulate.simulator import Policy, Simulator
 from diskprefix.simulate.trace import TraceRequest
+from diskprefix.tokens import common_prefix_length
 from tests.agent_bodies import TOOLS, asked, billing_header, said, shuffled, words
 from tests.server.chat_model import VOCAB_SIZE, write_tokenizer
 
@@ -74,6 +77,10 @@ def test_a_billing_header_elsewhere_stays(conversation: Conversation) -> None:
         ("Today's date is Sat Nov 21 2026 5:04 PM", "Today's date is Sat Nov 21 2026 5:00 PM"),
         ("2026-11-21 23:59:59", "2026-11-21 23:00:00"),
         ("It is now 23:59.", "It is now 23:00."),
+        (
+            "The current date and time is Saturday, November 21, 2026 5:04 AM.",
+            "The current date and time is Saturday, November 21, 2026 5:00 AM.",
+        ),
     ],
 )
 def test_a_clock_in_the_system_prompt_shows_full_hours(line: str, becomes: str) -> None:
@@ -292,6 +299,39 @@ def test_report_names_the_line_that_broke_the_prefix(
     assert shape_of(broken).startswith(line)
     assert name in menders(broken, prompt.rewriting)
     assert found.num_tokens >= 256
+
+
+RECORDED = json.loads(Path(__file__).with_name("claude_code_sessions.json").read_text(encoding="utf-8"))
+"""First requests of Claude Code 2.1.197, long texts cut: at first; again; with another question; in another folder;
+a day later. Between all of them is a commit."""
+
+
+def first_request(session: str) -> Conversation:
+    sent = RECORDED["sessions"][session]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": text} for text in sent["user"]]},
+        {"role": "system", "content": RECORDED["late_system"]},
+    ]
+    system = [{"type": "text", "text": text} for text in sent["system"]]
+    body = {"system": system, "messages": messages, "tools": RECORDED["tools"]}
+    return CountTokensRequest.model_validate(body).conversation
+
+
+def test_another_question_to_claude_code_is_found_up_to_its_commits_without_its_header(
+    render: Callable[[Conversation, str], Prompt],
+) -> None:
+    def found(modes: str, session: str = "question") -> str:
+        first, second = (render(first_request(one), modes) for one in ("first", session))
+        at = common_prefix_length(second.token_ids, first.token_ids)
+        assert second.source is not None
+        return second.source.line_at(at)
+
+    assert found("report").startswith("x-anthropic-billing-header: cc_version=2.1.197.1b1;")
+    assert menders(found("report"), normalised(first_request("question"), "report")[1]) == ["billing-header"]
+    assert found("billing-header=on").startswith("a7ed74e A sum"), "the newest commit of the repository"
+    assert found("on") == found("billing-header=on"), "no other normaliser has anything to do"
+    assert found("report", "again").startswith("2b4da9c A sum"), "the header depends on the question"
+    assert "/home/user/.claude/projects/-home-user-two/memory" in found("on", "folder")
 
 
 def test_the_turns_of_a_client_that_changes_nothing_report_nothing(

@@ -56,7 +56,10 @@ AGENTS = {
             name="claude-code",
             package="@anthropic-ai/claude-code",
             version="2.1.197",
-            command=("claude", "-p", "--permission-mode", "acceptEdits", "--allowedTools", "Bash", "--", TASK),
+            command=(
+                *("claude", "--exclude-dynamic-system-prompt-sections", "-p"),
+                *("--permission-mode", "acceptEdits", "--allowedTools", "Bash", "--", TASK),
+            ),
             calls=(
                 ("Read", {"file_path": "{file}"}),
                 ("Edit", {"file_path": "{file}", "old_string": BROKEN, "new_string": MENDED}),
