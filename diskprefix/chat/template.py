@@ -121,6 +121,7 @@ class PromptRenderer:
         self.vocab_size = vocab_size
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         self._warned_of_tools = False
+        self._form = MessageForm()
         self._form = MessageForm(parts_only=self._loses_plain_text())
         self.output_format: OutputFormat = PlainText()
         """How the model writes reasoning and calls of tools. `warm_up` finds it out."""
@@ -273,14 +274,10 @@ class PromptRenderer:
         """Whether the template takes lists of content parts only, and would leave out a plain text."""
         if self._media is None or not self._tokenizer.chat_template:
             return False
-        return not self._writes(_PROBE_TEXT) and self._writes(text_for_template(_PROBE_TEXT))
-
-    def _writes(self, content: str | list[JsonObject]) -> bool:
-        """Whether the template writes the text of a message with this content."""
-        try:
-            return _PROBE_TEXT in self._apply(TemplateInput([{"role": "user", "content": content}], None, {}), "reply")
-        except InvalidRequest:
-            return False
+        contents = (_PROBE_TEXT, text_for_template(_PROBE_TEXT))
+        inputs = (TemplateInput([{"role": "user", "content": content}], None, {}) for content in contents)
+        plain, in_parts = (_PROBE_TEXT in self._try_render(template_input, "reply") for template_input in inputs)
+        return in_parts and not plain
 
     def completion(self, prompt: str | list[int]) -> Prompt:
         """Returns the prompt of a text or of token ids, without a chat template.

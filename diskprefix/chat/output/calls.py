@@ -148,7 +148,7 @@ class CallReader:
             if begun:
                 yield from reader.json(_nowhere)
             elif self._syntax.name_is_key:
-                begun = yield from self._begin(key, known_only, "")
+                begun = yield from self._begin(key)
             elif key in _NAME_KEYS and not name:
                 if (yield from reader.peek()) == "{":
                     begun = yield from self._object(known_only)
@@ -156,16 +156,15 @@ class CallReader:
                         return False
                     continue
                 name = _text((yield from reader.string())) or ""
-                if not name or (known_only and name not in self._tools):
+                if known_only and name not in self._tools:
                     return False
-                begun = bool(early) and (yield from self._begin(name, known_only, early))
+                begun = bool(early) and (yield from self._begin(name, early))
             elif key in _ARGUMENT_KEYS and not name and not early:
                 pieces: list[str] = []
-                if not (yield from reader.json(pieces.append)):
-                    return False
+                yield from reader.json(pieces.append)
                 early = "".join(pieces)
             elif key in _ARGUMENT_KEYS and name:
-                begun = yield from self._begin(name, known_only, "")
+                begun = yield from self._begin(name)
             elif known_only and key not in _OTHER_KEYS:
                 return False
             else:
@@ -177,10 +176,8 @@ class CallReader:
                 return True
         return begun
 
-    def _begin(self, name: str, known_only: bool, arguments: str) -> Step[bool]:
+    def _begin(self, name: str, arguments: str = "") -> Step[bool]:
         """Begins a call. Its arguments are here, or follow."""
-        if known_only and name not in self._tools:
-            return False
         self._calls.begin(name)
         if arguments:
             self._calls.arguments(_unquoted(arguments))
@@ -262,7 +259,6 @@ class CallReader:
         return bool(calls)
 
     def _python(self) -> Step[None]:
-        start = self._reader.at
         yield from self._reader.space()
         if self._syntax.ends:
             source = yield from self._reader.before(self._ends)
@@ -271,8 +267,6 @@ class CallReader:
         calls = python_calls(source, self._tools) if source else []
         for call in calls:
             self._calls.whole(call)
-        if not calls:
-            self._reader.at = start
 
 
 def _nowhere(text: str) -> None:

@@ -93,14 +93,13 @@ def _completed(form: MessageForm, render: Render) -> MessageForm:
 def _parted(prompt: str, whole: str) -> tuple[str, str]:
     """Parts a text behind what it has in common with `prompt`, but not inside a tag.
 
-    Some templates end a thought that they have not begun: that is no part of the reply.
+    What ends the prompt and stands there again is no part of the reply: the name of a role, the end of a thought.
     """
     if whole.startswith(prompt):
-        cut = len(prompt)
-    else:
-        common = common_chars(prompt, whole)
-        cut = max(whole.rfind(mark, 0, common) for mark in "\n>]") + 1
-    cut += next((len(end) for _, end in THOUGHTS if whole.startswith(end, cut)), 0)
+        return prompt, whole[len(prompt) :]
+    common = common_chars(prompt, whole)
+    cut = max(whole.rfind(mark, 0, common) for mark in "\n>]") + 1
+    cut += next((len(prompt) - at for at in range(cut, len(prompt)) if whole.startswith(prompt[at:], cut)), 0)
     return whole[:cut], whole[cut:]
 
 

@@ -179,6 +179,17 @@ HERMES = [
         miss="the arguments are complete, so the call is given though its last brace is missing",
     ),
 ]
+HERMES += [
+    Case("hermes", FORMAT, '<tool_call>{"name": "refresh"}</tool_call>', [("refresh", {})]),
+    Case("hermes", FORMAT, '<tool_call>{"name": "refresh", "arguments": null}</tool_call>', [("refresh", {})]),
+    Case("hermes", FORMAT, '<tool_call>{"name": "f", "arguments": "{\\"a\\":\n1}"}</tool_call>', [("f", {"a": 1})]),
+    Case("hermes", FORMAT, '<tool_call>{"name": "f", "tool": "g", "arguments": {}}</tool_call>', [("f", {})]),
+    Case("phi-4-mini", FORMAT, f"<|tool_call|>[{OBJECT}]<|/tool_call|>", ONE),
+    Case("json", FORMAT, OBJECT, ONE),
+    Case("pythonic", FORMAT, "[print(text='a')]", [("print", {"text": "a"})]),
+    Case("apertus", FORMAT, '<|tools_prefix|>[{"refresh": {}}]<|tools_suffix|>', [("refresh", {})]),
+    Case("apertus", FORMAT, r'<|tools_prefix|>[{"\q": {}}]', [], content=r'<|tools_prefix|>[{"\q": {}}]'),
+]
 
 LLAMA = [
     Case("llama-3", LLAMA_CPP, '{"name": "special_function", "parameters": {"arg1": 1}}', ONE),
@@ -518,7 +529,14 @@ KIMI_K2 = [
         + _kimi("functions.bad:0", '{"city": "Beijing"')
         + _kimi("functions.good:1", '{"city": "Shanghai"}')
         + KIMI_END,
-        [("bad", '{"city": "Beijing"'), ("good", {"city": "Shanghai"})],
+        [("bad", 'no JSON: {"city": "Beijing"'), ("good", {"city": "Shanghai"})],
+    ),
+    Case(
+        "kimi",
+        FORMAT,
+        KIMI + _kimi("functions.get_weather:0", '{"city": "Tokyo"}') + _kimi("functions.bad:1", "oops") + KIMI_END,
+        TOKYO,
+        content=_kimi("functions.bad:1", "oops") + KIMI_END,
     ),
     Case(
         "kimi",
@@ -576,6 +594,13 @@ QWEN_CODER = [
         "<tool_call><function=></function></tool_call>",
         [],
         content="<tool_call><function=></function></tool_call>",
+    ),
+    Case(
+        "qwen3-coder",
+        FORMAT,
+        "<tool_call>\n<function=f>\n<parameter=days>\n1",
+        [("f", None)],
+        arguments='{"days": 1',
     ),
     Case("qwen3-coder", VLLM, "<function=get_weather>\n<parameter=city>\nTokyo\n</parameter>\n</function>", TOKYO),
     Case(
@@ -651,6 +676,7 @@ GEMMA = [
         + _GEMMA % ("get_time", "timezone:<escape>Asia/Tokyo<escape>"),
         BOTH,
     ),
+    Case("functiongemma", FORMAT, _GEMMA % ("f", "a:"), [], content=_GEMMA % ("f", "a:"), tools=("f",)),
     Case("gemma-4", LLAMA_CPP, "<|tool_call>call:special_function{arg1:1}<tool_call|>", ONE),
     Case(
         "gemma-4",
@@ -927,6 +953,10 @@ MINIMAX_3 = [
         reasoning=THOUGHT,
     ),
     Case("minimax-3", LLAMA_CPP, "</mm:think>" + _M3 % _m3_call("special_function", _m3("arg1", "1")), ONE),
+    *(
+        Case("minimax-3", FORMAT, _M3 % broken, [], content=_M3 % broken, tools=("f",))
+        for broken in (_m3_call("f", f"{_NS}<a>1{_NS}</b>"), _m3_call("f", "text"), _m3_call("f", f"{_NS}<a>1"))
+    ),
     Case("minimax-3", LLAMA_CPP, _M3 % _m3_call("empty_args"), [("empty_args", {})]),
     Case(
         "minimax-3",
@@ -1033,6 +1063,13 @@ DEEPSEEK_32 = [
         TOKYO,
         reasoning=THOUGHT,
         opened="<think>",
+    ),
+    Case(
+        "deepseek-v3.2",
+        FORMAT,
+        (_DSML % (_DSML_CALL % ("f", "city", "true", "Oslo"))).partition("lo</")[0],
+        [("f", None)],
+        arguments='{"city": "Os',
     ),
     Case("deepseek-v3.2", LLAMA_CPP, _DSML % (_DSML_CALL % ("special_function", "arg1", "false", "1")), ONE),
 ]

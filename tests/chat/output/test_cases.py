@@ -33,7 +33,7 @@ def _loaded(arguments: str) -> Any:
     try:
         return json.loads(arguments)
     except ValueError:
-        return arguments
+        return f"no JSON: {arguments}"
 
 
 def expected(case: Case) -> tuple[Any, ...]:

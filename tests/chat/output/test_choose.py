@@ -69,7 +69,6 @@ NAMED = {
 }
 """Those that write no calls, or cannot be rendered with them."""
 SPECIAL = {
-    "CohereForAI-c4ai-command-r-plus-tool_use": ["<|CHATBOT_TOKEN|>"],
     "LFM2-8B-A1B": ["<|tool_call_start|>", "<|tool_call_end|>"],
     "LFM2.5-Instruct": ["<|tool_call_start|>", "<|tool_call_end|>"],
 }
@@ -115,6 +114,14 @@ def test_a_template_writes_the_format_that_is_chosen_for_it(format: str, name: s
 )
 def test_the_tags_of_a_template_that_writes_no_calls_decide(format: str, name: str) -> None:
     assert chosen(template_named(name), SPECIAL.get(name, ())).format.name == format
+
+
+def test_of_families_that_begin_a_call_alike_the_one_counts_whose_end_is_known_too() -> None:
+    template = "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    tags = ["<|tool_call|>", "<|/tool_call|>"]
+    assert chosen(template, tags).format.name == "phi-4-mini"
+    assert chosen(template, tags[:1]).format.name == "granite"
+    assert chosen(template.removeprefix("{{ tools }}"), tags).format.name == "none"
 
 
 @pytest.mark.parametrize("name", TAKING)

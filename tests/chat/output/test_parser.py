@@ -70,7 +70,14 @@ def test_without_tools_a_call_is_content() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"name": "other", "arguments": {}}', '```json\n{"name": "other", "arguments": {}}\n```']
+    "text",
+    [
+        '{"name": "other", "arguments": {}}',
+        '```json\n{"name": "other", "arguments": {}}\n```',
+        '{"name": "get_weather", "days": 3, "arguments": {}}',
+        '{"function": {"x", "name": "get_weather", "arguments": {}}}',
+        '{"name": "get_weather"}',
+    ],
 )
 def test_an_object_without_tags_is_a_call_only_of_a_tool_of_the_request(text: str) -> None:
     reply = read(format_named("hermes"), [text], TOOLS)
