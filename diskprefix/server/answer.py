@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import TypeVar
 
 from fastapi import APIRouter
@@ -38,7 +39,7 @@ from diskprefix.server.protocols.responses.dialect import Responses
 from diskprefix.server.protocols.responses.replies import ModelResponse, ResponseStreamEvent
 from diskprefix.server.remembering import RememberingReader, reply_memory, stored_turns
 from diskprefix.server.serving import Serving
-from diskprefix.server.streaming import EventStream, PatientResponse
+from diskprefix.server.streaming import EventStream, PatientResponse, first_signs
 
 B = TypeVar("B", bound=RequestBody)
 
@@ -84,12 +85,23 @@ async def messages(request: Request) -> Response:
 async def answer(request: Request, dialect: Dialect[B]) -> Response:
     """Reads a request, submits it, and returns what sends the reply.
 
-    Raises whatever keeps it from being submitted; an error after that is told in the reply.
+    Raises whatever keeps it from being submitted; an error after that, or after a long wait, is told in the reply.
     """
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
-    with daemon.arriving(context.caller.tenant) as serving:
+    with ExitStack() as place:
+        place.enter_context(daemon.arriving(context.caller.tenant))
         body = await read_json(request, dialect.body, daemon.settings.max_body_bytes)
+        preparing = asyncio.create_task(_submitted(request, dialect, body, place.pop_all()))
+    return await first_signs(preparing, is_stream=bool(body.stream))
+
+
+async def _submitted(request: Request, dialect: Dialect[B], body: B, place: ExitStack) -> Response:
+    """Submits a request when the model is there. `place` is closed when the request has its place in the queue."""
+    daemon: Daemon = request.app.state.daemon
+    context = log_context(request)
+    with place:
+        serving = await daemon.ready()
         serving.require_model(body.model)
         cache = cache_options_of(body, request)
         asked = await dialect.read(body, Arrival(serving=serving, tenant=cache.tenant))

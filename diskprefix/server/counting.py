@@ -67,8 +67,9 @@ async def _length(
     request: Request, model: type[B], conversation: Callable[[B, Arrival], Awaitable[Conversation]]
 ) -> int:
     daemon: Daemon = request.app.state.daemon
-    with daemon.arriving(log_context(request).caller.tenant) as serving:
+    with daemon.arriving(log_context(request).caller.tenant):
         body = await read_json(request, model, daemon.settings.max_body_bytes)
+        serving = await daemon.ready()
         serving.require_model(body.model)
         # What is remembered of earlier replies is part of the prompt, so this asks the cache as the request will.
         cache = cache_options_of(body, request)

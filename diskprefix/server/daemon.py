@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.template import PromptRenderer
+from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.policy.scope import parse_scope
 from diskprefix.server.metrics import ServerMetrics
@@ -57,6 +58,16 @@ class Daemon:
         self._load_engine = load_engine
         self._made_at = time.perf_counter()
         self._stopping = False
+        self._is_decided = asyncio.Event()
+        """Set when the daemon is ready, and when it never will be."""
+        self._inbox = Inbox(
+            lambda inbox: self._engine.serve(inbox),
+            settings.max_queue,
+            on_fatal=lambda error: _call_soon(self._loop, self._failed, error),
+            max_running=settings.max_sequences,
+        )
+        self._engine: Engine
+        self._loop: asyncio.AbstractEventLoop
         self._arriving: list[Tenant] = []
         """The callers of the requests that are being read, one item for each request."""
         self._thread: threading.Thread | None = None
@@ -74,6 +85,11 @@ class Daemon:
         return "degraded" if self.serving.engine.cache.health[0] == "degraded" else "ok"
 
     @property
+    def num_arriving(self) -> int:
+        """Requests that are being read or rendered, or wait for the model."""
+        return len(self._arriving)
+
+    @property
     def is_loading(self) -> bool:
         """Whether the loading thread still runs. It cannot be stopped."""
         return self._thread is not None and self._thread.is_alive()
@@ -89,18 +105,27 @@ class Daemon:
             raise NotReady(f"the model is still loading ({self.doing}); /health tells when it is ready")
         return self.serving
 
-    @contextmanager
-    def arriving(self, caller: Tenant) -> Iterator[Serving]:
-        """A context in which a request is read and rendered, before it is queued.
+    async def ready(self) -> Serving:
+        """Returns what is served, and waits for it while the model loads.
 
-        Raises `NotReady` as `require_serving` does, `QueueFull` if the requests that arrived before fill the queue, and
-        `ShareFull` if the caller's own requests fill the caller's share of it.
+        Raises `NotReady` when the load fails or the daemon stops.
         """
-        serving = self.require_serving()
-        serving.inbox.require_room(self._arriving, caller)
+        await self._is_decided.wait()
+        return self.require_serving()
+
+    @contextmanager
+    def arriving(self, caller: Tenant) -> Iterator[None]:
+        """A context in which a request is read, waits for the model, and is rendered, before it is queued.
+
+        Raises `NotReady` when the daemon stops and after a failure, `QueueFull` if the requests that arrived before
+        fill the queue, and `ShareFull` if the caller's own requests fill the caller's share of it.
+        """
+        if self._is_decided.is_set():
+            self.require_serving()
+        self._inbox.require_room(self._arriving, caller)
         self._arriving.append(caller)
         try:
-            yield serving
+            yield
         finally:
             self._arriving.remove(caller)
 
@@ -114,13 +139,14 @@ class Daemon:
 
     def start_loading(self) -> None:
         """Starts the thread that loads; `on_ready` or `on_failure` is called on the running event loop."""
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._load, args=(loop,), name="load", daemon=True)
         self._thread.start()
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new and waiting requests, gives those that run `grace_s` seconds, then cancels them."""
         self._stopping = True
+        self._is_decided.set()
         if self.serving is not None:
             await asyncio.to_thread(self.serving.inbox.stop, grace_s)
 
@@ -138,7 +164,7 @@ class Daemon:
             loop.call_soon_threadsafe(self._progressed, line)
 
         try:
-            serving = self._serve(report, loop)
+            serving = self._serve(report)
             stats = serving.engine.cache.stats()
         except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)
@@ -148,11 +174,9 @@ class Daemon:
         else:
             _call_soon(loop, self._loaded, serving, stats)
 
-    def _serve(self, progress: Progress, loop: asyncio.AbstractEventLoop) -> Serving:
+    def _serve(self, progress: Progress) -> Serving:
         scope = parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")
         normalisers = Normalisers.parse(self.settings.normalise, param="--normalise")
-        from diskprefix.engine.inbox import Inbox
-
         imports_s = self._elapsed_s()
         engine = self._load_engine(self.settings, progress)
         try:
@@ -170,17 +194,12 @@ class Daemon:
             end_ids=engine.end_ids,
         )
         renderer.warm_up()
-        inbox = Inbox(
-            engine.serve,
-            self.settings.max_queue,
-            on_fatal=lambda error: _call_soon(loop, self._failed, error),
-            max_running=engine.max_sequences,
-        )
-        inbox.start()
+        self._engine = engine
+        self._inbox.start()
         seconds = engine.startup_timings | {"imports": imports_s + engine.startup_timings.get("imports", 0.0)}
         return Serving(
             engine=engine,
-            inbox=inbox,
+            inbox=self._inbox,
             renderer=renderer,
             scope=scope,
             model_name=self.settings.served_model_name or engine.model_name,
@@ -209,11 +228,13 @@ class Daemon:
 
     def _loaded(self, serving: Serving, stats: dict[str, Any]) -> None:
         self.serving = serving
+        self._is_decided.set()
         if not self._stopping:
             self.on_ready(serving, stats)
 
     def _failed(self, error: DiskPrefixError) -> None:
         self.failure = error
+        self._is_decided.set()
         self.on_failure(error)
 
 

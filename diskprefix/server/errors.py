@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ def openai_error(fault: Fault) -> dict[str, Any]:
 
 
 _ANTHROPIC_PATH = "/v1/messages"
+_RESPONSES_PATH = "/v1/responses"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -126,6 +128,26 @@ def error_response(scope: Scope, error: DiskPrefixError) -> JSONResponse:
 def _response(scope: Scope, fault: Fault, headers: Mapping[str, str] | None) -> JSONResponse:
     response = LingeringResponse if fault.status == 413 else JSONResponse
     return response(_written(scope, fault), fault.status, headers)
+
+
+def early_sign(scope: Scope) -> bytes:
+    """Returns a sign of life for a stream that has not begun. Anthropic's clients ignore comments."""
+    is_anthropic = scope["path"].startswith(_ANTHROPIC_PATH)
+    return b'event: ping\ndata: {"type": "ping"}\n\n' if is_anthropic else b": keepalive\n\n"
+
+
+def early_failure(scope: Scope, error: DiskPrefixError) -> bytes:
+    """Returns the event with which a stream ends that could not begin, in the form of the API that was called."""
+    fault = fault_of(error)
+    if scope["path"].startswith(_RESPONSES_PATH):
+        said: dict[str, Any] = {"type": "error", "code": fault.code, "message": fault.message, "param": fault.param}
+        return _named_event(said | {"sequence_number": 0})
+    said = _written(scope, fault)
+    return _named_event(said) if said.get("type") == "error" else f"data: {json.dumps(said)}\n\n".encode()
+
+
+def _named_event(said: dict[str, Any]) -> bytes:
+    return f"event: error\ndata: {json.dumps(said)}\n\n".encode()
 
 
 async def refuse(

@@ -130,15 +130,15 @@ def card(serving: Serving) -> ModelCard:
     )
 
 
-def _serving(request: Request) -> Serving:
+async def _serving(request: Request) -> Serving:
     daemon: Daemon = request.app.state.daemon
-    return daemon.require_serving()
+    return await daemon.ready()
 
 
 @router.get("/v1/models", summary="List models", responses=_NOT_READY)
 async def list_models(request: Request) -> ModelList | AnthropicModelList:
     """The one model that is served."""
-    serving = _serving(request)
+    serving = await _serving(request)
     if _is_anthropic(request):
         name = serving.model_name
         return AnthropicModelList(data=[_anthropic_model(serving)], first_id=name, last_id=name)
@@ -152,6 +152,6 @@ async def list_models(request: Request) -> ModelList | AnthropicModelList:
 )
 async def retrieve_model(model_name: str, request: Request) -> ModelCard | AnthropicModel:
     """The served model by its name."""
-    serving = _serving(request)
+    serving = await _serving(request)
     serving.require_model(model_name)
     return _anthropic_model(serving) if _is_anthropic(request) else card(serving)

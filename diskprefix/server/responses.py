@@ -45,11 +45,11 @@ class ItemList(BaseModel):
     has_more: bool
 
 
-def _store(request: Request, salt: str | None) -> ResponseStore:
+async def _store(request: Request, salt: str | None) -> ResponseStore:
     """Returns the stored responses of the caller. Raises `NotReady`."""
     daemon: Daemon = request.app.state.daemon
     tenant = log_context(request).caller.tenant
-    serving = daemon.require_serving()
+    serving = await daemon.ready()
     return ResponseStore(serving.engine.cache.notes(tenant if salt is None else tenant.with_salt(salt)))
 
 
@@ -64,14 +64,14 @@ async def get_response(
 ) -> Json:
     """Return a response that was stored. `stream` is not supported."""
     del stream
-    stored = await asyncio.to_thread(_store(request, cache_salt).get, response_id)
+    stored = await asyncio.to_thread((await _store(request, cache_salt)).get, response_id)
     return stored.response
 
 
 @router.delete("/{response_id}", summary="Delete a stored response", responses=_ERRORS)
 async def delete_response(request: Request, response_id: str, cache_salt: Salt = None) -> DeletedResponse:
     """Delete a stored response. The responses that continue it cannot be continued any more."""
-    await asyncio.to_thread(_store(request, cache_salt).delete, response_id)
+    await asyncio.to_thread((await _store(request, cache_salt)).delete, response_id)
     return DeletedResponse(id=response_id)
 
 
@@ -85,7 +85,7 @@ async def list_input_items(
     cache_salt: Salt = None,
 ) -> ItemList:
     """List the items that a stored response was made from, with those of the responses that it continues."""
-    items = await asyncio.to_thread(_store(request, cache_salt).items_of, response_id)
+    items = await asyncio.to_thread((await _store(request, cache_salt)).items_of, response_id)
     if order == "desc":
         items.reverse()
     ids = [item["id"] for item in items]

@@ -88,7 +88,7 @@ async def health(request: Request) -> JSONResponse:
     status_code = 200 if content.status in ("ok", "degraded") else 503
     if log_context(request).caller.sees_all:
         content.message = daemon.doing if content.status == "loading" else None
-        content.queue_depth, content.running = 0, 0
+        content.queue_depth, content.running = daemon.num_arriving, 0
         if serving is not None:
             state, error = serving.engine.cache.health
             content.model, content.cache = serving.model_name, {"state": state, "error": error}
@@ -100,7 +100,7 @@ async def health(request: Request) -> JSONResponse:
 async def props(request: Request) -> Props:
     """The model, the cache with its settings and counts, all settings and the start-up times."""
     daemon = _daemon(request)
-    serving = daemon.require_serving()
+    serving = await daemon.ready()
     stats = await serving.cache_stats()
     return Props(
         version=__version__,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.errors import error_response, one_line
+from diskprefix.server.errors import early_failure, early_sign, error_response, one_line
 from diskprefix.server.generation import Generation, LiveEvent
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 from diskprefix.server.protocols.dialect import ReplyWriter, ServerSentEvent
@@ -24,6 +25,9 @@ KEEPALIVE_S = 8.0
 """Clients and proxies give up after as little as ten seconds without a byte."""
 _FIRST_BYTES = b": diskprefix\n\n"
 """A comment, which clients ignore. It is sent before the prompt is computed."""
+
+
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class _Connection:
@@ -65,7 +69,7 @@ class EventStream(Response):
         writer: ReplyWriter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers=_STREAM_HEADERS)
         del self.headers["content-length"]
         self._generation = generation
         self._reader = reader
@@ -161,3 +165,64 @@ class PatientResponse(Response):
             for reply_event in self._reader.read(event):
                 collector.add(reply_event)
         return collector.reply
+
+
+async def first_signs(preparing: asyncio.Task[Response], *, is_stream: bool) -> Response:
+    """Returns the response that is being prepared. If that takes long, as while the model loads, it is one that shows
+    signs of life until then."""
+    done, _ = await asyncio.wait({preparing}, timeout=KEEPALIVE_S)
+    return preparing.result() if done else HeldResponse(preparing, is_stream=is_stream)
+
+
+class HeldResponse(Response):
+    """Begins before it is known whether a request can be served. What is wrong is told as in a reply that fails."""
+
+    def __init__(self, preparing: asyncio.Task[Response], *, is_stream: bool) -> None:
+        self.media_type = EventStream.media_type if is_stream else PatientResponse.media_type
+        super().__init__(headers=_STREAM_HEADERS if is_stream else None)
+        del self.headers["content-length"]
+        self._preparing = preparing
+        self._is_stream = is_stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sign = early_sign(scope) if self._is_stream else b"\n"
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        leaving = asyncio.create_task(_disconnected(receive))
+        try:
+            while not self._preparing.done():
+                await send({"type": "http.response.body", "body": sign, "more_body": True})
+                waited = {self._preparing, leaving}
+                await asyncio.wait(waited, timeout=KEEPALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                if leaving.done():
+                    log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
+                    return
+            await self._go_on(scope, receive, send)
+        finally:
+            leaving.cancel()
+            self._preparing.cancel()
+
+    async def _go_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = self._preparing.result()
+        except DiskPrefixError as error:
+            log_context(Request(scope)).error = one_line(error.message)
+            log.error("a request that waited cannot be served: %s", one_line(error.message))
+            if self._is_stream:
+                await send({"type": "http.response.body", "body": early_failure(scope, error), "more_body": False})
+            return
+        has_failed = False
+
+        async def send_rest(message: Message) -> None:
+            nonlocal has_failed
+            if message["type"] == "http.response.start":
+                # An error would pass for a reply. Without an end, it is a failure of the connection.
+                has_failed = message["status"] != self.status_code
+            elif not has_failed:
+                await send(message)
+
+        await response(scope, receive, send_rest)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

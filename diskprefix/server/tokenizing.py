@@ -63,8 +63,9 @@ class TemplateReply(BaseModel):
 async def _answer(request: Request, body: type[B], work: Callable[[PromptRenderer, B], dict[str, Any]]) -> Response:
     """Reads the body, and does the work in a thread, within the bounds of the queue."""
     daemon: Daemon = request.app.state.daemon
-    with daemon.arriving(log_context(request).caller.tenant) as serving:
+    with daemon.arriving(log_context(request).caller.tenant):
         read = await read_json(request, body, daemon.settings.max_body_bytes)
+        serving = await daemon.ready()
         return JSONResponse(await daemon.prepare(lambda: work(serving.renderer, read), has_media=False))
 
 

@@ -258,7 +258,7 @@ def scripted_app(model: Path, engine: ScriptedEngine | None = None, **changes: A
 @contextmanager
 def started_app(model: Path, load_engine: Any, **changes: Any) -> Iterator[AppServer]:
     """A server that has just begun to load."""
-    server = AppServer(Settings(model=str(model), port=0, **changes), load_engine)
+    server = AppServer(Settings(model=str(model), port=0, **{"max_sequences": 1} | changes), load_engine)
     server.start()
     try:
         yield server

@@ -22,6 +22,7 @@ from diskprefix.chat.output.plain import PlainText
 from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError, ModelError, StoreUnavailable
 from diskprefix.server import body as reading
+from diskprefix.server import streaming
 from diskprefix.tenant import SHARED
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import (
@@ -75,28 +76,124 @@ def events_of(text: str) -> list[str]:
     return [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
 
 
-def test_health_is_503_while_loading_and_requests_are_told_to_come_back(
-    chat_model: Path, engine: ScriptedEngine
-) -> None:
-    go_on = threading.Event()
+class SlowLoad:
+    """A load that goes on when it is told to."""
 
-    def slow(settings: Any, progress: Callable[[str], None]) -> Any:
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.go_on = threading.Event()
+        self._engine = engine
+
+    def __call__(self, settings: Any, progress: Callable[[str], None]) -> Any:
         progress("fetching the model")
-        assert go_on.wait(30)
-        return engine.load(settings, progress)
+        assert self.go_on.wait(30)
+        return self._engine.load(settings, progress)
 
-    with started_app(chat_model, slow) as server, server.client() as client:
+
+def test_health_is_503_while_loading_and_requests_wait(chat_model: Path, engine: ScriptedEngine) -> None:
+    load, paths = SlowLoad(engine), ("/v1/models", "/props")
+    with started_app(chat_model, load) as server, server.client() as client, ThreadPoolExecutor(4) as clients:
         wait_until(lambda: client.get("/health").json()["message"] == "fetching the model", "the load reports")
-        assert client.get("/health").status_code == 503
-        assert client.get("/health").json()["status"] == "loading"
-        for answer in (client.post(CHAT, json=HELLO), client.get("/v1/models"), client.get("/props")):
-            assert answer.status_code == 503
-            assert int(answer.headers["retry-after"]) > 0
-            assert answer.json()["error"]["code"] == "not_ready"
+        health = client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        waiting = [clients.submit(client.post, CHAT, json=HELLO), *(clients.submit(client.get, path) for path in paths)]
+        wait_until(lambda: server.daemon.num_arriving, "a request waits")
         assert "diskprefix_ready 0.0" in client.get("/metrics").text
-        go_on.set()
-        wait_until(lambda: client.get("/health").status_code == 200, "the daemon is ready")
-        assert client.post(CHAT, json=HELLO).status_code == 200
+        assert client.post(CHAT, json=HELLO | {"n": 0}).status_code == 400, "what is wrong in itself is told at once"
+        assert not any(request.done() for request in waiting)
+        load.go_on.set()
+        assert [request.result().status_code for request in waiting] == [200, 200, 200]
+
+
+def test_no_more_requests_wait_for_the_model_than_the_queue_takes(chat_model: Path, engine: ScriptedEngine) -> None:
+    load, most = SlowLoad(engine), 3
+    with started_app(chat_model, load, max_queue=2) as server, server.client() as client:
+        with ThreadPoolExecutor(most) as clients:
+            waiting = [clients.submit(client.post, CHAT, json=HELLO) for _ in range(most)]
+            wait_until(lambda: server.daemon.num_arriving == most, "they wait")
+            refused = client.post(CHAT, json=HELLO)
+            load.go_on.set()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+        assert {request.result().status_code for request in waiting} <= {200, 503}
+
+
+@pytest.mark.parametrize(("path", "sign"), [(CHAT, ": keepalive"), ("/v1/messages", "event: ping")])
+def test_a_stream_that_waits_for_the_model_gets_signs_of_life(
+    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, path: str, sign: str
+) -> None:
+    monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
+    engine.script = say_hello
+    load = SlowLoad(engine)
+    body = HELLO | {"stream": True, "max_tokens": 5}
+    with (
+        started_app(chat_model, load) as server,
+        server.client() as client,
+        client.stream("POST", path, json=body) as answer,
+    ):
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        signs = [next(line for line in lines if line) for _ in range(3)]
+        load.go_on.set()
+        rest = list(lines)
+    assert sign in signs
+    assert any("Hello" in line for line in rest)
+
+
+def test_a_reply_that_waits_for_the_model_is_whole_json_in_the_end(
+    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
+    engine.script = say_hello
+    load = SlowLoad(engine)
+    with (
+        started_app(chat_model, load) as server,
+        server.client() as client,
+        client.stream("POST", CHAT, json=HELLO) as answer,
+    ):
+        parts = answer.iter_raw()
+        beginning = next(parts)
+        load.go_on.set()
+        whole = b"".join([beginning, *parts])
+    assert beginning.startswith(b"\n")
+    assert json.loads(whole)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_waited_for_a_load_that_fails_is_told(
+    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
+    load = SlowLoad(engine)
+
+    def fail(*arguments: Any) -> Any:
+        load(*arguments)
+        raise ModelError("no such model")
+
+    with (
+        started_app(chat_model, fail) as server,
+        server.client() as client,
+        client.stream("POST", CHAT, json=HELLO | {"stream": stream}) as answer,
+    ):
+        parts = answer.iter_raw()
+        next(parts)
+        load.go_on.set()
+        if stream:
+            assert b'"code": "not_ready"' in b"".join(parts)
+        else:
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(parts)
+
+
+def test_a_client_that_leaves_while_the_model_loads_gives_its_place_back(
+    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
+    load = SlowLoad(engine)
+    with started_app(chat_model, load) as server, server.client() as client:
+        with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
+            next(answer.iter_raw())
+            assert client.get("/health").json()["queue_depth"] == 1
+        wait_until(lambda: not server.daemon.num_arriving, "the place is free")
+        load.go_on.set()
 
 
 def test_a_tenant_that_is_read_slowly_takes_no_thread_that_another_needs(

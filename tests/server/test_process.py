@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,12 @@ def test_a_loading_daemon_answers_health_and_ends_with_0_when_told_to(
     never_written = tmp_path / "template"
     os.mkfifo(never_written)
     with DaemonProcess(*serve_flags(chat_model, cache, chat_template=never_written)) as daemon:
-        with daemon.client() as client:
+        with daemon.client() as client, ThreadPoolExecutor(1) as clients:
             assert client.get("/health").json()["status"] == "loading"
-            answer = client.post(CHAT, json=BODY)
+            waiting = clients.submit(client.post, CHAT, json=BODY)
+            wait_until(lambda: client.get("/health").json()["queue_depth"], "it waits")
+            daemon.process.send_signal(signal.SIGTERM)
+            answer = waiting.result()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
         assert answer.headers["retry-after"]
         assert daemon.stop(signal.SIGTERM) == 0
