@@ -173,6 +173,12 @@ class Settings:
         "The number of requests that are computed together. More wait. Each of the n replies to a request counts.",
         bounds=(1, 1024),
     )
+    speculative: str = _server(
+        "off",
+        "ngram guesses the next tokens where a reply repeats earlier text, as edits of code do, and computes several "
+        "in one step. Replies are the same, token by token. Where guesses do not make it faster, none are computed.",
+        choices=("off", "ngram"),
+    )
     prefill_compression: str = _server(
         "off",
         "auto leaves the oldest exchanges of a conversation out that has more than --prefill-threshold tokens. The "

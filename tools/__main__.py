@@ -36,6 +36,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "prefix": Tool("benchmarks.prefix", "Prompts of 2 000 to 20 000 tokens on real models."),
         "conversation": Tool("benchmarks.conversation", "The three turns of an agent, killed in between."),
         "company": Tool("benchmarks.company", "Several requests at once, overtaking, and a prompt sent again."),
+        "speculation": Tool("benchmarks.speculation", "Decoding with guessed tokens, against without."),
         "schemas": Tool("benchmarks.schemas", "Replies to random schemas, and what a mask costs."),
         "replay": Tool("benchmarks.replay", "What is restored of replies that clients format anew."),
         "store": Tool("benchmarks.store", "The store alone: restores, lookups, codecs, sharing."),

@@ -66,4 +66,5 @@ def _choice(served: ServedModel, job: Job, index: int, arrived: int) -> Choice:
         grid=served.cache.settings.block_size if in_steps else prompt_tokens,
         sampler=Sampler(request.sampling, request.prompt.token_ids, served.model.device, index, constraint),
         text=served.text_stream(request),
+        guesser=served.guesser(request),
     )

@@ -24,7 +24,8 @@ log = logging.getLogger("diskprefix")
 
 
 def forward(model: PreTrainedModel, step: list[Chunk[Choice]]) -> list[torch.Tensor | Exception]:
-    """Returns each chunk's next-token logits, shape [vocab], or what its own forward raised. Raises `DeviceLost`."""
+    """Returns each chunk's next-token logits, or what its own forward raised: shape [1 + num_drafted, vocab], those
+    behind its last known token and behind each guess. Raises `DeviceLost`."""
     try:
         logits = runner.run(model, [_rows(chunk) for chunk in step])
         synchronize(model.device)
@@ -44,7 +45,7 @@ def forward(model: PreTrainedModel, step: list[Chunk[Choice]]) -> list[torch.Ten
 def _rows(chunk: Chunk[Choice]) -> runner.Rows:
     choice = chunk.sequence
     assert choice.state is not None
-    return runner.Rows(choice.state, choice.ids(chunk.start, chunk.end))
+    return runner.Rows(choice.state, choice.ids(chunk.start, chunk.end), 1 + chunk.num_drafted)
 
 
 def _naming_media(error: Exception, request: GenerateRequest) -> Exception:

@@ -14,6 +14,8 @@ from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.request import GenerateRequest, ProgressEvent, Timings, Usage
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.sequence import Sequence
+from diskprefix.engine.speculation import Guesser
+from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import Slot
 from diskprefix.model.runner import State
 from diskprefix.prefix_cache.request import CachedRequest
@@ -35,6 +37,7 @@ class Choice(Sequence):
     slot: Slot | None = None
     reply: list[int] = field(default_factory=list)
     """The sampled tokens, but for the last one of a reply that has ended."""
+    guesser: Guesser | None = None
     is_finished: bool = False
 
     def place(self, slot: Slot) -> None:
@@ -42,13 +45,30 @@ class Choice(Sequence):
         self.slot, self.state = slot, slot.arena
 
     def ids(self, start: int, end: int) -> torch.Tensor:
-        """Returns the tokens between two positions, int64 of shape [1, end - start], on the model's device."""
+        """Returns the tokens between two positions, guesses behind the last known one included, int64 of shape [1,
+        end - start], on the model's device."""
         of_prompt = self.job.prompt_ids[:, start:end]
         first, last = (max(0, position - self.prompt_tokens) for position in (start, end))
         if first == last:
             return of_prompt
-        of_reply = torch.tensor([self.reply[first:last]], device=of_prompt.device)
+        tokens = self.reply[first:last]
+        tokens += self.draft[: last - first - len(tokens)]
+        of_reply = torch.tensor([tokens], device=of_prompt.device)
         return torch.cat([of_prompt, of_reply], dim=1) if of_prompt.shape[1] else of_reply
+
+    @property
+    def room_for_draft(self) -> int:
+        """How many tokens may be computed behind the last known one. No memory is taken for guesses."""
+        if self.guesser is None or self.slot is None:
+            return 0
+        return min(self.guesser.most_computed, self.slot.arena.capacity) - self.num_known
+
+    def take_back(self) -> None:
+        """Forgets the state of tokens behind those that are computed: of guesses that were wrong."""
+        if isinstance(self.state, KVArena):
+            self.state.take_back(self.num_computed)
+        if self.slot is not None:
+            self.slot.num_computed = self.num_computed
 
     def computed_ids(self) -> TokenIds:
         """Returns the tokens whose state is in memory."""
@@ -84,6 +104,10 @@ class Job:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     num_generated: int = 0
+    num_drafted: int = 0
+    """Guessed tokens that were computed, in all choices."""
+    num_accepted: int = 0
+    """Those of them that were sampled."""
     reported_at: float = float("-inf")
 
     @property
@@ -136,4 +160,6 @@ class Job:
             ttft_ms=(self.first_token_at - self.ticket.arrived_at) * 1e3,
             decode_ms=decode_s * 1e3,
             decode_tokens_per_s=(self.num_generated - 1) / decode_s if decode_s > 0 else 0.0,
+            drafted_tokens=self.num_drafted,
+            accepted_tokens=self.num_accepted,
         )

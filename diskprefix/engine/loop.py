@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,7 +44,7 @@ class Loop:
             with torch.inference_mode():
                 while True:
                     self._take_in()
-                    if step := self._scheduler.schedule():
+                    if step := self._next_step():
                         self._compute(step)
                     elif not self._inbox.wait():
                         return
@@ -171,13 +170,22 @@ class Loop:
 
     # One step.
 
+    def _next_step(self) -> list[Chunk[Choice]]:
+        if self._served.speculation is not None:
+            self._served.speculation.plan([one for one in self._scheduler.sequences if one.packs and one.is_decoding])
+        return self._scheduler.schedule()
+
     def _compute(self, step: list[Chunk[Choice]]) -> None:
         step = self._with_memory(step)
         if not step:
             return
-        started = time.perf_counter()
+        started = self._served.clock()
         results = forward(self._model, step)
-        elapsed, num_rows = time.perf_counter() - started, sum(chunk.num_rows for chunk in step)
+        elapsed, num_rows = self._served.clock() - started, sum(chunk.num_rows for chunk in step)
+        decoding = [chunk.sequence for chunk in step if chunk.sequence.packs and chunk.sequence.is_decoding]
+        if self._served.speculation is not None and len(decoding) == len(step):
+            num_drafted = sum(chunk.num_drafted for chunk in step)
+            self._served.speculation.note(decoding, num_rows, num_drafted, elapsed)
         self._scheduler.advance(step)
         for chunk, result in zip(step, results, strict=True):
             choice = chunk.sequence
@@ -213,10 +221,11 @@ class Loop:
             job.choices, job.unforked, job.source = job.all_choices, [], None
 
     def _computed(self, chunk: Chunk[Choice], logits: torch.Tensor, seconds: float) -> None:
+        """`logits`: see `forward`."""
         choice, job = chunk.sequence, chunk.sequence.job
         arena = choice.state
         if choice.slot is not None:
-            choice.slot.num_computed = chunk.end
+            choice.slot.num_computed = choice.num_computed
         if chunk.start < choice.prompt_tokens:
             job.prefill_s += seconds
             job.report_progress(chunk.end)
@@ -227,6 +236,6 @@ class Loop:
         if chunk.end < choice.num_known:
             return
         if chunk.end == choice.prompt_tokens:
-            self._replies.end_prompt(choice, logits)
+            self._replies.end_prompt(choice, logits[-1])
         else:
             self._replies.go_on(choice, logits)

@@ -9,6 +9,7 @@ from diskprefix.engine.request import DoneEvent, FinishEvent, FinishReason
 from diskprefix.engine.running import Running
 from diskprefix.engine.scheduler import Scheduler
 from diskprefix.engine.served_model import ServedModel
+from diskprefix.errors import NonFiniteLogits
 from diskprefix.kv.arena import KVArena
 
 
@@ -32,11 +33,27 @@ class Replies:
             state.mark()
         if job.unforked:
             job.source, job.logits = choice, logits
-        self.go_on(choice, logits)
+        self.go_on(choice, logits[None])
 
     def go_on(self, choice: Choice, logits: torch.Tensor) -> None:
-        """Samples and sends the next token of a reply. `logits` has shape [vocab]."""
-        reason = self._next(choice, logits)
+        """Samples and sends the next tokens of a reply. `logits` has shape [1 + guesses, vocab], and those behind a
+        guess count if it is what was sampled. All other guesses are taken back."""
+        draft = choice.draft[: len(logits) - 1]
+        choice.job.num_drafted += len(draft)
+        for guessed, of_next in zip([*draft, None], logits, strict=True):
+            try:
+                token, reason = self._next(choice, of_next)
+            except NonFiniteLogits:
+                if not draft:
+                    raise
+                self._compute_again(choice)
+                return
+            if reason is not None or token != guessed:
+                break
+            choice.num_computed += 1
+            choice.job.num_accepted += 1
+        if draft:
+            choice.take_back()
         if reason is None:
             self._scheduler.add(choice)
         else:
@@ -56,13 +73,22 @@ class Replies:
         if not job.unforked:
             job.source = None
 
-    def _next(self, choice: Choice, logits: torch.Tensor) -> FinishReason | None:
-        """Samples and sends a token. Returns why the reply ends with it, or without one; None if it goes on."""
+    def _compute_again(self, choice: Choice) -> None:
+        """Has the last token computed without guesses. The state of a guess may be infinite: then those before it are
+        wrong too, because attention multiplies it by 0."""
+        choice.guesser = None
+        choice.num_computed = choice.num_known - 1
+        choice.take_back()
+        self._scheduler.add(choice)
+
+    def _next(self, choice: Choice, logits: torch.Tensor) -> tuple[int | None, FinishReason | None]:
+        """Samples and sends a token. Returns it, and why the reply ends with it, or without one (None); the second is
+        None if it goes on."""
         job, limit = choice.job, self._served.reply_limit(choice.job.request)
         if not limit:
             job.end_without_tokens()
             self._publish(choice, logits)
-            return "length"
+            return None, "length"
         token = choice.sampler.sample(logits)
         job.count_token()
         logprobs = choice.sampler.logprobs(logits, token)
@@ -74,7 +100,9 @@ class Replies:
         if reason is None:
             choice.reply.append(token)
             choice.num_known += 1
-        return reason
+            if choice.guesser is not None:
+                choice.guesser.note(token)
+        return token, reason
 
     def _publish(self, choice: Choice, logits: torch.Tensor) -> None:
         """Has the prompt kept, once."""
@@ -89,7 +117,7 @@ class Replies:
         assert job.logits is not None
         job.choices.append(choice)
         choice.num_computed = choice.prompt_tokens
-        self.go_on(choice, job.logits)
+        self.go_on(choice, job.logits[None])
 
     def _finish(self, choice: Choice, reason: FinishReason) -> None:
         job = choice.job

@@ -127,8 +127,9 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Milliseconds, except the last. `ttft_ms` runs from arrival in the engine's queue to the first sampled token, or
-    to the end of the prompt if there is none."""
+    """`ttft_ms` runs from arrival in the engine's queue to the first sampled token, or to the end of the prompt if
+    there is none. `drafted_tokens` were guessed and computed, `accepted_tokens` of them are in the reply
+    (`engine.speculation`)."""
 
     queue_ms: float
     lookup_ms: float
@@ -137,6 +138,8 @@ class Timings:
     ttft_ms: float
     decode_ms: float
     decode_tokens_per_s: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)

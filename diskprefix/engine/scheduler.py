@@ -1,10 +1,11 @@
 """Which rows the next step computes. Free of torch and of clocks: it sees counts of tokens only.
 
-A step has a row for each sequence that decodes, and the rest of its rows are for prompts. Prompts share the engine by
-turns of their tenants: the tenant that had the fewest rows comes first. Among the prompts of a tenant the one with the
-fewest tokens left comes first, so that a short request overtakes a long one. What waits gets nearer to the front with
-each row that overtakes it: after four times its own length nothing new passes it any more. A step in which a prompt
-ends is filled with prompts that end too, but not with a part of one: that would only delay the first token.
+A step has a row for each sequence that decodes, and the rest of its rows are for prompts, then for guesses
+(`speculation`). Prompts share the engine by turns of their tenants: the tenant that had the fewest rows comes first.
+Among the prompts of a tenant the one with the fewest tokens left comes first, so that a short request overtakes a long
+one. What waits gets nearer to the front with each row that overtakes it: after four times its own length nothing new
+passes it any more. A step in which a prompt ends is filled with prompts that end too, but not with a part of one: that
+would only delay the first token.
 
 Sequences that do not pack take turns: the one that computed longest ago, where all prompts together are one.
 """
@@ -27,11 +28,12 @@ S = TypeVar("S", bound=Sequence)
 
 @dataclass(frozen=True)
 class Chunk(Generic[S]):
-    """Tokens `start` … `end` of a sequence, which one step computes."""
+    """Tokens `start` … `end` of a sequence, which one step computes. The last `num_drafted` of them are guesses."""
 
     sequence: S
     start: int
     end: int
+    num_drafted: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -89,7 +91,7 @@ class Scheduler(Generic[S]):
             if chunk.sequence.packs:
                 self._last_packed = self._num_steps
             chunk.sequence.last_step = self._num_steps
-            chunk.sequence.num_computed = chunk.end
+            chunk.sequence.num_computed = chunk.end - chunk.num_drafted
 
     def _count_turns(self) -> None:
         """Begins to count for tenants who come with a prompt: nobody saves up turns while there is nothing to do, and
@@ -129,6 +131,11 @@ class Scheduler(Generic[S]):
             has_end = chunk.end == sequence.num_known
             step.append(chunk)
             room -= chunk.num_rows
+        # Guesses take the rows that nobody else needs.
+        for number, sequence in enumerate(decoding):
+            num_drafted = min(len(sequence.draft), room)
+            room -= num_drafted
+            step[number] = Chunk(sequence, sequence.num_computed, sequence.num_known + num_drafted, num_drafted)
         return step
 
     def _by_turns(self, prompts: list[S]) -> Iterator[S]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(eq=False, kw_only=True)
@@ -24,6 +24,8 @@ class Sequence:
     num_computed: int = 0
     overtaken: int = 0
     """Tokens of other prompts that were computed while this one waited for its turn."""
+    draft: list[int] = field(default_factory=list)
+    """Guessed tokens that are computed behind the last known one if a step has room for them."""
     last_step: int = 0
     """The number of the last step that this sequence took part in, where it is computed alone."""
 

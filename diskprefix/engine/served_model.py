@@ -16,6 +16,7 @@ from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.job import Job
 from diskprefix.engine.request import FinishReason, GenerateRequest, TextEvent, TokenLogprob
 from diskprefix.engine.scheduler import MAX_ROWS
+from diskprefix.engine.speculation import Guesser, Speculation
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.kv.pool import KVPool
@@ -71,6 +72,10 @@ class ServedModel:
         """Whether a step computes several sequences."""
         self.max_rows = MAX_ROWS
         """See `Scheduler`."""
+        self.clock = time.perf_counter
+        """Measures steps."""
+        self.speculation = self._make_speculation()
+        """None if nothing is guessed."""
         self.startup_timings: dict[str, float] = {}
         """Seconds by step of loading."""
         self.end_ids = _eos_ids(self.model, self.tokenizer)
@@ -146,6 +151,13 @@ class ServedModel:
         hidden = {token for text, token in self._special_tokens.items() if text not in shown}
         return TextStream(self.tokenizer, request.sampling.stop, hidden)
 
+    def guesser(self, request: GenerateRequest) -> Guesser | None:
+        """Returns what guesses the tokens of one reply to a request, None if nothing is to be guessed."""
+        if self.speculation is None or request.prompt.media:
+            return None
+        num_tokens = len(request.prompt.token_ids)
+        return Guesser(request.prompt.token_ids, num_tokens + self.reply_limit(request) - 1)
+
     def record(self, job: Job, report: CacheReport) -> None:
         """Notes a request that is over, where requests are recorded."""
         if self.recorder is None:
@@ -163,6 +175,17 @@ class ServedModel:
             prefill_ms=job.prefill_s * 1e3,
             remembered=job.cached.is_published or bool(is_computed_uncached),
         )
+
+    def _make_speculation(self) -> Speculation | None:
+        if self.cache.settings.speculative == "off":
+            return None
+        if self.packs:
+            return Speculation()
+        log.warning(
+            "[engine] --speculative %s has no effect: with this model, guesses could change the reply",
+            self.cache.settings.speculative,
+        )
+        return None
 
     def _make_pool(self) -> KVPool:
         device, settings = self.model.device, self.cache.settings

@@ -107,6 +107,10 @@ class KVArena:
 
     def forward(self, model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
         """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
+        return self.compute(model, token_ids, 1)[-1]
+
+    def compute(self, model: PreTrainedModel, token_ids: torch.Tensor, num_logits: int) -> torch.Tensor:
+        """As `forward`. Returns the logits behind the last `num_logits` of the tokens, shape [num_logits, vocab]."""
         start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
         run = self.begin(end - start)
         call: dict[str, Any] = {self.layout.cache_argument: self.cache.argument(model), "use_cache": True}
@@ -115,14 +119,14 @@ class KVArena:
             # Not every model counts on from its cache.
             call["position_ids"] = torch.arange(start, end, device=token_ids.device).unsqueeze(0)
         if "logits_to_keep" in self.layout.options:
-            call["logits_to_keep"] = 1
+            call["logits_to_keep"] = num_logits
         with computing(step):
             output = model(input_ids=token_ids, **call)
         self.cache.take(output)
         # States do not count tokens.
         self._num_tokens = end
         assert self._num_tokens == self.num_tokens, "the model must add all tokens of a step to its state"
-        logits: torch.Tensor = output.logits[0, -1]
+        logits: torch.Tensor = output.logits[0, -num_logits:]
         return logits
 
     def begin(self, num_rows: int) -> Run:
@@ -177,6 +181,15 @@ class KVArena:
             token_layer.set_length(num_tokens)
         for state_layer in self._state_layers:
             state_layer.set_has_state(num_tokens > 0)
+
+    def take_back(self, num_tokens: int) -> None:
+        """Forgets the last tokens, those of the last step, so that `num_tokens` remain. For models without states."""
+        assert not self._state_layers, "a state cannot be taken back"
+        for memory in self.memory:
+            memory.clear(num_tokens, self.num_tokens)
+        for layer in self._token_layers:
+            layer.set_length(num_tokens)
+        self._num_tokens = num_tokens
 
     def held(self, num_tokens: int) -> int:
         """Returns how many of the first `num_tokens` tokens the sequence can be gone on from: where the window before

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -34,24 +34,30 @@ State: TypeAlias = KVArena | TransformersState
 
 @dataclass(frozen=True)
 class Rows:
-    """The next tokens of one sequence, int64 of shape [1, num_rows], and where its state is."""
+    """The next tokens of one sequence, int64 of shape [1, num_rows], and where its state is. Logits are computed for
+    the last `num_logits` of them."""
 
     state: State
     token_ids: torch.Tensor
+    num_logits: int = 1
 
 
 def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
-    """Computes one step. Returns each sequence's next-token logits, shape [vocab], in the model's dtype.
+    """Computes one step. Returns each sequence's next-token logits, shape [num_logits, vocab], in the model's dtype.
 
     Several sequences must be in `KVArena`s of their own, of a layout that is exact at every token.
     """
     if len(step) == 1:
-        with as_it_was(model) if isinstance(step[0].state, TransformersState) else nullcontext():
-            return [step[0].state.forward(model, step[0].token_ids)]
+        (rows,) = step
+        if isinstance(rows.state, KVArena):
+            return [rows.state.compute(model, rows.token_ids, rows.num_logits)]
+        with as_it_was(model):
+            return [rows.state.forward(model, rows.token_ids)[None]]
     arenas = [rows.state for rows in step if isinstance(rows.state, KVArena)]
     runs = tuple(arena.begin(rows.token_ids.shape[1]) for arena, rows in zip(arenas, step, strict=True))
     together = Step(runs)
-    ends = torch.tensor([run.num_rows for run in runs]).cumsum(0)
+    ends = accumulate(run.num_rows for run in runs)
+    kept = torch.cat([torch.arange(end - rows.num_logits, end) for end, rows in zip(ends, step, strict=True)])
     layout = arenas[0].layout
     with computing(together):
         output = model(
@@ -59,12 +65,13 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
             position_ids=torch.cat([torch.arange(run.start, run.end) for run in runs])[None],
             use_cache=True,
             **{layout.cache_argument: _PackedCache(arenas, together)},
-            **({"logits_to_keep": ends - 1} if "logits_to_keep" in layout.options else {}),
+            **({"logits_to_keep": kept} if "logits_to_keep" in layout.options else {}),
         )
     for arena, run_ in zip(arenas, runs, strict=True):
         assert arena.num_tokens == run_.end, "the model must add all tokens of a step to its state"
     logits: torch.Tensor = output.logits[0]
-    return list(logits if "logits_to_keep" in layout.options else logits[ends - 1])
+    of_all = logits if "logits_to_keep" in layout.options else logits[kept]
+    return list(torch.split(of_all, [rows.num_logits for rows in step]))
 
 
 def can_pack(model: PreTrainedModel, layout: Layout) -> bool:

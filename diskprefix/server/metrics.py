@@ -61,7 +61,7 @@ class ServerMetrics:
                 ("decode", "Generating the reply."),
             )
         }
-        for kind in ("prompt", "completion", "restored"):
+        for kind in ("prompt", "completion", "restored", "drafted", "accepted"):
             self._tokens.labels(kind)
         ProcessCollector(registry=self.registry)
 
@@ -73,6 +73,8 @@ class ServerMetrics:
         self._tokens.labels("prompt").inc(done.usage.prompt_tokens)
         self._tokens.labels("completion").inc(done.usage.completion_tokens)
         self._tokens.labels("restored").inc(done.cache.restored)
+        self._tokens.labels("drafted").inc(done.timings.drafted_tokens)
+        self._tokens.labels("accepted").inc(done.timings.accepted_tokens)
         for phase, histogram in self._seconds.items():
             histogram.observe(getattr(done.timings, f"{phase}_ms") / 1000)
 

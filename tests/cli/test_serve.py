@@ -71,6 +71,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "port": "9000",
         "max_queue": "5",
         "max_sequences": "4",
+        "speculative": "NGRAM",
         "kv_memory": "3GiB",
         "kv_memory_entries": "2",
         "max_connections": "6",

@@ -82,8 +82,10 @@ class AtOnce:
 class Driven:
     """An engine that computes the steps that a test asks for."""
 
-    def __init__(self, folder: Path, kv: Path) -> None:
-        self.engine = load(folder, kv, kv_cache_write_buffer=1 << 20)
+    def __init__(self, folder: Path, kv: Path, speculative: str) -> None:
+        self.engine = load(folder, kv, kv_cache_write_buffer=1 << 20, speculative=speculative)
+        # So that a life can be lived again.
+        self.engine.clock = lambda: 0.0
         self.inbox = Inbox(self.engine.serve, 1000)
         self.loop = Loop(self.engine, self.inbox)
         self.loop._fetcher.shutdown()
@@ -93,7 +95,7 @@ class Driven:
         """Returns whether there is more to do."""
         with torch.inference_mode():
             self.loop._take_in()
-            if step := self.loop._scheduler.schedule():
+            if step := self.loop._next_step():
                 self.loop._compute(step)
         return bool(step or self.inbox._has_news or self.inbox.num_running or self.inbox.waiting())
 
@@ -141,10 +143,10 @@ OFF = CacheOptions(scope=parse_scope("off", param="scope"), tenant=SHARED)
 
 
 class Alone:
-    """An engine without a cache that computes one request after the other."""
+    """An engine without a cache and without guesses that computes one request after the other."""
 
     def __init__(self, folder: Path, kv: Path) -> None:
-        self.driven = Driven(folder, kv)
+        self.driven = Driven(folder, kv, "off")
         self.replies: dict[Asked, Reply] = {}
 
     def reply(self, asked: Asked) -> Reply:
@@ -196,7 +198,7 @@ def lives_of(folder: Path, kv: Path, alone: Alone, patch: pytest.MonkeyPatch) ->
         def open(self) -> None:
             # A model is loaded without a fault.
             self.bad_steps = 0
-            self.driven = Driven(folder, self.kv)
+            self.driven = Driven(folder, self.kv, "ngram")
             self.all_memory = self.driven.engine.pool.limit_bytes
 
         def _run(self, *args: Any) -> Any:

@@ -14,6 +14,7 @@ from diskprefix.kv.arena import bytes_for
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import after_steps, forget_idle, run_together, running
 from tests.engine.test_company import BLOCK, alone, load, request, tokens
+from tests.engine.test_drafts import scripted
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
 
@@ -146,3 +147,23 @@ def test_what_slides_out_is_not_written_for_a_request_that_saves_nothing(engine:
     engine.cache.settle()
     assert engine.cache.writer.flush(30)
     assert engine.cache.store.counts()["blocks"] == 0
+
+
+def test_windows_that_slide_while_guesses_are_taken_back_give_the_reply_without_guesses(
+    engine: Engine, folder: Path, tmp_path: Path
+) -> None:
+    one = request(tokens(PROMPT), max_tokens=260, temperature=1.0, seed=3)
+    (expected,) = run_together(engine, [one])
+    guessing = load(folder, tmp_path / "guessing", speculative="ngram")
+    guessing.clock = lambda: 0.0
+    with scripted(guessing, [expected]):
+        (found,) = run_together(guessing, [one])
+    assert found.tokens == expected.tokens
+    assert 0 < found.done.timings.accepted_tokens < found.done.timings.drafted_tokens
+    (slot,) = guessing.pool.slots
+    assert slot.arena.complete_from > 0, "it must slide"
+    (theirs,) = engine.pool.slots
+    first = max(slot.arena.complete_from, theirs.arena.complete_from)
+    last = [each.arena.read_tokens(first, each.num_computed - first) for each in (slot, theirs)]
+    assert last[0] == last[1]
+    guessing.close()

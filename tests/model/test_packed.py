@@ -68,7 +68,8 @@ def alone(model: PreTrainedModel, layout: Layout) -> Bits:
 
 
 def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
-    """In random steps of all sequences; those that are over leave."""
+    """In random steps of all sequences; those that are over leave. Some steps of decoding compute tokens behind, right
+    ones and wrong ones, which are taken back."""
     chance = random.Random(seed)
     arenas = [arena_of(model, layout) for _ in LENGTHS]
     logits: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
@@ -76,14 +77,22 @@ def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
         while left := [n for n, length in enumerate(LENGTHS) if arenas[n].num_tokens < length]:
             chosen = [n for n in left if chance.random() < 0.8] or left
             chance.shuffle(chosen)
-            step = []
+            step, parts = [], []
             for n in chosen:
                 start, prompt = arenas[n].num_tokens, max(1, LENGTHS[n] - 4)
-                end = start + 1 if start >= prompt else min(prompt, start + chance.choice([1, 5, 100, 200]))
-                step.append(Rows(arenas[n], made_up_tokens(model, n, LENGTHS[n])[:, start:end]))
-            for n, found in zip(chosen, runner.run(model, step), strict=True):
-                if arenas[n].num_tokens > max(1, LENGTHS[n] - 4):
-                    logits[n].append(found)
+                end, num_logits, num_wrong = min(prompt, start + chance.choice([1, 5, 100, 200])), 1, 0
+                if start >= prompt:
+                    end, num_wrong = chance.randint(start + 1, LENGTHS[n]), chance.choice([0, 0, 1, 5])
+                    num_logits = end - start + num_wrong
+                    parts.append((n, end, end - start))
+                else:
+                    parts.append((n, end, 0))
+                right, wrong = made_up_tokens(model, n, LENGTHS[n]), made_up_tokens(model, 100 + n, 5)
+                ids = torch.cat([right[:, start:end], wrong[:, :num_wrong]], dim=1)
+                step.append(Rows(arenas[n], ids, num_logits))
+            for (n, end, num_right), found in zip(parts, runner.run(model, step), strict=True):
+                arenas[n].take_back(end)
+                logits[n] += found[:num_right]
     return [(bytes(a.read_tokens(0, length)), f) for a, length, f in zip(arenas, LENGTHS, logits, strict=True)]
 
 

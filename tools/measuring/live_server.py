@@ -44,6 +44,7 @@ class Answer:
     ttft_s: float
     total_s: float
     prompt_tokens: int
+    completion_tokens: int
     cache: dict[str, Any]
     timings: dict[str, float]
 
@@ -226,6 +227,7 @@ class LiveServer:
             ttft_s=reading.ttft_s,
             total_s=total_s,
             prompt_tokens=reading.last["usage"]["prompt_tokens"],
+            completion_tokens=reading.last["usage"]["completion_tokens"],
             cache=reading.last["prefix_cache"],
             timings=reading.last["timings"],
         )

@@ -65,7 +65,7 @@ class CacheReply(BaseModel):
 
 
 class TimingsReply(BaseModel):
-    """Milliseconds, except the last two."""
+    """Milliseconds, except for tokens."""
 
     queue_ms: float
     lookup_ms: float
@@ -74,6 +74,10 @@ class TimingsReply(BaseModel):
     ttft_ms: float = Field(description="From arrival in the queue to the first token.")
     decode_ms: float
     decode_tokens_per_s: float
+    drafted_tokens: int = Field(
+        default=0, description="Present above 0: tokens that were guessed and computed, right or wrong."
+    )
+    accepted_tokens: int = Field(default=0, description="Present with it: those that were right.")
     max_tokens_clamped: int = Field(
         default=0,
         description="Present if prompt and `max_tokens` exceed the model's positions: a choice could have so many "
@@ -84,6 +88,8 @@ class TimingsReply(BaseModel):
 def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:
     """Returns the objects that are ours: what the cache did, and where the time went, in milliseconds."""
     timings: dict[str, Any] = {name: round(value, 2) for name, value in asdict(done.timings).items()}
+    if not done.timings.drafted_tokens:
+        del timings["drafted_tokens"], timings["accepted_tokens"]
     if clamped_to is not None:
         timings["max_tokens_clamped"] = clamped_to
     return {"prefix_cache": _cache_reply(done), "timings": timings}

@@ -1,0 +1,175 @@
+"""Guesses that are computed, and when: sequences that are counts and chances, without a model or a clock."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from diskprefix.engine.speculation import MOST_ROWS, AcceptanceRates, Guesser, RowCost, Speculation, worth_computing
+
+REPEATED = list(range(100, 160))
+
+
+@dataclass(eq=False)
+class One:
+    """A sequence of REPEATED and what it repeats of it."""
+
+    arrived: int = 0
+    room_for_draft: int = 1000
+    draft: list[int] = field(default_factory=list)
+    guesser: Guesser | None = field(default_factory=lambda: Guesser(np.array(REPEATED * 2, np.int32), 10_000))
+
+
+def tokens_a_second(counts: list[int], chances: list[list[float]], row_cost: float) -> float:
+    num_rows, expected = len(chances), float(len(chances))
+    for count, of_one in zip(counts, chances, strict=True):
+        num_rows, expected = num_rows + count, expected + sum(of_one[:count])
+    return expected / (1 + row_cost * num_rows)
+
+
+def test_no_other_choice_of_guesses_gives_more_tokens_in_its_time() -> None:
+    chance = random.Random(0)
+    computed = 0
+    for _ in range(300):
+        chances = [
+            list(itertools.accumulate((chance.random() for _ in range(chance.randrange(5))), lambda a, b: a * b))
+            for _ in range(chance.randrange(1, 4))
+        ]
+        row_cost = chance.choice([0.005, 0.03, 0.1, 0.5])
+        counts = worth_computing(chances, row_cost)
+        computed += sum(counts)
+        every = itertools.product(*(range(len(of_one) + 1) for of_one in chances))
+        best = max(tokens_a_second(list(other), chances, row_cost) for other in every)
+        assert tokens_a_second(counts, chances, row_cost) == pytest.approx(best)
+    assert computed > 300
+
+
+def test_guesses_of_a_step_are_bounded_and_the_likeliest_come_first() -> None:
+    counts = worth_computing([[0.97**n for n in range(1, 100)], [0.9**n for n in range(1, 100)]], 0.001)
+    assert sum(counts) == MOST_ROWS
+    assert counts[0] > counts[1] > 0
+
+
+def test_beside_others_fewer_guesses_are_worth_it() -> None:
+    chances = [0.8**n for n in range(1, 30)]
+    alone, together = worth_computing([chances], 0.03), worth_computing([chances, *[[]] * 15], 0.03)
+    assert alone[0] > together[0] > 0
+
+
+def test_rates_follow_what_was_right_by_the_length_of_the_match() -> None:
+    rates = AcceptanceRates()
+    before = rates.of(3), rates.of(40)
+    for _ in range(100):
+        rates.note(3, is_right=True)
+        rates.note(1000, is_right=False)
+    assert rates.of(2) == rates.of(3) > 0.95 > before[0]
+    assert rates.of(40) < 0.05 < before[1]
+    assert 0 < rates.of(8) < 1
+
+
+def test_a_guesser_counts_each_sampled_token_whether_its_guess_was_computed_or_not() -> None:
+    guesser = Guesser(np.array([*REPEATED, *REPEATED[:4]], np.int32), 10_000)
+    assert guesser.guess()[:3] == REPEATED[4:7]
+    first = guesser.chances()
+    assert list(first) == sorted(first, reverse=True)
+    guesser.note(REPEATED[4])
+    guesser.note(REPEATED[5])
+    right = guesser.chances()[0]
+    assert right > first[0]
+    guesser.note(7)
+    assert guesser.chances() == []
+    assert guesser.guess() == []
+    for token in REPEATED[:4]:
+        guesser.note(token)
+    assert guesser.guess()[:2] == REPEATED[4:6]
+    # A token that was guessed wrong.
+    assert guesser.chances()[0] < right
+
+
+def test_the_cost_of_a_row_is_measured_against_steps_of_the_same_sequences() -> None:
+    cost = RowCost()
+    assert cost.needs_plain_step("a")
+    for _ in range(200):
+        cost.note("a", 2, 0, 1 + 0.1 * 2)
+        cost.note("a", 12, 10, 1 + 0.1 * 12)
+    assert cost.value == pytest.approx(0.1, rel=0.05)
+    assert not cost.needs_plain_step("a")
+    assert cost.needs_plain_step("b")
+    # Nothing to compare with.
+    cost.note("b", 12, 10, 1000.0)
+    assert cost.value == pytest.approx(0.1, rel=0.05)
+
+
+def test_after_many_steps_with_guesses_one_without_is_compared_with() -> None:
+    cost = RowCost()
+    cost.note("a", 1, 0, 1.0)
+    count = 0
+    while not cost.needs_plain_step("a"):
+        cost.note("a", 5, 4, 1.1)
+        count += 1
+    assert 10 < count < 1000
+    cost.note("a", 1, 0, 1.0)
+    assert not cost.needs_plain_step("a")
+
+
+def drafted(speculation: Speculation, one: One, row_s: float, step_s: float = 1.0) -> int:
+    """The guesses of a step that takes `step_s`, and `row_s` for each row."""
+    speculation.plan([one])
+    speculation.note([one], 1 + len(one.draft), len(one.draft), step_s + row_s * (1 + len(one.draft)))
+    return len(one.draft)
+
+
+def test_guesses_are_computed_while_they_pay_and_no_longer() -> None:
+    speculation, one = Speculation(), One()
+    assert drafted(speculation, one, 0.01) == 0, "a step to compare with comes first"
+    assert drafted(speculation, one, 0.01) > 10
+    many = [drafted(speculation, one, 1.0, step_s=0.0) for _ in range(400)]
+    assert many[0] > 10
+    assert sum(many[200:]) < 10
+    # Rows are cheap again, which only shows when guesses are tried again.
+    few = [drafted(speculation, one, 0.01) for _ in range(6000)]
+    assert few[0] == 0
+    assert few[-10:] > [10] * 10
+
+
+def test_text_that_guesses_do_not_fit_switches_them_off_and_on_again() -> None:
+    speculation, one = Speculation(), One()
+    assert one.guesser is not None
+    speculation.row_cost._over = 0.1 * speculation.row_cost._weight
+    drafted(speculation, one, 0.1)
+    assert drafted(speculation, one, 0.1) > 5
+
+    def reply(token_ids: list[int]) -> list[int]:
+        assert one.guesser is not None
+        counts = []
+        for token in token_ids:
+            counts.append(drafted(speculation, one, 0.1))
+            one.guesser.note(token)
+        return counts
+
+    # The same pairs, before tokens that nothing tells.
+    pairs = [token for number in range(150) for token in (1, 2, 1000 + number)]
+    assert sum(reply(pairs)[-100:]) == 0
+    assert sum(reply(REPEATED)[-20:]) > 20
+
+
+def test_a_draft_fits_the_room_of_its_sequence() -> None:
+    speculation, one = Speculation(), One()
+    drafted(speculation, one, 0.01)
+    for room in (5, 1, 0, -3):
+        one.room_for_draft = room
+        speculation.plan([one])
+        assert len(one.draft) == max(0, room)
+
+
+def test_a_sequence_without_a_guesser_has_no_draft() -> None:
+    speculation, one, other = Speculation(), One(), One(arrived=1, draft=[1, 2], guesser=None)
+    for _ in range(2):
+        speculation.plan([one, other])
+        speculation.note([one, other], 2 + len(one.draft), len(one.draft), 1.0)
+    assert one.draft
+    assert other.draft == []

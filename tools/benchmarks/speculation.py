@@ -1,0 +1,174 @@
+"""The speculation benchmark: decoding with guesses against decoding without, and whether a token differs.
+
+Two kinds of text. Edits: a file of this project, and what is to be changed in it; the reply repeats most of the file.
+Chat: ordinary questions, whose replies repeat little. Two servers take turns, request by request, so that the noise of
+the machine meets both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from tools.measuring.live_server import Answer, LiveServer, step
+from tools.measuring.options import FOLDER, JSON
+from tools.measuring.report import machine, median, new_table, print_report, say, show_machine
+from tools.measuring.workspace import measuring, model_folder
+from tools.models import real
+
+MOST_LINES = 60
+"""Of the part of a file that is edited."""
+EDITS = (
+    "Rename the variable {name} to {name}_value everywhere.",
+    "Add a comment above each function that says what it does. Change nothing else.",
+    "Replace every occurrence of `self._` by `self.`. Change nothing else.",
+    "Add the parameter `verbose: bool = False` to the first function. Change nothing else.",
+    "Remove all docstrings. Change nothing else.",
+)
+EDIT = "{task} Answer with the whole file and nothing else.\n\n```python\n{source}\n```"
+QUESTIONS = (
+    "What is the difference between a list and a tuple in Python?",
+    "Tell me a short story about a lighthouse keeper.",
+    "How do I keep tomatoes from getting blight?",
+    "Explain how a bicycle stays upright.",
+    "Which sights should I see in Lisbon in two days?",
+    "Write a poem about the first snow.",
+    "Why is the sky blue, and why are sunsets red?",
+    "What should I consider before I adopt a dog?",
+    "Summarise the causes of the French Revolution.",
+    "How does a refrigerator work?",
+    "Give me a recipe for a simple vegetable soup.",
+    "What makes a good code review?",
+)
+SYSTEM = "You are a helpful assistant."
+
+
+def edits(count: int) -> list[str]:
+    """Returns prompts over as many parts of this project's files."""
+    root = Path(__file__).parents[2] / "diskprefix"
+    files = sorted(path for path in root.rglob("*.py") if len(path.read_text("utf-8").splitlines()) >= MOST_LINES)
+    chosen = [files[number * len(files) // count] for number in range(count)]
+    return [_edit(number, path) for number, path in enumerate(chosen)]
+
+
+def _edit(number: int, path: Path) -> str:
+    source = "\n".join(path.read_text("utf-8").splitlines()[:MOST_LINES])
+    names = [word for word in source.replace("(", " ").split() if word.isidentifier() and len(word) > 5]
+    return EDIT.format(task=EDITS[number % len(EDITS)].format(name=max(names, key=names.count)), source=source)
+
+
+class SpeculationBench:
+    """Asks a server that guesses and one that does not, in turns."""
+
+    def __init__(self, plain: LiveServer, guessing: LiveServer, console: Console) -> None:
+        self._servers = plain, guessing
+        self._console = console
+
+    def ask(self, kind: str, prompts: Sequence[str], reply_tokens: int) -> list[dict[str, Any]]:
+        samples = []
+        for number, prompt in enumerate(prompts, start=1):
+            with step(self._console, f"{kind} {number} of {len(prompts)}"):
+                messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
+                # Who is first takes turns too.
+                order = self._servers if number % 2 else self._servers[::-1]
+                answers = {id(one): one.chat(messages, max_tokens=reply_tokens, scope="off") for one in order}
+            plain, guessing = (answers[id(one)] for one in self._servers)
+            samples.append({"kind": kind} | _compared(plain, guessing))
+        return samples
+
+
+def _compared(plain: Answer, guessing: Answer) -> dict[str, Any]:
+    ms, faster_ms = (answer.timings["decode_ms"] for answer in (plain, guessing))
+    return {
+        "prompt_tokens": plain.prompt_tokens,
+        "tokens": plain.completion_tokens,
+        "decode_ms": ms,
+        "guessing_decode_ms": faster_ms,
+        "decode_tokens_per_s": plain.timings["decode_tokens_per_s"],
+        "drafted_tokens": guessing.timings.get("drafted_tokens", 0),
+        "accepted_tokens": guessing.timings.get("accepted_tokens", 0),
+        "texts_equal": (plain.text, plain.completion_tokens) == (guessing.text, guessing.completion_tokens),
+    }
+
+
+@contextmanager
+def _server(workspace: Path, model: Path, mode: str, console: Console) -> Iterator[LiveServer]:
+    flags = ("--model", str(model), "--speculative", mode)
+    log_path = workspace / "server.log"
+    with LiveServer(kv_cache_dir=workspace / mode, log_path=log_path, flags=flags) as server:
+        with step(console, f"server starting, --speculative {mode}") as note:
+            server.start(note)
+        yield server
+
+
+def measure(workspace: Path, model: str, folder: Path, sizes: tuple[int, int, int], console: Console) -> dict[str, Any]:
+    """Returns the report as JSON values. `sizes`: the number of edits, of questions, and the tokens of a reply at most.
+    Raises `LiveServerError`."""
+    num_edits, num_questions, reply_tokens = sizes
+    with _server(workspace, folder, "off", console) as plain, _server(workspace, folder, "ngram", console) as guessing:
+        bench = SpeculationBench(plain, guessing, console)
+        samples = bench.ask("edits", edits(num_edits), reply_tokens)
+        samples += bench.ask("chat", QUESTIONS[:num_questions], reply_tokens)
+    return {
+        "benchmark": "speculation",
+        "model": model,
+        "machine": machine(),
+        "texts_equal": all(sample["texts_equal"] for sample in samples),
+        "samples": samples,
+    }
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    table = new_table(
+        f"{report['model']}: decoding with --speculative ngram against off",
+        left=("text",),
+        right=("prompts", "tokens/s", "faster, all", "median", "least", "tokens a step", "drafted", "accepted"),
+    )
+    for kind in dict.fromkeys(sample["kind"] for sample in report["samples"]):
+        chosen = [sample for sample in report["samples"] if sample["kind"] == kind and sample["guessing_decode_ms"]]
+        ratios = [sample["decode_ms"] / sample["guessing_decode_ms"] for sample in chosen]
+        drafted, accepted = (sum(one[name] for one in chosen) for name in ("drafted_tokens", "accepted_tokens"))
+        whole = sum(one["decode_ms"] for one in chosen) / sum(one["guessing_decode_ms"] for one in chosen)
+        speed = median(one["decode_tokens_per_s"] for one in chosen)
+        figures = (f"{whole:.2f}", f"{median(ratios):.2f}", f"{min(ratios):.2f}")
+        tokens = sum(one["tokens"] for one in chosen)
+        per_step = f"{tokens / (tokens - accepted):.2f}"
+        share = f"{accepted / drafted:.0%}" if drafted else "-"
+        table.add_row(kind, str(len(chosen)), f"{speed:.1f}", *figures, per_step, str(drafted), share)
+    console.print(table)
+    say(console, f"Texts: {'equal' if report['texts_equal'] else 'DIFFERENT'}.")
+    show_machine(report["machine"], console)
+
+
+@click.command()
+@click.option("--model", default=real.DEFAULT, show_default=True, help="A real model's name or a model's folder.")
+@click.option("--edits", "num_edits", type=click.IntRange(1, 100), default=50, show_default=True, help="Code edits.")
+@click.option(
+    "--questions",
+    type=click.IntRange(1, len(QUESTIONS)),
+    default=len(QUESTIONS),
+    show_default=True,
+    help="Questions of ordinary chat.",
+)
+@click.option(
+    "--reply-tokens", type=click.IntRange(min=2), default=400, show_default=True, help="Tokens of a reply at most."
+)
+@FOLDER
+@JSON
+def main(model: str, num_edits: int, questions: int, reply_tokens: int, folder: Path | None, as_json: bool) -> None:
+    """Measure how much faster replies are with guessed tokens: edits of code, and ordinary chat.
+
+    Exits with 1 if a text differs.
+    """
+    progress = Console(stderr=True)
+    source = model_folder(model, progress)
+    with measuring(folder, progress) as workspace:
+        report = measure(workspace, model, source, (num_edits, questions, reply_tokens), progress)
+    print_report(report, as_json, show)
+    sys.exit(0 if report["texts_equal"] else 1)
