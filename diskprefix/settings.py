@@ -135,8 +135,16 @@ class Settings:
     )
     kernels: str = _model(
         "auto",
-        "Which kernels compute attention. auto takes the best that are compiled for this CPU, or else those of torch.",
+        "Which kernels compute attention and quantised weights. auto takes the best that are compiled for this CPU, or "
+        "else those of torch.",
         choices=("auto", "torch", "amx", "avx512", "avx2", "baseline"),
+    )
+    weights: str = _model(
+        "auto",
+        "The form in which weights are kept in memory. native is that of the files. int8 and int4 quantise matrices, "
+        "once; decoding is faster, and the model answers a little differently. auto keeps the quants of a .gguf file "
+        "where a compiled kernel takes them: the same weights in less memory.",
+        choices=("auto", "native", "int8", "int4"),
     )
     served_model_name: str | None = _model(
         None, "The name that clients use for the model.", metavar="NAME", unset="the model's own"

@@ -39,6 +39,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "speculation": Tool("benchmarks.speculation", "Decoding with guessed tokens, against without."),
         "schemas": Tool("benchmarks.schemas", "Replies to random schemas, and what a mask costs."),
         "replay": Tool("benchmarks.replay", "What is restored of replies that clients format anew."),
+        "quality": Tool("benchmarks.quality", "Quantised weights: perplexity, agreement, speed, memory."),
         "store": Tool("benchmarks.store", "The store alone: restores, lookups, codecs, sharing."),
         "soak": Tool("benchmarks.soak", "Ten times its budget through one store."),
     },

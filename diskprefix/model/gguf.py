@@ -26,6 +26,8 @@ CONVERSION_FORMAT = 1
 """To be increased when the conversion makes other files. Folders of another format are made again."""
 
 MANIFEST = "manifest.json"
+SUFFIXES = {"native": "", "auto": "-quants", "int8": "-int8", "int4": "-int4"}
+"""Of the folder's name, by the form of the weights."""
 _PARTIAL = ".partial-"
 _GGUF = "model.gguf"
 _OVERHEAD_BYTES = 256 * 1024**2
@@ -37,8 +39,8 @@ _CUT_AS_GPT2 = frozenset({"default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "tr
 _CUT_DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 
 
-def converted_folder(gguf: Path, report: Report) -> Path:
-    """Returns the folder of the model in `gguf`, which is converted on first use.
+def converted_folder(gguf: Path, report: Report, weights: str = "native") -> Path:
+    """Returns the folder of the model in `gguf`, which is converted on first use. `weights` is that of `convert`.
 
     Raises `ModelError` if the file cannot be read or converted, or its conversion does not fit in memory or on disk.
     """
@@ -48,7 +50,8 @@ def converted_folder(gguf: Path, report: Report) -> Path:
         digest = remembered_digest(gguf)
     except OSError as error:
         raise ModelError(f"cannot read {gguf}: {error.strerror}") from error
-    return build_once(f"{gguf.stem[:100]}-{digest[:12]}", lambda work: convert(gguf, work, report), report)
+    name = f"{gguf.stem[:100]}-{digest[:12]}{SUFFIXES[weights]}"
+    return build_once(name, lambda work: convert(gguf, work, report, weights), report)
 
 
 def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path:
@@ -174,10 +177,12 @@ def require_disk(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def convert(gguf: Path, work: Path, report: Report) -> Path:
-    """Dequantises `gguf` to bfloat16 safetensors and a tokenizer in `work/model`. Returns that folder.
+def convert(gguf: Path, work: Path, report: Report, weights: str = "native") -> Path:
+    """Converts `gguf` to safetensors and a tokenizer in `work/model`. Returns that folder.
 
-    Raises `ModelError` if it cannot be read or does not fit, `OSError` if the disk fills up.
+    `weights` is `native` (all bfloat16), `auto` (the quants of the file where `gguf_quants` reads them), or `int8` or
+    `int4` (the others are quantised anew). Raises `ModelError` if it cannot be read or does not fit, `OSError` if the
+    disk fills up.
     """
     source, made = work / "source", work / "model"
     source.mkdir()
@@ -187,7 +192,7 @@ def convert(gguf: Path, work: Path, report: Report) -> Path:
     try:
         with progress_bar(f"converting {gguf.name}", 100, report) as advance:
             quiet_transformers()
-            _convert(source, made, gguf.name, advance, report)
+            _convert(source, made, gguf.name, weights, advance, report)
     except ModelError:
         raise
     except Exception as error:
@@ -198,7 +203,9 @@ def convert(gguf: Path, work: Path, report: Report) -> Path:
     return made
 
 
-def _convert(source: Path, made: Path, name: str, advance: Callable[[float], None], report: Report) -> None:
+def _convert(
+    source: Path, made: Path, name: str, weights: str, advance: Callable[[float], None], report: Report
+) -> None:
     """Converts, and reports progress in per cent. The metadata (vocabulary and merges) takes most of the time."""
     from gguf import GGUFReader
     from transformers import AutoConfig
@@ -218,8 +225,14 @@ def _convert(source: Path, made: Path, name: str, advance: Callable[[float], Non
             # transformers reads only the end of text from a GGUF, not the end of a turn.
             model.generation_config.eos_token_id = facts["stop_ids"]
         require_disk(made.parent, sum(p.numel() * p.element_size() for p in model.parameters()) + _OVERHEAD_BYTES)
-        model.save_pretrained(made)
         tokenizer.save_pretrained(made)
+        if weights == "native":
+            model.save_pretrained(made)
+    if weights != "native":
+        from diskprefix.model.gguf_quants import quants_of
+        from diskprefix.model.quantised import quantise_and_save
+
+        quantise_and_save(model, weights, made, report, quants_of(reader))
 
 
 def _facts(reader: Any) -> dict[str, Any]:

@@ -8,9 +8,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +45,8 @@ class LoadedModel:
     """A decoder model in evaluation mode on its device.
 
     `media` is the processor of a multimodal model, None for a model of text alone. `name` is the name for clients.
-    `timings` holds seconds by step: `source` (with download and conversion), `imports`, `digest`, `tokenizer` (with the
-    processor), `weights`.
+    `timings` holds seconds by step: `source` (with download and conversion), `imports`, `quantising`, `digest`,
+    `tokenizer` (with the processor), `weights`.
     """
 
     model: PreTrainedModel
@@ -74,16 +75,24 @@ def load_model(settings: Settings, progress: Report) -> LoadedModel:
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
     template = _read_template(settings.chat_template)
+    pick_weights = cache(partial(_pick_weights, settings.weights, settings.dtype, settings.device))
+    if settings.weights in ("int8", "int4"):
+        pick_weights()
     with clock("source"):
-        folder, name = _find(settings.model, progress)
+        folder, name = _find(settings.model, progress, pick_weights)
         files = _weight_files(folder)
     with clock("imports"):
         device = _pick_device(settings.device)
+        weights = pick_weights()
         quiet_transformers()
         config = _read_config(folder)
         with _load_failures(folder):
             kind = require_served_kind(folder, config)
         dtype = _pick_dtype(settings.dtype, config)
+    with clock("quantising"), _load_failures(folder):
+        from diskprefix.model.quantising import weight_files_in
+
+        files = weight_files_in(weights, folder, files, config, kind, dtype, device, progress)
     what = f"{folder.name} as {str(dtype).removeprefix('torch.')} on {device}"
     require_memory(weights_bytes(files, dtype.itemsize), available_bytes(device), what=what, advice=ADVICE)
     with clock("digest"), _load_failures(folder):
@@ -92,7 +101,7 @@ def load_model(settings: Settings, progress: Report) -> LoadedModel:
         tokenizer = _load_tokenizer(folder, template)
         media = _load_media(folder, config, kind) if kind.is_multimodal else None
     with clock("weights"):
-        model = _load_weights(folder, config, kind, dtype, device)
+        model = _load_weights(folder, files, config, kind, dtype, device)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -109,21 +118,24 @@ def load_tokenizer(model: str | None, chat_template: Path | None, progress: Repo
     `model` and the errors are those of `load_model`. A .gguf file and the embedded model are converted on first use.
     """
     template = _read_template(chat_template)
-    folder, _ = _find(model, progress, with_weights=False)
+    folder, _ = _find(model, progress, partial(_pick_weights, "auto", "auto", "auto"), with_weights=False)
     quiet_transformers()
     return _load_tokenizer(folder, template)
 
 
-def _find(model: str | None, progress: Report, *, with_weights: bool = True) -> tuple[Path, str]:
-    """Returns the folder that holds the model's files, and the model's name."""
+def _find(
+    model: str | None, progress: Report, pick_weights: Callable[[], str], *, with_weights: bool = True
+) -> tuple[Path, str]:
+    """Returns the folder that holds the model's files, and the model's name. What is made of a .gguf file has the form
+    that `pick_weights` returns."""
     if model is None:
-        return embedded_folder(progress), EMBEDDED.name
+        return embedded_folder(progress, weights=pick_weights()), EMBEDDED.name
     path = Path(os.path.expanduser(model))
     is_gguf = path.suffix.lower() == ".gguf"
     if model.strip() and os.path.isdir(path):
         return path, path.resolve().name
     if is_gguf and os.path.isfile(path):
-        return converted_folder(path, progress), path.stem
+        return converted_folder(path, progress, pick_weights()), path.stem
     if os.path.isfile(path):
         raise ModelError(f"--model: {model} is a file; give the folder that holds the model, or a .gguf file")
     if is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
@@ -233,6 +245,20 @@ def _pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(index or 0)) if kind == "cuda" else torch.device(kind)
 
 
+def _pick_weights(name: str, dtype: str, device_name: str) -> str:
+    """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file."""
+    from diskprefix.model.products import TORCH, kernel
+
+    device = _pick_device(device_name)
+    if name == "auto":
+        return "auto" if device.type == "cpu" and dtype in ("auto", "bfloat16") and kernel() != TORCH else "native"
+    if name != "native" and device.type != "cpu":
+        raise SettingsError(f"--weights: {name} is for the CPU, and the device is {device}; add --device cpu")
+    if name != "native" and dtype not in ("auto", "bfloat16"):
+        raise SettingsError(f"--weights: {name} computes in bfloat16, not in --dtype {dtype}")
+    return name
+
+
 def _pick_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
     import torch
 
@@ -303,13 +329,23 @@ def _override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> Non
 
 
 def _load_weights(
-    folder: Path, config: PreTrainedConfig, kind: ModelKind, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    files: Sequence[Path],
+    config: PreTrainedConfig,
+    kind: ModelKind,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> PreTrainedModel:
-    # Other devices and quantised weights come with libraries of their own, which may compile.
+    from diskprefix.model.quantised import describe, is_quantised, prepare
+    from diskprefix.model.quantising import generation_config_of
+
+    # Other devices and weights that others quantised come with libraries of their own, which may compile.
     is_plain = device.type == "cpu" and getattr(config, "quantization_config", None) is None
     with _load_failures(folder), without_tracer() if is_plain else nullcontext():
+        if is_quantised(files):
+            describe(config, files)
         model, info = kind.loader.from_pretrained(
-            folder,
+            files[0].parent,
             config=config,
             dtype=dtype,
             device_map=None if device.type == "cpu" else {"": device},
@@ -330,6 +366,10 @@ def _load_weights(
     if device.type == "cpu":
         with _load_failures(folder):
             _copy_into_memory(model)
+            prepare(model)
+            own = generation_config_of(folder) if files[0].parent != folder else None
+            if own is not None:
+                model.generation_config = own
     model.requires_grad_(False)
     return model.eval()
 
@@ -337,16 +377,15 @@ def _load_weights(
 def _copy_into_memory(model: PreTrainedModel) -> None:
     """Copies the weights, which safetensors maps from the file: mapped tensors change, or end the process, when
     somebody writes the file, and their unaligned addresses cost 3 to 9 % of decode time where it was measured."""
-    import torch
+    from diskprefix.model.memory import one_thread
+    from diskprefix.model.products import TORCH, kernel
 
-    threads = torch.get_num_threads()
     # One thread is enough for the memory bus. Waiting for more, at each of hundreds of tensors, cost up to 1.6 s.
-    torch.set_num_threads(1)
-    try:
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data = tensor.data.clone()
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            # torch's kernels have copies of their own of what is packed.
+            if not name.endswith(".packed") or kernel() != TORCH:
+                tensor.data = tensor.data.clone()
 
 
 @contextmanager

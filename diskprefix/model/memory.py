@@ -43,6 +43,19 @@ def explain_out_of_memory(problem: str) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within it, torch computes with one thread: for many small operations, of which the memory is the limit."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def weights_bytes(files: Sequence[Path], dtype_bytes: int) -> int:
     """Returns the bytes that the weights in `files` take when loaded in a dtype of `dtype_bytes` bytes an element.
 

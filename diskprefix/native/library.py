@@ -33,6 +33,7 @@ class Operators:
     variant: str
     compiler: str
     attention: Any
+    quantised_product: Any
     parallel_for: int
 
     @property
@@ -42,7 +43,7 @@ class Operators:
 
 
 class _Table(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), ("attention", ctypes.c_void_p))
+    _fields_ = (("name", ctypes.c_char_p), ("attention", ctypes.c_void_p), ("quantised_product", ctypes.c_void_p))
 
 
 def choose(kernels: str) -> None:
@@ -94,11 +95,12 @@ def _load(kernels: str) -> Operators:
     table = library.diskprefix_operators(ctypes.c_char_p(name))
     if not table:
         raise Unavailable(f"there are no operators {kernels!r} for this CPU" if name else "this CPU is too old")
-    operator = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_char_p, ctypes.c_char_p)
+    of_two, of_one = (ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_char_p] * count) for count in (2, 1))
     return Operators(
         table.contents.name.decode(),
         library.diskprefix_compiler().decode(),
-        operator(table.contents.attention),
+        of_two(table.contents.attention),
+        of_one(table.contents.quantised_product),
         _parallel_for(),
     )
 

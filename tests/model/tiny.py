@@ -30,10 +30,20 @@ def tokens() -> list[str]:
 
 
 def write_gguf(
-    path: Path, *, seed: int = 0, pre: str = "smollm", without: str = "", architecture: str = "llama"
+    path: Path,
+    *,
+    seed: int = 0,
+    pre: str = "smollm",
+    without: str = "",
+    architecture: str = "llama",
+    quantised: str = "",
 ) -> Path:
-    """A Llama of two layers in float32 with a byte-level tokenizer; `without` names a tensor to leave out."""
-    from gguf import GGUFWriter, TokenType
+    """A Llama of two layers with a byte-level tokenizer; `without` names a tensor to leave out.
+
+    It is in float32, or its layers in the type `quantised`.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+    from gguf.quants import quantize
 
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
@@ -57,7 +67,10 @@ def write_gguf(
     writer.add_eot_token_id(0)
     writer.add_chat_template(CHAT_TEMPLATE)
     for name, tensor in _tensors(seed).items():
-        if name != without:
+        if name != without and quantised and tensor.ndim == 2:
+            kind = GGMLQuantizationType[quantised]
+            writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
+        elif name != without:
             writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

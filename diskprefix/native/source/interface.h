@@ -35,10 +35,23 @@ struct Attention {
   ParallelFor parallel_for;
 };
 
+// Rows times a quantised matrix. `rows` is bfloat16 [num_rows, matrix_columns], `out` bfloat16 [num_rows, matrix_rows].
+struct QuantisedProduct {
+  int64_t num_rows, matrix_rows, matrix_columns;
+  int64_t bits, group, has_zeros, scale_type;  // the form of its blocks, see model/quants.py
+  const void* rows;
+  const uint8_t* packed;
+  const float* bias;  // [matrix_rows], or null
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
 // The operators, as one variant computes them. They return 0, or 1 if there is not enough memory.
 struct Operators {
   const char* name;
   int32_t (*attention)(const Attention* call, const Run* runs);
+  int32_t (*quantised_product)(const QuantisedProduct* call);
 };
 
 }  // namespace diskprefix

@@ -1,0 +1,188 @@
+"""Weights in 4 or 8 bits: the forms, how a matrix gets one, and how it lies in memory.
+
+A weight is `code × scale + zero`, computed in float32 and rounded to bfloat16. Along a row of a matrix, groups of 16 or
+32 weights share their scale and zero. The compiled product computes with these bfloat16 numbers.
+
+In memory, 16 rows × 32 columns are a block: codes, scales, zeros. Blocks of the same 16 rows follow each other, so a
+product reads from the first to the last byte. Of the codes, a pair of columns of 8 rows lie side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+ROWS, COLUMNS = 16, 32
+"""Of a block."""
+_SHRUNK = (1.0, 0.94, 0.88, 0.82)
+"""The parts of a group's range that are tried for 4 bits. A smaller one cuts the outermost weights off and is finer."""
+_AT_ONCE = 1 << 18
+"""Weights that are quantised at a time, so that the work does not take several times the memory of the matrix."""
+
+
+@dataclass(frozen=True)
+class QuantForm:
+    """`bits` is 4 (codes 0 … 15) or 8 (codes -128 … 127). Scales and zeros are float16 or float32."""
+
+    bits: int
+    group: int
+    has_zeros: bool
+    scale_type: torch.dtype
+
+    def __str__(self) -> str:
+        zeros = "zeros" if self.has_zeros else "symmetric"
+        return f"int{self.bits} {self.group} {zeros} {str(self.scale_type).removeprefix('torch.')}"
+
+    @classmethod
+    def parse(cls, text: str) -> QuantForm:
+        """Returns the form that `str` described. Raises `ValueError` for other texts."""
+        for form in FORMS:
+            if str(form) == text:
+                return form
+        raise ValueError(f"{text!r} is not a form of quantised weights")
+
+    @property
+    def code_bytes(self) -> int:
+        return ROWS * COLUMNS * self.bits // 8
+
+    @property
+    def block_bytes(self) -> int:
+        scales = ROWS * (COLUMNS // self.group) * self.scale_type.itemsize
+        return self.code_bytes + scales * (2 if self.has_zeros else 1)
+
+    def packed_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
+        return rows // ROWS, columns // COLUMNS, self.block_bytes
+
+
+FORMS = tuple(
+    QuantForm(bits, group, has_zeros, scale_type)
+    for bits, group, has_zeros in ((4, 32, True), (8, 32, False), (8, 32, True), (8, 16, False))
+    for scale_type in (torch.float16, torch.float32)
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Quants:
+    """A matrix [rows, columns]: `codes` int8 of that shape, `scales` and `zeros` float32 [rows, columns / group]."""
+
+    bits: int
+    group: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+
+    @cached_property
+    def form(self) -> QuantForm:
+        """The smallest form that holds it exactly."""
+        numbers = [self.scales] if self.zeros is None else [self.scales, self.zeros]
+        is_half = all(torch.equal(part.half().float(), part) for part in numbers)
+        return QuantForm(self.bits, self.group, self.zeros is not None, torch.float16 if is_half else torch.float32)
+
+    def rows(self, order: torch.Tensor) -> Quants:
+        """Returns the matrix whose row i is row `order[i]`."""
+        zeros = None if self.zeros is None else self.zeros[order]
+        return Quants(self.bits, self.group, self.codes[order], self.scales[order], zeros)
+
+    def dequantised(self) -> torch.Tensor:
+        """Returns the weights, bfloat16 [rows, columns]."""
+        groups = self.codes.view(*self.scales.shape, self.group).float() * self.scales.unsqueeze(-1)
+        if self.zeros is not None:
+            groups += self.zeros.unsqueeze(-1)
+        return groups.view(self.codes.shape).bfloat16()
+
+    def packed(self) -> torch.Tensor:
+        """Returns its blocks, uint8 of `form.packed_shape`."""
+        rows, columns = self.codes.shape
+        blocks = rows // ROWS, columns // COLUMNS
+        # Half, row of it, block, pair of columns, column of it.
+        codes = self.codes.view(blocks[0], 2, 8, blocks[1], 16, 2)
+        if self.bits == 4:
+            codes = codes.view(blocks[0], 2, 8, blocks[1], 2, 8, 2).permute(0, 3, 4, 1, 2, 6, 5)
+            codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
+        else:
+            codes = codes.permute(0, 3, 4, 1, 2, 5)
+        parts = [codes.contiguous().view(torch.uint8).reshape(*blocks, -1)]
+        for numbers in (self.scales, self.zeros):
+            if numbers is not None:
+                of_block = numbers.to(self.form.scale_type).view(blocks[0], ROWS, blocks[1], COLUMNS // self.group)
+                parts.append(of_block.permute(0, 2, 3, 1).contiguous().view(*blocks, -1).view(torch.uint8))
+        return torch.cat(parts, dim=2)
+
+
+def unpacked(packed: torch.Tensor, form: QuantForm) -> Quants:
+    """Returns what `Quants.packed` packed."""
+    strips, blocks, _ = packed.shape
+    rows, columns = strips * ROWS, blocks * COLUMNS
+    codes = packed[..., : form.code_bytes]
+    if form.bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).view(strips, blocks, 2, 2, 8, 2, 8)
+        codes = codes.permute(0, 3, 4, 1, 2, 6, 5)
+    else:
+        codes = codes.reshape(strips, blocks, 16, 2, 8, 2).permute(0, 3, 4, 1, 2, 5)
+    codes = codes.reshape(rows, columns).view(torch.int8)
+    numbers = packed[..., form.code_bytes :].contiguous().view(form.scale_type).float()
+    parts = numbers.view(strips, blocks, -1, COLUMNS // form.group, ROWS).permute(2, 0, 4, 1, 3)
+    scales, *zeros = parts.reshape(-1, rows, columns // form.group).unbind()
+    return Quants(form.bits, form.group, codes, scales, zeros[0] if zeros else None)
+
+
+def can_quantise(weight: torch.Tensor) -> bool:
+    """Returns whether the matrix fills whole blocks."""
+    return weight.ndim == 2 and weight.shape[0] % ROWS == 0 and weight.shape[1] % COLUMNS == 0
+
+
+def quantised(weight: torch.Tensor, bits: int) -> Quants:
+    """Returns a matrix of floating-point numbers in 8 bits (symmetric) or in 4 (with zeros), in groups of 32."""
+    rows, columns = weight.shape
+    parts = [
+        (_in_4_bits if bits == 4 else _in_8_bits)(part.reshape(len(part), columns // COLUMNS, COLUMNS).float())
+        for part in torch.split(weight, max(1, _AT_ONCE // columns))
+    ]
+    codes, scales, *zeros = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
+    return Quants(bits, COLUMNS, codes.view(rows, columns), scales, zeros[0] if zeros else None)
+
+
+def _in_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    scales = _stored(groups.abs().amax(-1, keepdim=True) / 127)
+    codes = (groups / _divisor(scales)).round_().clamp_(-127, 127)
+    return codes.to(torch.int8), scales[..., 0]
+
+
+def _in_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tries several ranges; in each, scale and zero are those with the least squares of errors for the codes."""
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    middle = groups.mean(-1, keepdim=True)
+    best: tuple[torch.Tensor, ...] = ()
+    for part in _SHRUNK:
+        zeros, scales = low * part + middle * (1 - part), (high - low) * (part / 15)
+        codes = _codes(groups, scales, zeros)
+        spread = codes - codes.mean(-1, keepdim=True)
+        squares = spread.square().sum(-1, keepdim=True)
+        fitted = (spread * (groups - middle)).sum(-1, keepdim=True) / squares.clamp(min=1)
+        scales = _stored(torch.where(squares > 0, fitted, scales))
+        zeros = _stored(middle - codes.mean(-1, keepdim=True) * scales)
+        codes = _codes(groups, scales, zeros)
+        errors = (codes * scales + zeros - groups).square().sum(-1, keepdim=True)
+        found = codes, scales, zeros, errors
+        better = errors < (best or found)[-1]
+        best = tuple(torch.where(better, new, old) for new, old in zip(found, best or found, strict=True))
+    return best[0].to(torch.int8), best[1][..., 0], best[2][..., 0]
+
+
+def _codes(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    return ((groups - zeros) / _divisor(scales)).round_().clamp_(0, 15)
+
+
+def _divisor(scales: torch.Tensor) -> torch.Tensor:
+    """Of a group of equal weights the scale is 0, and every code is right."""
+    return torch.where(scales == 0, 1.0, scales)
+
+
+def _stored(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns them as float16 numbers, or as bfloat16 numbers where they are too large or too small for that. So a code
+    times a scale is exact in float32."""
+    half = numbers.half().float()
+    is_normal = (half.abs() >= torch.finfo(torch.float16).smallest_normal) & half.isfinite()
+    return torch.where(is_normal | (numbers == 0), half, numbers.bfloat16().float())

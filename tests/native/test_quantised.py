@@ -1,0 +1,101 @@
+"""The compiled product with quantised matrices: its weights, and the same bits for a row in every company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from diskprefix.model.quants import FORMS, QuantForm, Quants
+from diskprefix.native import library
+from diskprefix.native.library import Operators
+from diskprefix.native.quantised import QuantisedProduct
+from tests.model.test_quants import quants_of
+
+ROWS, COLUMNS = 48, 352
+"""An odd number of strips, and more blocks than are taken at once."""
+MOST = 70
+
+
+@pytest.fixture(params=library.VARIANTS)
+def operators(request: pytest.FixtureRequest) -> Operators:
+    try:
+        library.choose(request.param)
+    except library.Unavailable as reason:
+        pytest.skip(str(reason))
+    found = library.operators()
+    assert found is not None
+    return found
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def product_of(operators: Operators, quants: Quants, bias: torch.Tensor | None = None) -> QuantisedProduct:
+    form, size = quants.form, (quants.codes.shape[0], quants.codes.shape[1])
+    return QuantisedProduct(
+        *(operators, quants.packed(), size),
+        bits=form.bits,
+        group=form.group,
+        has_zeros=form.has_zeros,
+        scale_type=form.scale_type,
+        bias=bias,
+    )
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_it_computes_with_the_weights_of_the_form(operators: Operators, form: QuantForm) -> None:
+    quants = quants_of(form, ROWS, COLUMNS)
+    found = product_of(operators, quants)(torch.eye(COLUMNS).bfloat16())
+    assert torch.equal(found.t(), quants.dequantised())
+
+
+@pytest.mark.parametrize("form", FORMS[::3], ids=str)
+def test_a_row_has_the_same_bits_beside_any_others(operators: Operators, form: QuantForm) -> None:
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(MOST, COLUMNS, generator=generator).bfloat16()
+    bias = torch.randn(ROWS, generator=generator).bfloat16()
+    product = product_of(operators, quants_of(form, ROWS, COLUMNS), bias)
+    whole = product(rows)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for count in (1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 47, 48, 49, MOST):
+            for start in {0, 1, MOST - count} if count < MOST else {0}:
+                assert torch.equal(product(rows[start : start + count]), whole[start : start + count])
+
+
+def test_it_is_as_near_to_the_exact_product_as_bfloat16_can_be(operators: Operators) -> None:
+    quants, bias = quants_of(FORMS[0], ROWS, COLUMNS), torch.arange(float(ROWS)) / 100
+    rows = torch.randn(33, COLUMNS, generator=torch.Generator().manual_seed(5)).bfloat16()
+    exact = rows.double() @ quants.dequantised().double().t() + bias
+    found = product_of(operators, quants, bias)(rows)
+    assert float((found.double() - exact).abs().max()) < float(exact.abs().max()) * 2**-8
+
+
+def test_rows_of_any_shape_are_taken(operators: Operators) -> None:
+    product = product_of(operators, quants_of(FORMS[0], ROWS, COLUMNS))
+    rows = torch.randn(2, 3, COLUMNS, generator=torch.Generator().manual_seed(6)).bfloat16()
+    turned = rows.transpose(0, 1)
+    assert torch.equal(product(turned), product(turned.contiguous()))
+    assert torch.equal(product(rows).view(6, ROWS), product(rows.view(6, COLUMNS)))
+    assert product(rows[:0]).shape == (0, 3, ROWS)
+
+
+def test_the_variants_without_tiles_give_the_same_bits() -> None:
+    quants = quants_of(FORMS[1], ROWS, COLUMNS)
+    rows = torch.randn(37, COLUMNS, generator=torch.Generator().manual_seed(7)).bfloat16()
+    found = []
+    for variant in ("avx512", "avx2", "baseline"):
+        try:
+            library.choose(variant)
+        except library.Unavailable:
+            continue
+        operators = library.operators()
+        assert operators is not None
+        found.append(product_of(operators, quants)(rows))
+    assert all(torch.equal(one, found[0]) for one in found)
