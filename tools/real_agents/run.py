@@ -64,68 +64,58 @@ class Outcome:
         return not (self.refused or self.retries or self.cut_off) and share >= GOAL
 
 
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """Runs agents one after the other, each with a daemon and folders of its own below `workspace`."""
+    """Runs agents one after the other, each with a daemon and folders of its own below `workspace`.
 
-    def __init__(
-        self,
-        workspace: Path,
-        commands: Path,
-        model: Path,
-        console: Console,
-        bodies: Path | None,
-        *,
-        is_real: bool,
-        is_sampled: bool,
-    ) -> None:
-        """`commands` is the folder of the agents' programs; `bodies` is where what they send is kept.
+    `commands` is the folder of the agents' programs; `bodies` is where what they send is kept. `is_real`: the `model`
+    is not the random one. `is_sampled`: it says what it likes.
+    """
 
-        `is_real`: the `model` is not the random one. `is_sampled`: it says what it likes.
-        """
-        self._workspace = workspace
-        self._commands = commands
-        self._model = model
-        self._console = console
-        self._bodies = bodies
-        self._is_real = is_real
-        self._is_sampled = is_sampled
+    workspace: Path
+    commands: Path
+    model: Path
+    console: Console
+    bodies: Path | None
+    is_real: bool
+    is_sampled: bool
 
     def agent(self, agent: Agent, limit_s: float) -> Outcome:
-        folder = self._workspace / agent.name
+        folder = self.workspace / agent.name
         folder.mkdir()
         file = folder / "repository" / FILE
         environment: dict[str, str] = {}
-        if not self._is_sampled:
-            environment["DISKPREFIX_SCRIPT"] = str(_write_script(folder / "script.json", agent, file, self._model))
+        if not self.is_sampled:
+            environment["DISKPREFIX_SCRIPT"] = str(_write_script(folder / "script.json", agent, file, self.model))
         with LiveServer(
             kv_cache_dir=folder / "kv",
             log_path=folder / "server.log",
             flags=self._flags(),
-            module="diskprefix" if self._is_sampled else "tools.real_agents.scripted_daemon",
+            module="diskprefix" if self.is_sampled else "tools.real_agents.scripted_daemon",
             environment=environment,
         ) as server:
-            with step(self._console, f"{agent.name}: the daemon starts") as note:
+            with step(self.console, f"{agent.name}: the daemon starts") as note:
                 server.start(note)
-            with step(self._console, f"{agent.name}: {TASK}"), Tap(server.port, turn_finder(), server.restart) as tap:
+            with step(self.console, f"{agent.name}: {TASK}"), Tap(server.port, turn_finder(), server.restart) as tap:
                 exit_code, said = self._let_it_work(agent, folder, tap, limit_s)
         self._keep(agent, tap)
         (folder / "said.txt").write_text(said, encoding="utf-8")
         is_done = exit_code == 0 and MENDED in file.read_text(encoding="utf-8") and _has_run(tap)
         if not is_done:
             last = said[-SHOWN_CHARS:]
-            self._console.print(f"{agent.name} ended with {exit_code} and said:\n{last}", markup=False)
+            self.console.print(f"{agent.name} ended with {exit_code} and said:\n{last}", markup=False)
         return _outcome(agent, tap, is_done, exit_code)
 
     def _flags(self) -> tuple[str, ...]:
-        flags = ("--model", str(self._model), "--policy", "agent", "--served-model-name", "coder")
+        flags = ("--model", str(self.model), "--policy", "agent", "--served-model-name", "coder")
         # The random model computes faster than the disk reads, and the rule that weighs the two would not restore.
-        return flags if self._is_real else (*flags, "--kv-cache-gate", "off")
+        return flags if self.is_real else (*flags, "--kv-cache-gate", "off")
 
     def _let_it_work(self, agent: Agent, folder: Path, tap: Tap, limit_s: float) -> tuple[int | None, str]:
         """Returns the exit code, None at the time limit, and what was said."""
-        context = REAL_POSITIONS if self._is_real else POSITIONS
+        context = REAL_POSITIONS if self.is_real else POSITIONS
         served = Served(url=tap.url, model="coder", key=NO_KEY, context=context)
-        place = scratch(folder, agent, recipe(agent.name, served), self._commands, tap.url)
+        place = scratch(folder, agent, recipe(agent.name, served), self.commands, tap.url)
         try:
             ended = subprocess.run(
                 agent.command,
@@ -143,14 +133,14 @@ class Run:
         return ended.returncode, ended.stdout
 
     def _keep(self, agent: Agent, tap: Tap) -> None:
-        if self._bodies is None:
+        if self.bodies is None:
             return
-        self._bodies.mkdir(parents=True, exist_ok=True)
+        self.bodies.mkdir(parents=True, exist_ok=True)
         for number, exchange in enumerate(tap.exchanges, start=1):
             name = f"{agent.name}-{number:02}-{exchange.method}{exchange.path.partition('?')[0].replace('/', '-')}"
-            (self._bodies / f"{name}.json").write_bytes(exchange.body)
+            (self.bodies / f"{name}.json").write_bytes(exchange.body)
             if exchange.refusal:
-                (self._bodies / f"{name}.refusal.txt").write_text(exchange.refusal, encoding="utf-8")
+                (self.bodies / f"{name}.refusal.txt").write_text(exchange.refusal, encoding="utf-8")
 
 
 def _write_script(path: Path, agent: Agent, file: Path, model: Path) -> Path:
@@ -295,7 +285,15 @@ def main(
             model = real.fetched(real.QWEN2_CODER.name, lambda line: console.print(line, markup=False))
             if not is_real:
                 model = write_tiny(workspace / "model", model)
-            run = Run(workspace, commands, model, console, bodies, is_real=is_real, is_sampled=is_sampled)
+            run = Run(
+                workspace=workspace,
+                commands=commands,
+                model=model,
+                console=console,
+                bodies=bodies,
+                is_real=is_real,
+                is_sampled=is_sampled,
+            )
             chosen = [AGENTS[each] for each in names or AGENTS]
             outcomes = [run.agent(each, limit_s) for each in chosen]
         except (LiveServerError, NotInstalled, ModelError) as error:
