@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +33,11 @@ def chain(secret: int, root: bytes, token_ids: TokenIds, block_size: int) -> lis
     return names
 
 
+@dataclass
 class Clock:
     """A clock that only moves when told to."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now: float = 1000.0
 
     def __call__(self) -> float:
         return self.now

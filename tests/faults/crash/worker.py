@@ -20,6 +20,7 @@ from diskprefix.store.codec.codec import Codec
 from diskprefix.store.store import Publication, Store
 from tests.faults.crash import ledger, prompts
 from tests.faults.crash.ledger import Ledger
+from tests.store.building import Clock
 
 CLOCK_STEP_S = 11.0
 """The time between two publications, longer than nodes are kept from eviction after they were written."""
@@ -46,16 +47,6 @@ class WorkerPlan:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
-class Clock:
-    """A clock that each publication advances, across processes."""
-
-    def __init__(self, number: int) -> None:
-        self.now = 1_700_000_000.0 + number * CLOCK_STEP_S
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def publish_in_parts(store: Store, publication: Publication) -> int:
     """Publishes a prompt as a daemon does, which writes its blocks while it computes it: the entry comes with the last
     part. Returns the number of evicted nodes."""
@@ -76,7 +67,7 @@ class Loop:
     def __init__(self, plan: WorkerPlan) -> None:
         self.plan = plan
         self.ledger = Ledger(Path(plan.ledger))
-        self.clock = Clock(plan.first)
+        self.clock = Clock(1_700_000_000.0 + plan.first * CLOCK_STEP_S)
         self._saved = set(ledger.read(Path(plan.ledger)).saved)
 
     @contextlib.contextmanager
