@@ -32,12 +32,14 @@ _BATCH_BYTES = 16 << 20
 
 class Wanted(NamedTuple):
     """A node to be stored. `parts` are what of its payload is copied already: it comes behind the tokens' own.
-    `prefill_s` is how long computing it took, in seconds, and `ttl_s` its time to live."""
+    `prefill_s` is how long computing it took, in seconds, `ttl_s` its time to live; `is_expected` as
+    in `store.changes.NewNode`."""
 
     node: Node
     parts: tuple[memoryview, ...]
     prefill_s: float
     ttl_s: float | None
+    is_expected: bool
 
 
 class Ending(NamedTuple):
@@ -227,6 +229,7 @@ class Publisher:
             prefill_s=want.prefill_s,
             generated=node.generated,
             ttl_s=want.ttl_s,
+            is_expected=want.is_expected,
             replaces=self.cache.layout.state_kind == "token",
         )
 

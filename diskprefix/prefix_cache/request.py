@@ -378,7 +378,8 @@ class CachedRequest:
                 parts = (self._states.pop(node.position),)
             elif node.kind == Kind.TAIL:
                 parts = tail
-            wanted.append(Wanted(node, parts, token_s * saved_tokens, self._ttl_s(node, least_s)))
+            ttl_s, is_expected = self._ttl_s(node, least_s), self.selection.continues
+            wanted.append(Wanted(node, parts, token_s * saved_tokens, ttl_s, is_expected))
         return wanted
 
     def _ttl_s(self, node: Node, least_s: float) -> float | None:

@@ -173,16 +173,17 @@ class Simulator:
         planner = Planner(nodes, progress, self._geometry.state_kind, len(nodes.token_ids))
         # What was restored is not computed, so no checkpoint can be taken there.
         plan = planner.plan(selection, {at for at in selection.checkpoints if at > progress.num_tokens})
-        written = self._store(request, planner, plan)
+        written = self._store(request, planner, plan, is_expected=selection.continues)
         if request.save:
             for name, ttl_s in marked_nodes(nodes, request.prompt.marks, request.ttl_s):
                 self.store.touch(name, request.when, 0, ttl_s)
         if len(request.reply):
             whole = self._nodes(request, np.concatenate([request.prompt.token_ids, request.reply]))
-            written += self._store(request, planner, planner.plan_reply(whole, selection))
+            plan = planner.plan_reply(whole, selection)
+            written += self._store(request, planner, plan, is_expected=selection.continues)
         return written
 
-    def _store(self, request: TraceRequest, planner: Planner, plan: Plan) -> int:
+    def _store(self, request: TraceRequest, planner: Planner, plan: Plan, *, is_expected: bool) -> int:
         """Carries out a plan of `planner`. Returns how many tokens were written."""
         nodes, marks, ttl_s = planner.nodes, request.prompt.marks, request.ttl_s
         to_the_token, per_token = self._geometry.state_kind == "token", self._policy.seconds_per_token
@@ -194,6 +195,7 @@ class Simulator:
                 per_token * saved,
                 ttl_at(node.end, marks, ttl_s),
                 nodes.token_bytes(node) if to_the_token else None,
+                is_expected,
             )
             for node, saved in zip(plan.nodes, planner.saved_tokens(plan.nodes), strict=True)
         ]

@@ -36,14 +36,15 @@ _NOBODYS["children"] = 1
 @dataclass(frozen=True)
 class NewEntry:
     """A node to be stored: `num_bytes` is what it takes in the file, `prefill_s` how long its tokens took to compute,
-    `ttl_s` as in `store.changes.NewNode`. `token_ids` (int32, little-endian) are given where prompts restore to the
-    token: then the node can be found by a part of them, and it replaces those with fewer."""
+    `ttl_s` and `is_expected` as in `store.changes.NewNode`. `token_ids` (int32, little-endian) are given where prompts
+    restore to the token: then the node can be found by a part of them, and it replaces those with fewer."""
 
     node: Node
     num_bytes: int
     prefill_s: float
     ttl_s: float | None = None
     token_ids: bytes | None = None
+    is_expected: bool = False
 
 
 class SimulatedStore:
@@ -150,7 +151,10 @@ class SimulatedStore:
             self._token_ids[node.name] = entry.token_ids
             insort(self._children.setdefault(node.parent, []), (entry.token_ids, node.name))
         self._has_own_ttls |= entry.ttl_s is not None
-        self._records[row] = (now, now, 0.0, entry.prefill_s, 0, entry.num_bytes, 0, recorded_ttl(entry.ttl_s))
+        self._records[row] = (
+            *(now, now, float(entry.is_expected), entry.prefill_s, 0, entry.num_bytes, 0),
+            recorded_ttl(entry.ttl_s),
+        )
         self.used_bytes += entry.num_bytes
         if (parent := self._rows.get(node.parent)) is not None:
             self._records["children"][parent] += 1

@@ -69,6 +69,7 @@ class NewNode:
 
     `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown. For `generated` see `store.schema`.
     `ttl_s` is its time to live after the last use, in seconds; with None the daemon's `--kv-cache-ttl` holds.
+    `is_expected`: it will probably be used soon, so it counts as used once.
     `replaces`: its first tokens can be restored without the others, so it takes the place of nodes that hold no more
     than these.
     """
@@ -83,6 +84,7 @@ class NewNode:
     prefill_s: float = 0.0
     generated: bool = False
     ttl_s: float | None = None
+    is_expected: bool = False
     replaces: bool = False
 
     @property
@@ -161,7 +163,7 @@ class Changes(Snapshot):
         )
         usage = UsageRecord(
             last_used=self._now,
-            hits=0.0,
+            hits=float(node.is_expected),
             children=0,
             stored_bytes=node_bytes(len(node.token_ids), sizes),
             prefill_s=node.prefill_s,

@@ -167,18 +167,23 @@ def choose_victims(
     """Returns node names in the order in which they may be deleted: children before parents, the lowest rank first.
 
     Stops when their stored bytes reach `bytes_wanted` or no more nodes may be evicted. Omits nodes that are pinned,
-    that a remaining node continues, or that were written within the last `JUST_WRITTEN_S`, because the conversation
-    that wrote them may not have had its second turn. `parent_of` may return a root, which is not in `table`.
-    `saves_nothing` tells whether a node is of no use if nothing continues it; None means that none is. `rank` returns
-    how much each row is worth keeping, as `scores` does. Equal ranks are ordered by name, so the result depends on the
-    arguments alone.
+    that a remaining node continues, or that were written within the last `JUST_WRITTEN_S` and count as used: the next
+    turn of their conversation may be about to come. `parent_of` may return a root, which is not in `table`.
+    `saves_nothing` tells whether a node is of no use if nothing continues it; None means that none is. That does not
+    count for nodes that were just written: what continues them may follow. `rank` returns how much each row is worth
+    keeping, as `scores` does. Equal ranks are ordered by name, so the result depends on the arguments alone.
     """
     # A time of writing far in the future is a clock that was wrong: it must not protect until that time comes.
-    settled = ~(np.abs(now - table.records["created_at"]) < JUST_WRITTEN_S)
+    is_new = np.abs(now - table.records["created_at"]) < JUST_WRITTEN_S
+    free = ~(is_new & (table.records["hits"] > 0))
+
+    def is_bare(row: int) -> bool:
+        return saves_nothing is not None and not is_new[row] and saves_nothing(table.names[row])
+
     sizes = table.records["stored_bytes"]
     victims: list[bytes] = []
     freed = 0
-    for row in _leaves_first(table, parent_of, rank(table, now), settled, pinned, saves_nothing):
+    for row in _leaves_first(table, parent_of, rank(table, now), free, pinned, is_bare):
         if freed >= bytes_wanted:
             break
         victims.append(table.names[row])
@@ -200,7 +205,7 @@ def expired(
     continues it.
     """
     ages = table.ages_s(now)
-    rows = _leaves_first(table, parent_of, -ages, ages >= _limits_s(table, ttl_s), pinned, None)
+    rows = _leaves_first(table, parent_of, -ages, ages >= _limits_s(table, ttl_s), pinned, lambda _row: False)
     return [table.names[row] for row in rows]
 
 
@@ -210,16 +215,15 @@ def _leaves_first(
     rank: NDArray[np.float64],
     free: NDArray[np.bool_],
     pinned: Container[bytes],
-    saves_nothing: Callable[[bytes], bool] | None,
+    goes_first: Callable[[int], bool],
 ) -> Iterator[int]:
-    """Yields the rows of leaves that are `free` and not pinned: first those that save nothing or have NaN as rank, then
-    the lowest rank first. Yields a row with children after all its children."""
+    """Yields the rows of leaves that are `free` and not pinned: first those that `goes_first` names or that have NaN as
+    rank, then the lowest rank first. Yields a row with children after all its children."""
     names, children = table.names, table.records["children"]
     ranks = np.where(np.isnan(rank), -np.inf, rank).tolist()
 
     def place(row: int) -> tuple[float, bytes, int]:
-        is_bare = saves_nothing is not None and saves_nothing(names[row])
-        return -math.inf if is_bare else ranks[row], names[row], row
+        return -math.inf if goes_first(row) else ranks[row], names[row], row
 
     leaves = list(map(place, np.flatnonzero(free & (children == 0)).tolist()))
     heapq.heapify(leaves)

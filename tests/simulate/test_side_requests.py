@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,8 +67,10 @@ def session(kind: str, per_turn: int, reminder: int, tenant: str) -> Iterator[tu
         when += 20.0
 
 
-def restored_by_turns(requests: Iterator[tuple[bool, TraceRequest]], geometry: Geometry) -> list[int]:
-    simulator = Simulator(POLICY, geometry)
+def restored_by_turns(
+    requests: Iterator[tuple[bool, TraceRequest]], geometry: Geometry, budget_bytes: int | None = None
+) -> list[int]:
+    simulator = Simulator(replace(POLICY, budget_bytes=budget_bytes), geometry)
     outcomes = [(is_turn, simulator.step(request)) for is_turn, request in requests]
     return [outcome.restored for is_turn, outcome in outcomes if is_turn]
 
@@ -86,3 +89,12 @@ def test_the_turns_of_a_conversation_hit_as_without_the_requests_beside_it(
     alone = restored_by_turns(session(kind, 0, reminder, tenant), geometry)
     beside = restored_by_turns(session(kind, per_turn, reminder, tenant), geometry)
     assert all(there >= without for there, without in zip(beside, alone, strict=True)), (alone, beside)
+
+
+@pytest.mark.parametrize("geometry", [TOKEN, STATES], ids=["token", "states"])
+def test_in_little_room_the_requests_beside_a_conversation_are_evicted_before_its_turns(geometry: Geometry) -> None:
+    kind, alone = "sub-agent of its own", Simulator(POLICY, geometry)
+    without = [alone.step(request).restored for _, request in session(kind, 0, 0, "")]
+    # There is room for five such conversations, and so for a part of the requests.
+    budget_bytes = (5 * alone.totals.peak_bytes + (1 << 20)) * 10 // 9
+    assert restored_by_turns(session(kind, 10, 0, ""), geometry, budget_bytes) == without

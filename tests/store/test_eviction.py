@@ -127,20 +127,24 @@ def just_written(record: UsageRecord) -> bool:
     return abs(NOW - record.created_at) < JUST_WRITTEN_S
 
 
+def must_wait(record: UsageRecord) -> bool:
+    return record.hits > 0 and just_written(record)
+
+
 @given(trees(), st.integers(0, 3000), pins)
 def test_only_free_leaves_are_taken_and_no_more_than_needed(tree: Tree, wanted: int, pinned: frozenset[bytes]) -> None:
     nodes, parents = tree
     gone: set[bytes] = set()
     for victim in victims(nodes, parents, wanted=wanted, pinned=pinned):
         assert victim not in pinned
-        assert not just_written(nodes[victim])
+        assert not must_wait(nodes[victim])
         assert all(child in gone for child, parent in parents.items() if parent == victim)
         assert sum(nodes[v].stored_bytes for v in gone) < wanted
         gone.add(victim)
     kept = set(nodes) - gone
     if sum(nodes[v].stored_bytes for v in gone) < wanted:
         continued = {parents[child] for child in kept}
-        assert all(node in pinned or just_written(nodes[node]) or node in continued for node in kept)
+        assert all(node in pinned or must_wait(nodes[node]) or node in continued for node in kept)
 
 
 @given(trees(), pins, st.sets(st.integers(0, 24).map(name)))
@@ -150,10 +154,11 @@ def test_each_victim_is_worth_least_of_those_that_may_go(
     nodes, parents = tree
     worth = dict(zip(nodes, scores(table_of(nodes), NOW).tolist(), strict=True))
     kept = set(nodes)
+    worth |= {node: -math.inf for node in bare & kept if not just_written(nodes[node])}
     for victim in victims(nodes, parents, pinned=pinned, bare=bare):
         continued = {parents[child] for child in kept}
-        free = [n for n in kept if n not in continued | pinned and not just_written(nodes[n])]
-        assert victim == min(free, key=lambda n: (n not in bare, n not in bare and worth[n], n))
+        free = [n for n in kept if n not in continued | pinned and not must_wait(nodes[n])]
+        assert victim == min(free, key=lambda n: (worth[n], n))
         kept.remove(victim)
 
 
@@ -164,8 +169,10 @@ def plainly(
     worth = dict(zip(table.names, scores(table, NOW).tolist(), strict=True))
     records = dict(zip(table.names, table.records, strict=True))
     children = {node: int(record["children"]) for node, record in records.items()}
-    free = {node for node, record in records.items() if not abs(NOW - record["created_at"]) < JUST_WRITTEN_S}
-    leaves = [(-math.inf if node in bare else worth[node], node) for node in free if not children[node]]
+    new = {node for node, record in records.items() if abs(NOW - record["created_at"]) < JUST_WRITTEN_S}
+    worth |= {node: -math.inf for node in worth.keys() - new if node in bare}
+    free = {node for node, record in records.items() if node not in new or not record["hits"] > 0}
+    leaves = [(worth[node], node) for node in free if not children[node]]
     heapq.heapify(leaves)
     chosen: list[bytes] = []
     while leaves and sum(int(records[node]["stored_bytes"]) for node in chosen) < wanted:
@@ -177,7 +184,7 @@ def plainly(
         if parent in children:
             children[parent] -= 1
             if not children[parent] and parent in free:
-                heapq.heappush(leaves, (-math.inf if parent in bare else worth[parent], parent))
+                heapq.heappush(leaves, (worth[parent], parent))
     return chosen
 
 
@@ -366,14 +373,18 @@ def test_after_a_clock_that_jumped_back_what_was_used_lately_goes_last(a: float,
     assert len(set(scores(table_of({name(i): record for i, record in enumerate(ahead)}), NOW))) == 1
 
 
-def test_what_was_just_written_is_not_taken_whatever_is_wanted() -> None:
-    records = {name(0): usage(age_s=0, written_s_ago=0), name(1): usage(age_s=0, written_s_ago=JUST_WRITTEN_S)}
-    assert victims(records) == [name(1)]
-    assert victims(records, now=NOW + JUST_WRITTEN_S) == [name(0), name(1)]
+def test_what_was_just_written_and_is_expected_is_not_taken_whatever_is_wanted() -> None:
+    records = {
+        name(0): usage(age_s=0, hits=1, written_s_ago=0),
+        name(1): usage(age_s=0, hits=1, written_s_ago=JUST_WRITTEN_S),
+        name(2): usage(age_s=0, written_s_ago=0),
+    }
+    assert victims(records) == [name(2), name(1)]
+    assert victims(records, now=NOW + JUST_WRITTEN_S) == [name(2), name(0), name(1)]
 
 
 def test_a_time_of_writing_in_the_future_does_not_protect_for_ever() -> None:
-    small_step, wrong_clock = usage(written_s_ago=-1), usage(written_s_ago=-YEAR_S)
+    small_step, wrong_clock = usage(hits=1, written_s_ago=-1), usage(hits=1, written_s_ago=-YEAR_S)
     assert order(small_step, wrong_clock) == [1]
 
 
@@ -452,9 +463,10 @@ def test_a_checkpoint_of_large_states_goes_before_one_of_small_states_that_saves
     assert Hybrid(blocks, {SHORT: (1, large), LONG: (3, small)}).victims(wanted=1) == [SHORT]
 
 
-def test_blocks_that_were_just_written_wait_for_their_checkpoint() -> None:
-    records, parents = chain(*[usage(written_s_ago=1)] * 3)
-    assert victims(records, parents, bare=records) == []
+def test_blocks_that_were_just_written_do_not_go_first_for_want_of_their_checkpoint() -> None:
+    for written_s_ago, chosen in ((1, [1, 0]), (JUST_WRITTEN_S, [0, 1])):
+        records = {name(0): usage(age_s=1, written_s_ago=written_s_ago), name(1): usage(age_s=100)}
+        assert victims(records, bare={name(0)}) == list(map(name, chosen))
     pinned = frozenset([name(2)])
     records, parents = chain(*[usage()] * 3)
     assert victims(records, parents, bare=records, pinned=pinned) == []

@@ -225,7 +225,9 @@ class Model:
         return next((i for i, node in enumerate(nodes) if node.name not in self.nodes), len(nodes))
 
     def just_written(self, now: float) -> set[bytes]:
-        return {name for name, node in self.nodes.items() if abs(now - node.created_at) < JUST_WRITTEN_S}
+        """And used since then."""
+        new = {name: node for name, node in self.nodes.items() if abs(now - node.created_at) < JUST_WRITTEN_S}
+        return {name for name, node in new.items() if node.restores}
 
     def publish(self, publication: Publication, now: float) -> None:
         tip = publication.tip
