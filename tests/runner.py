@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from diskprefix.prefix_cache.resources import open_store
 from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
+from tests.waiting import wait_for
 
 VOCAB = 400
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -74,6 +74,11 @@ class Answer:
     report: CacheReport
     num_forwards: int
     is_published: bool
+
+
+def same(a: Answer, b: Answer) -> bool:
+    """Whether two answers are equal bit for bit."""
+    return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
 
 
 class Runner:
@@ -134,10 +139,7 @@ class Runner:
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Until the writing thread, which looks at the folder every second, has done something."""
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(condition)
 
     def wait_for_recovery(self) -> None:
         self.wait_for(lambda: self.cache.stats()["state"] == "ok")

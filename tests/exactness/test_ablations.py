@@ -26,7 +26,7 @@ from diskprefix.store.schema import Kind
 from diskprefix.tokens import HASH_BYTES, TokenIds
 from tests import runner
 from tests.exactness.architectures import tiny_model
-from tests.runner import BLOCK, Answer, Runner, random_prompt, tiny_settings
+from tests.runner import BLOCK, Runner, random_prompt, same, tiny_settings
 
 PROMPT = random_prompt(1, 9 * BLOCK + 5)
 OTHER = np.concatenate([PROMPT[: 6 * BLOCK], random_prompt(2, 2 * BLOCK + 3)])
@@ -53,10 +53,6 @@ def is_exact(runner: Runner) -> bool:
     cold = runner.run(OTHER, "off", reply=8)
     runner.close()
     return same(cold, warm)
-
-
-def same(a: Answer, b: Answer) -> bool:
-    return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
 
 
 def capture_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from diskprefix.store.schema import Kind, NodeRecord, decode_node, piece_key
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
-from tests.runner import BLOCK, DEVICES, VOCAB, Answer, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.runner import BLOCK, DEVICES, VOCAB, Answer, Runner, random_prompt, same, tiny_llama, tiny_settings
 
 MODELS = ("llama", "gemma3", "qwen3_next", "lfm2")
 """Full attention alone, with sliding windows, with a recurrence, with convolutions."""
@@ -51,10 +51,6 @@ def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Runner]:
     runner = Runner(_model(request.param), tiny_settings(tmp_path / "kv"))
     yield runner
     runner.close()
-
-
-def same(a: Answer, b: Answer) -> bool:
-    return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
 
 
 def next_turn(prompt: TokenIds, answer: Answer, num_tokens: int = 20, seed: int = 100) -> TokenIds:

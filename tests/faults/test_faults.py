@@ -16,7 +16,7 @@ from diskprefix.store import writer
 from diskprefix.store.changes import Use
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
-from tests.runner import Answer, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.runner import Runner, random_prompt, same, tiny_llama, tiny_settings
 from tests.store.building import BLOCK, ROOT, Clock, is_whole, open_store, prompt, publication
 
 
@@ -39,10 +39,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def remount(disk: Path, options: str) -> None:
     run("mount", "-o", f"remount,{options}", disk)
-
-
-def same(a: Answer, b: Answer) -> bool:
-    return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
 
 
 def answers_alike(runner: Runner, seed: int, num_tokens: int = 4 * BLOCK) -> bool:

@@ -34,7 +34,7 @@ from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
-from tests.runner import BLOCK, DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.runner import BLOCK, DEVICES, Runner, random_prompt, same, tiny_llama, tiny_settings
 from tests.store.building import chain
 
 FULL = CacheOptions(scope=parse_scope("full", param="scope"))
@@ -56,10 +56,6 @@ def runner(tmp_path: Path, dtype: torch.dtype, device: str) -> Iterator[Runner]:
     runner = Runner(tiny_llama(dtype, device), tiny_settings(tmp_path / "kv"))
     yield runner
     runner.close()
-
-
-def same(a: Answer, b: Answer) -> bool:
-    return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
 
 
 def test_an_exact_repeat_after_a_reopen_runs_no_forward(runner: Runner) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from diskprefix.prompt import Mark, Prompt
 from diskprefix.settings import Settings
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from tests.waiting import wait_for
 
 BLOCK = 16
 ROOT, OTHER_ROOT, GROUP = b"r" * 16, b"o" * 16, b"\1" * 8
@@ -369,14 +369,6 @@ def test_where_nothing_can_be_begun_anew_it_is_said_once_until_it_can(
     (line,) = caplog.records
     reason = f"--record: {path} holds something else than a recording; give another name"
     assert line.getMessage() == f"[record] {path}: a request was not recorded: {reason} (said once)"
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Until the thread that writes has done something."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

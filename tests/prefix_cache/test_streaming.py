@@ -31,7 +31,7 @@ from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds
 from tests import forked
 from tests.exactness.architectures import tiny_model
-from tests.runner import BLOCK, Answer, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
 
 FULL = CacheOptions(scope=parse_scope("full", param="scope"))
 KINDS = ["token", "grid", "qwen3_next"]
@@ -42,10 +42,6 @@ def open_runner(name: str, folder: Path, **changes: Any) -> Runner:
     if name in ("token", "grid"):
         return Runner(tiny_llama(), settings, exact_at=None if name == "token" else "grid")
     return Runner(tiny_model(name, torch.float32), settings, name)
-
-
-def same(a: Answer, b: Answer) -> bool:
-    return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
 
 
 def logits_gone(name: str) -> bool:

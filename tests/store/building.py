@@ -13,6 +13,8 @@ import numpy as np
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import decode_piece, piece_seed
+from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.maintenance.verify_payloads import verify_payloads
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name
 from diskprefix.store.snapshot import Snapshot
@@ -178,3 +180,8 @@ def is_whole(store: Store, pub: Publication) -> bool:
             and read_payload(snapshot, node) == bytes(node.payload)
             for node in pub.nodes
         )
+
+
+def is_clean(store: Store) -> bool:
+    index = verify_index(store)
+    return not index.problems and not verify_payloads(store, index.stored_bytes, lambda _: None).problems

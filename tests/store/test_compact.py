@@ -15,11 +15,9 @@ import pytest
 from diskprefix.errors import StoreCorrupt, StoreUnavailable
 from diskprefix.store import compact as compacting
 from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store
-from diskprefix.store.maintenance.verify import verify_index
-from diskprefix.store.maintenance.verify_payloads import verify_payloads
 from diskprefix.store.store import Publication, Store
 from tests.faults.damage import damaged
-from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_clean, is_whole, layout_of, open_store, prompt, publication
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +55,6 @@ def records(folder: Path) -> dict[str, dict[bytes, bytes]]:
     with damaged(folder) as all_:
         names = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "history")
         return {name: {key: all_.get(name, key) for key in all_.keys(name)} for name in names}
-
-
-def is_clean(store: Store) -> bool:
-    index = verify_index(store)
-    return not index.problems and not verify_payloads(store, index.stored_bytes, lambda _: None).problems
 
 
 def test_a_compacted_store_holds_the_same_in_fewer_bytes(folder: Path, pubs: list[Publication]) -> None:

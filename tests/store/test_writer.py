@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +14,7 @@ from diskprefix.store import writer as writer_module
 from diskprefix.store.store import Chain, Publication, Store
 from diskprefix.store.writer import Writer
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
+from tests.waiting import wait_for
 
 
 class Gate:
@@ -324,13 +325,6 @@ def order_of(store: Store) -> list[str]:
     return order
 
 
-def wait_until(found: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not found():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_while_it_is_held_the_writer_does_all_but_writing_publications(store: Store) -> None:
     writer = Writer(store, buffer_bytes=1 << 30)
     order = order_of(store)
@@ -338,9 +332,9 @@ def test_while_it_is_held_the_writer_does_all_but_writing_publications(store: St
     writer.hold()
     submit(writer, pub)
     writer.quarantine(b"n" * 16, b"p" * 16)
-    wait_until(lambda: order)
+    wait_for(lambda: order)
     writer.go_on()
-    wait_until(lambda: not writer.pending)
+    wait_for(lambda: not writer.pending)
     assert order == ["quarantine", "publication"]
     assert writer.close(30)
 
@@ -356,6 +350,6 @@ def test_a_held_writer_writes_all_the_same(store: Store, monkeypatch: pytest.Mon
     if reason == "flush":
         assert writer.flush(30)
     elif reason != "close":
-        wait_until(lambda: not writer.pending)
+        wait_for(lambda: not writer.pending)
     assert writer.close(30)
     assert is_whole(store, pub)

@@ -12,7 +12,6 @@ from diskprefix.store.compact import compact_folder
 from diskprefix.store.maintenance import purge as purging
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
 from diskprefix.store.maintenance.verify import verify_index
-from diskprefix.store.maintenance.verify_payloads import verify_payloads
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.schema import EntryRecord, RootRecord
@@ -20,7 +19,7 @@ from diskprefix.store.store import Publication, Store
 from diskprefix.tenant import SHARED, Tenant
 from diskprefix.tokens import TokenIds, root_hash
 from tests.faults.damage import damaged
-from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_clean, is_whole, layout_of, open_store, prompt, publication
 
 ALICE, BOB = SHARED.with_salt("alice"), SHARED.with_salt("bob")
 
@@ -72,11 +71,6 @@ def purge_now(store: Store, purge_filter: PurgeFilter, now: float = 0.0) -> Purg
     purged = purge(store, purge_filter, now, done.append)
     assert sum(done) == purged.stored_bytes
     return purged
-
-
-def is_clean(store: Store) -> bool:
-    index = verify_index(store)
-    return not index.problems and not verify_payloads(store, index.stored_bytes, lambda _: None).problems
 
 
 def test_a_purged_prompt_goes_and_blocks_that_another_shares_stay(store: Store) -> None:
