@@ -38,7 +38,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "company": Tool("benchmarks.company", "Several requests at once, overtaking, and a prompt sent again."),
         "speculation": Tool("benchmarks.speculation", "Decoding with guessed tokens, against without."),
         "schemas": Tool("benchmarks.schemas", "Replies to random schemas, and what a mask costs."),
-        "kernels": Tool("benchmarks.kernels", "A step with the compiled attention and with torch's, and the limits."),
+        "kernels": Tool("benchmarks.kernels", "Steps with the compiled attention and with torch's."),
         "replay": Tool("benchmarks.replay", "What is restored of replies that clients format anew."),
         "quality": Tool("benchmarks.quality", "Quantised weights: perplexity, agreement, speed, memory."),
         "store": Tool("benchmarks.store", "The store alone: restores, lookups, codecs, sharing."),
