@@ -144,7 +144,7 @@ def _case(model: Model, arenas: list[KVArena], tokens: int, num_rows: int, runs:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    right = ("rows", "after", "step, ms", "with torch's", "ratio", "attention, ms a layer", "share", "GB/s", "TFLOPS")
+    right = ("rows", "after", "ms", "torch", "ratio", "layer ms", "share", "GB/s", "TFLOPS")
     table = new_table(f"{report['model']}: {report['kernels']}", left=("sequences",), right=right)
     for case in report["cases"]:
         own, torchs = (median(case["step_ms"][kernels]) for kernels in KERNELS)
