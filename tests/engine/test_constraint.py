@@ -192,7 +192,15 @@ def test_a_token_may_end_free_text_only_if_the_constraint_accepts_the_rest_of_it
 
 
 @pytest.mark.parametrize(
-    "likely", ["<think>free{}</think>1234free", "1234free", "<1234", "<x1234", "<|im_start|>free{}</think>1234free"]
+    "likely",
+    [
+        "<think>free{}</think><1234free",
+        "<think>free{}</think>1234free",
+        "1234free",
+        "<1234",
+        "<x1234",
+        "<|im_start|>free{}</think>1234free",
+    ],
 )
 def test_free_text_that_may_come_comes_only_if_the_reply_begins_with_its_tag(
     compiler: ConstraintCompiler, likely: str
