@@ -87,3 +87,9 @@ def test_an_object_without_tags_is_a_call_only_of_a_tool_of_the_request(text: st
 def test_control_characters_in_arguments_are_escaped() -> None:
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Os\nlo\\"\t"}}</tool_call>'
     assert json.loads(read(format_named("hermes"), text, TOOLS).calls[0][1]) == {"city": 'Os\nlo"\t'}
+
+
+def test_harmony_drops_a_line_end_behind_a_call_and_shows_a_tag_that_begins_no_message() -> None:
+    call = '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Oslo"}\n<|call|>'
+    assert read(format_named("harmony"), [call], TOOLS).content == ""
+    assert read(format_named("harmony"), ["What is <|channel|> for?"], TOOLS).content == "What is <|channel|> for?"
