@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -12,6 +13,8 @@ from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from fastapi import FastAPI
 
     from diskprefix.engine.engine import Engine
@@ -20,9 +23,34 @@ if TYPE_CHECKING:
 
 def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the `DiskPrefixError` that kept the daemon from serving."""
+    if settings.standby:
+        # This process stays small: each worker imports the server itself.
+        from diskprefix.server.listener import listen
+        from diskprefix.server.supervisor import supervise
+
+        listeners = listen(settings.host, settings.port)
+        supervise(partial(prepare, settings), partial(_serve, settings, listeners))
+    else:
+        _serve(settings)
+
+
+def _serve(settings: Settings, listeners: list[socket] | None = None, began_at: float | None = None) -> None:
     from diskprefix.server.process import run
 
-    run(settings, load_engine)
+    run(settings, load_engine, listeners, began_at)
+
+
+def prepare(settings: Settings) -> None:
+    """Imports everything that serving the model takes. Opens and keeps nothing."""
+    from diskprefix.model.imports import import_transformers, without_collections
+
+    with without_collections():
+        import_transformers()
+        importlib.import_module("diskprefix.server.app")
+        importlib.import_module("diskprefix.engine.engine")
+        from diskprefix.model.loader import import_model
+
+        import_model(settings)
 
 
 def create_application(settings: Settings) -> FastAPI:

@@ -175,6 +175,11 @@ class Settings:
         kind="file",
         unset="no key is asked for",
     )
+    standby: bool = _server(
+        False,
+        "Keep a second process that has imported everything. It takes the place of the first within a second when that "
+        "dies. It takes 200 MiB of memory.",
+    )
     log_level: str = _server("info", "What is logged to stderr.", choices=("debug", "info", "warning", "error"))
     max_sequences: int = _server(
         8,

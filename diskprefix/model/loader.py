@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -110,6 +110,16 @@ def load_model(settings: Settings, progress: Report) -> LoadedModel:
         weights_digest=digest,
         timings=timings,
     )
+
+
+def import_model(settings: Settings) -> None:
+    """Imports the code of a model and of its tokenizer. An error is left to `load_model`."""
+    with suppress(DiskPrefixError):
+        pick_weights = partial(_pick_weights, settings.weights, settings.dtype, settings.device)
+        folder, _ = _find(settings.model, lambda _line: None, pick_weights, with_weights=False)
+        quiet_transformers()
+        require_served_kind(folder, _read_config(folder))
+        _load_tokenizer(folder, None)
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:

@@ -5,21 +5,43 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from contextlib import suppress
 
 log = logging.getLogger("diskprefix")
+
+_supervisor: socket.socket | None = None
+
+
+def notify_through(channel: socket.socket) -> None:
+    """From now on, what is told goes to the supervisor of this process, which tells systemd."""
+    global _supervisor
+    _supervisor = channel
 
 
 def notify(**state: str | int) -> None:
     """Sends assignments such as `READY=1, STATUS="serving"`. Logs a warning if the socket cannot be reached."""
+    message = "\n".join(f"{name}={value}" for name, value in state.items()).encode()
+    if _supervisor is not None:
+        # If it is gone, this process ends too.
+        with suppress(OSError):
+            _supervisor.send(message, socket.MSG_DONTWAIT)
+        return
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
     # A leading @ stands for the NUL byte of Linux's abstract socket names.
     target = "\0" + address[1:] if address.startswith("@") else address
-    message = "\n".join(f"{name}={value}" for name, value in state.items())
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as connection:
             connection.connect(target)
-            connection.sendall(message.encode())
+            connection.sendall(message)
     except OSError as error:
         log.warning("cannot notify systemd at %s: %s", address, error)
+
+
+def watchdog_s() -> float | None:
+    """Returns within how many seconds systemd wants a sign of life (sd_watchdog_enabled(3)), None if it wants none."""
+    limit_us, process = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    if not limit_us.isdigit() or process not in ("", str(os.getpid())):
+        return None
+    return int(limit_us) / 1e6 or None

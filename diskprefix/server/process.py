@@ -24,7 +24,7 @@ import uvicorn
 from diskprefix.errors import DeviceLost, DiskPrefixError
 from diskprefix.server.keys import ApiKeys
 from diskprefix.server.listener import listen
-from diskprefix.server.notify import notify
+from diskprefix.server.notify import notify, watchdog_s
 from diskprefix.settings import Settings, format_size
 
 if TYPE_CHECKING:
@@ -49,15 +49,25 @@ _KEEP_ALIVE_S = 75
 _FORCED_EXIT_CODE = 130
 
 
-def run(settings: Settings, load_engine: EngineLoader) -> None:
-    """Serves until SIGTERM or SIGINT, then returns. Raises the error that kept the daemon from serving."""
+def run(
+    settings: Settings,
+    load_engine: EngineLoader,
+    listeners: list[socket.socket] | None = None,
+    began_at: float | None = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then returns. Raises the error that kept the daemon from serving.
+
+    `listeners` are the sockets that a supervisor holds, `began_at` is when the turn of this process began, on the clock
+    of `time.perf_counter`. Without them, the process opens its own, and began when it was started.
+    """
     # Until the server handles it: nothing has been started that must be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
     if keys is not None:
         # They have just been read. Once the server runs, the signal reads them again.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    listeners = listen(settings.host, settings.port)
+    if listeners is None:
+        listeners = listen(settings.host, settings.port)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{host}:{listeners[0].getsockname()[1]}"
     log.info("listening on %s; /health tells when the model is loaded", address)
@@ -73,7 +83,7 @@ def run(settings: Settings, load_engine: EngineLoader) -> None:
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     app = create_app(settings, load_engine, keys)
     daemon: Daemon = app.state.daemon
-    daemon.prior_s = process_age_s()
+    daemon.prior_s = process_age_s() if began_at is None else time.perf_counter() - began_at
     server = _Server(uvicorn_config(app, settings), daemon, keys)
 
     def on_ready(serving: Serving, stats: dict[str, Any]) -> None:
@@ -127,6 +137,7 @@ class _Server(uvicorn.Server):
         if self._keys is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._keys.read_again)
         await super().startup(sockets)
+        self._signs_of_life = asyncio.create_task(_give_signs_of_life())
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -150,6 +161,14 @@ class _Server(uvicorn.Server):
         drain = asyncio.create_task(self._daemon.drain(GRACE_S))
         await super().shutdown(sockets)
         await drain
+
+
+async def _give_signs_of_life() -> None:
+    """Tells systemd's watchdog, if there is one, that requests can be answered."""
+    limit_s = watchdog_s()
+    while limit_s is not None:
+        notify(WATCHDOG=1)
+        await asyncio.sleep(limit_s / 4)
 
 
 def _end(daemon: Daemon) -> None:

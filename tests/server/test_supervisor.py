@@ -1,0 +1,133 @@
+"""`serve --standby` as processes: the worker, the spare and the supervisor die in turn."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+
+from diskprefix.server.supervisor import Deaths
+from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
+from tests.server.test_process import BODY, CHAT, ENDLESS, Notifications, next_data
+
+SPARE_IS_READY = r"\[standby\] a spare is ready"
+
+
+def standby(model: Path, cache: Path, **environment: str) -> DaemonProcess:
+    return DaemonProcess(*serve_flags(model, cache), "--standby", environment=clean_environment(**environment))
+
+
+def children(pid: int) -> list[int]:
+    """The worker and the spare: the older one serves."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+
+
+def wait_for_spare(daemon: DaemonProcess, count: int) -> tuple[int, int]:
+    """Waits for the spare of this number, the first is 1. Returns the worker and the spare."""
+    wait_until(lambda: len([line for line in daemon.lines if "a spare is ready" in line]) >= count, "a spare", 120)
+    worker, spare = children(daemon.process.pid)
+    return worker, spare
+
+
+def test_a_death_at_once_is_followed_by_longer_and_longer_waits_and_one_after_long_service_is_not() -> None:
+    deaths = Deaths()
+    assert [deaths.delay_s(0) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert deaths.delay_s(served_s=3600) == 0
+    assert deaths.delay_s(0) == 1
+
+
+def test_the_spare_answers_when_the_worker_is_killed_and_is_replaced_when_it_is_killed_itself(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    with standby(chat_model, tmp_path / "kv") as daemon:
+        worker, spare = wait_for_spare(daemon, 1)
+        with daemon.client() as client:
+            first = client.post(CHAT, json=BODY).json()
+        daemon.wait_saved()
+        with httpx.stream("POST", daemon.url + CHAT, json=ENDLESS, timeout=60) as broken:
+            lines = broken.iter_lines()
+            next_data(lines)
+            os.kill(worker, signal.SIGKILL)
+            again = httpx.post(daemon.url + CHAT, json=BODY, timeout=60).json()
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+        assert again["choices"] == first["choices"]
+        assert again["prefix_cache"]["source"] == "disk"
+
+        worker, new_spare = wait_for_spare(daemon, 2)
+        assert worker == spare
+        os.kill(new_spare, signal.SIGKILL)
+        worker_after, _ = wait_for_spare(daemon, 3)
+        assert worker_after == worker
+        assert httpx.post(daemon.url + CHAT, json=BODY, timeout=60).status_code == 200
+
+        both = children(daemon.process.pid)
+        assert daemon.stop(signal.SIGTERM) == 0
+        assert all(map(is_gone, both))
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed(chat_model: Path, tmp_path: Path) -> None:
+    with standby(chat_model, tmp_path / "kv") as daemon:
+        both = wait_for_spare(daemon, 1)
+        port = int(daemon.url.rpartition(":")[2])
+        assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
+        wait_until(lambda: all(map(is_gone, both)), "the worker and the spare end")
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_worker_loads_ends_all_with_0(
+    chat_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    never_written = tmp_path / "template"
+    os.mkfifo(never_written)
+    flags = serve_flags(chat_model, tmp_path / "kv", chat_template=never_written)
+    with DaemonProcess(*flags, "--standby") as daemon:
+        wait_until(lambda: httpx.get(daemon.url + "/health", timeout=60).status_code == 503, "it loads")
+        assert daemon.stop(number) == 0
+
+
+def test_an_error_that_another_start_would_meet_too_ends_all_with_its_code(tmp_path: Path) -> None:
+    with DaemonProcess(*serve_flags(tmp_path / "nothing", tmp_path / "kv"), "--standby") as daemon:
+        assert daemon.process.wait(120) == 3
+        daemon.stop()
+    assert len([line for line in daemon.lines if line.startswith("error: ")]) == 1
+
+
+def test_a_worker_that_dies_at_once_is_started_more_and_more_slowly(chat_model: Path, tmp_path: Path) -> None:
+    flags = (*serve_flags(chat_model, tmp_path / "kv"), "--standby")
+    with DaemonProcess(*flags, module="tests.server.dying_worker") as daemon:
+        daemon.wait_for_line(r"the worker was killed by SIGKILL; another is started$")
+        daemon.wait_for_line(r"another is started in 1 s: it died 2 times in a row")
+        daemon.wait_for_line(r"another is started in 2 s: it died 3 times in a row")
+        assert daemon.stop(signal.SIGTERM) == 0
+
+
+def test_systemd_hears_from_the_supervisor_alone_and_a_worker_that_stands_still_is_killed(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    heard = Notifications(str(tmp_path / "notify"))
+    variables = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "2000000"}
+    with standby(chat_model, tmp_path / "kv", **variables) as daemon:
+        worker, spare = wait_for_spare(daemon, 1)
+        assert "WATCHDOG=1" in heard.messages
+        assert next(message for message in heard.messages if "READY=1" in message).startswith("READY=1\nSTATUS=serving")
+        assert not any("SPARE" in message for message in heard.messages)
+        os.kill(worker, signal.SIGSTOP)
+        daemon.wait_for_line("the worker gave no sign of life for 2 s")
+        assert httpx.post(daemon.url + CHAT, json=BODY, timeout=60).status_code == 200
+        assert children(daemon.process.pid)[0] == spare
+        assert daemon.stop() == 0
+    wait_until(lambda: any(message.startswith("STOPPING=1") for message in heard.messages), "STOPPING=1")
+    heard.close()
