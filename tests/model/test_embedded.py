@@ -214,7 +214,8 @@ def test_the_embedded_model_answers_sensibly_and_cuts_text_as_it_was_trained() -
     import torch
 
     loaded = load_model(Settings(), print)
-    assert loaded.name == EMBEDDED.name == Path(loaded.model.config._name_or_path).name
+    assert loaded.name == EMBEDDED.name
+    assert Path(loaded.model.config._name_or_path).name.startswith(EMBEDDED.name)
     assert loaded.model.dtype is torch.bfloat16
     assert loaded.model.config.max_position_embeddings == 8192
     assert loaded.model.generation_config.eos_token_id == loaded.tokenizer.eos_token_id == 2
