@@ -79,10 +79,13 @@ def attend(
 def _check_memory(
     step: Step, pattern: Pattern, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]
 ) -> None:
-    heads = keys[0].shape[1]
-    if query.shape[1] % heads or any(memory.dtype != query.dtype for memory in (keys[0], values[0])):
-        raise NotInvariant("attention with keys of another form than the queries")
-    for run, memory in zip(step.runs, keys, strict=True):
+    expected = query.dtype, keys[0].shape[1], query.shape[-1]
+    for run, memory, of_values in zip(step.runs, keys, values, strict=True):
+        is_same = (memory.dtype, memory.shape[1], memory.shape[-1]) == expected and memory.shape[0] == 1
+        is_same &= of_values.dtype == query.dtype and of_values.shape[:3] == memory.shape[:3]
+        if not is_same or query.shape[1] % memory.shape[1]:
+            # The compiled operator reads what it is told is there.
+            raise NotInvariant("attention with memory of another form than the queries")
         if _first(run.end, memory) > pattern.first_visible(run.start) // TILE * TILE:
             raise NotInvariant("attention to tokens that the cache does not keep")
 

@@ -294,3 +294,20 @@ def test_without_a_step_it_is_refused() -> None:
     layer = Layer.of(CASES["grouped"])
     with pytest.raises(NotInvariant, match="without a step"):
         attend(MODULE, layer.queries[None, :, :1], layer.keys, layer.values, Pattern())
+
+
+@pytest.mark.parametrize("change", ["dtype", "key_dim", "fewer values", "heads"])
+def test_memory_of_another_form_is_refused(change: str) -> None:
+    layer = Layer.of(CASES["grouped"])
+    match change:
+        case "dtype":
+            layer.keys = layer.keys.float()
+        case "key_dim":
+            layer.keys = layer.keys[..., :8]
+        case "fewer values":
+            layer.values = layer.values[:, :, :TILE]
+        case "heads":
+            layer.keys = layer.keys.repeat(1, 2, 1, 1)[:, :3]
+            layer.values = layer.values.repeat(1, 2, 1, 1)[:, :3]
+    with pytest.raises(NotInvariant, match="memory of another form"):
+        layer.attended([Run(LENGTH - 2, 2)])
