@@ -98,6 +98,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "fingerprint": "portable",
         "served_model_name": "me",
         "chat_template": "/template.jinja",
+        "weights": "int8",
         "standby": "on",
         "log_level": "debug",
     }
