@@ -76,16 +76,15 @@ class Streams(BaseHTTPRequestHandler):
 def served(tmp_path: Path) -> Iterator[Callable[..., Peer]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Streams)
     Thread(target=server.serve_forever, daemon=True).start()
-    process = Process(["sleep", "60"], tmp_path / "log")
+    peer = HttpPeer(Process(["sleep", "60"], tmp_path / "log"), server.server_port, {"model": "m"}, restores=False)
+    peer.start()
 
     def answering(*chunks: dict[str, Any]) -> Peer:
         Streams.chunks = list(chunks)
-        peer = HttpPeer(process, server.server_port, {"model": "m"}, restores=False)
-        peer.start()
         return peer
 
     yield answering
-    process.kill()
+    peer.kill()
     server.shutdown()
     server.server_close()
 
