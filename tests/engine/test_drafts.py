@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from diskprefix.engine.engine import Engine
+from diskprefix.engine.loop import Loop
 from diskprefix.engine.ngrams import LONGEST, Guess
 from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.engine.speculation import Guesser
@@ -154,6 +155,20 @@ def test_text_that_repeats_itself_is_guessed_from_itself(plain: Engine, engine: 
     assert some_are_wrong(found)
 
 
+def test_each_guess_that_is_right_saves_a_step(plain: Engine, engine: Engine) -> None:
+    expected = run_together(plain, [REQUESTS["greedy"]])
+    num_steps, compute = [0], Loop._compute
+
+    def counted(loop: Loop, step: Any) -> None:
+        num_steps[0] += step[0].sequence.is_decoding
+        compute(loop, step)
+
+    with scripted(engine, expected), patch.object(Loop, "_compute", counted):
+        (found,) = run_together(engine, [REQUESTS["greedy"]])
+    # The first token is that of the prompt's last step.
+    assert len(found.tokens) == 1 + num_steps[0] + found.done.timings.accepted_tokens
+
+
 def ends_of(reply: list[int]) -> Iterator[dict[str, Any]]:
     """What ends this reply after each of some numbers of tokens."""
     text = tiny.tokenizer()
@@ -258,10 +273,11 @@ def test_no_request_loses_its_memory_to_guesses(
     arena._capacity_step = 512
     arena.reserve(512)
     memory = patch.multiple(engine.pool, _spare=[arena], limit_bytes=arena.num_bytes)
-    with memory, scripted(engine, [whole]), patch.object(engine, "end_ids", ends):
+    far = patch.multiple(Scripted, guess=lambda _: [3] * 20, chances=lambda _: [0.9] * 20)
+    with memory, scripted(engine, [whole]), far, patch.object(engine, "end_ids", ends):
         (found,) = run_together(engine, [one])
     assert found.tokens == whole.tokens[: last + 1]
-    assert some_are_wrong(found)
+    assert found.done.timings.drafted_tokens > REPLY
     assert "waits" not in caplog.text
 
 
