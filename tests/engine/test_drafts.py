@@ -265,6 +265,7 @@ def test_no_request_loses_its_memory_to_guesses(
     plain: Engine, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends shortly before it would need more than there is."""
+    caplog.set_level("INFO")
     one = request(tokens(384, 5), max_tokens=200, scope="off", temperature=1.0, seed=3)
     whole = alone(plain, one)
     last = next(n for n in range(126, 110, -1) if whole.tokens.index(whole.tokens[n]) == n)
