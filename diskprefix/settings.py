@@ -177,8 +177,8 @@ class Settings:
     )
     standby: bool = _server(
         False,
-        "Keep a second process that has imported everything. It takes the place of the first within a second when that "
-        "dies. It takes 200 MiB of memory.",
+        "Keep a second process that has imported everything. It takes the place of the first when that dies. It takes "
+        "about 250 MiB of memory.",
     )
     log_level: str = _server("info", "What is logged to stderr.", choices=("debug", "info", "warning", "error"))
     max_sequences: int = _server(
