@@ -113,10 +113,12 @@ def test_what_can_never_fit_is_dropped_and_evicts_nothing() -> None:
     assert (totals.dropped, totals.evictions, totals.written_tokens) == (1, 0, 160)
 
 
-def test_what_was_just_written_is_not_given_up_for_what_comes_next() -> None:
+def test_of_prompts_that_come_once_the_newest_take_the_place_of_others() -> None:
     requests = [asked(20_000 * n, 2000, when=0.1 * n) for n in range(5)]
-    totals = replayed(*requests, policy=replace(FULL, budget_bytes=8 * MIB))
-    assert (totals.evictions, totals.dropped) == (0, 3)
+    again = asked(80_000, 2000, when=1.0)
+    totals = replayed(*requests, again, policy=replace(FULL, budget_bytes=8 * MIB))
+    assert totals.evictions > 0
+    assert (totals.dropped, totals.hits) == (0, 1)
 
 
 @pytest.mark.parametrize(("ttl_s", "asks", "later", "hits"), [(0, None, 1e6, 1), (60, None, 200.0, 0)])

@@ -73,7 +73,9 @@ def test_the_parts_are_joined_in_order_verified_converted_and_the_gguf_is_kept(m
     assert hashlib.sha256((folder / "tiny.gguf").read_bytes()).hexdigest() == model.sha256
     assert sorted(path.name for path in models.iterdir()) == [".lock", "Tiny-Parts"]
     assert lines[0].startswith("fetching Tiny-Parts")
-    loaded = [load_model(Settings(model=str(path)), lines.append) for path in (folder, folder / "tiny.gguf")]
+    loaded = [
+        load_model(Settings(model=str(path), weights="native"), lines.append) for path in (folder, folder / "tiny.gguf")
+    ]
     assert loaded[0].weights_digest == loaded[1].weights_digest
 
 

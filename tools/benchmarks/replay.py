@@ -161,7 +161,7 @@ class Bench:
         *,
         replay: bool,
     ) -> TokenIds:
-        """Renders the prompt of a turn and has the reply remembered. Returns the tokens that have state then."""
+        """Renders the prompt of a turn and has its reply remembered. Returns the tokens that have state then."""
         body = json.dumps({"messages": sent, "tools": recorded.tools}).encode()
         conversation = parse_json(body, ChatRequest).conversation
         prompt, origin = self._renderer.replay(conversation, turns if replay else None)
@@ -173,10 +173,10 @@ class Bench:
         if len(turn.calls) != len(_calls(message)):
             name = self._renderer.output_format.name
             raise click.ClickException(f"the output format {name!r} of this model does not read {text!r}")
-        assert origin is not None
-        memory = ReplyMemory(turns, origin, self._renderer.end_ids)
-        ids = [call["id"] for call in message.get("tool_calls") or []]
-        memory.remember(turn, ids, [*sampled, min(self._renderer.end_ids)])
+        if origin is not None:
+            memory = ReplyMemory(turns, origin, self._renderer.end_ids)
+            ids = [call["id"] for call in message.get("tool_calls") or []]
+            memory.remember(turn, ids, [*sampled, min(self._renderer.end_ids)])
         return as_token_ids([*prompt.token_ids.tolist(), *sampled])
 
 
