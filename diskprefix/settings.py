@@ -143,7 +143,7 @@ class Settings:
         "auto",
         "The form in which weights are kept in memory. native is that of the files. int8 and int4 quantise matrices, "
         "once; decoding is faster, and the model answers a little differently. auto keeps the quants of a .gguf file "
-        "where a compiled kernel takes them: the same weights in less memory.",
+        "where a compiled kernel takes them: the same weights, computed faster.",
         choices=("auto", "native", "int8", "int4"),
     )
     served_model_name: str | None = _model(

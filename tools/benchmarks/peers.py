@@ -70,6 +70,9 @@ def extended(prompt: str) -> str:
 def measured(name: str, peer: Peer, sizes: Sequence[int], round_: int) -> Iterator[Sample]:
     """Yields what one peer shows in one round. It is killed at the end. Raises `PeerError`."""
     try:
+        # The first start of all may convert the model, and reads files that the next one finds in memory.
+        peer.start()
+        peer.kill()
         yield Sample(name, "ready_s", 0, peer.start())
         peer.ask([prompt_text(32, f"first-{round_}")], 2)
         for size in sizes:

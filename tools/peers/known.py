@@ -35,7 +35,7 @@ class Model:
 def diskprefix(model: Model, workspace: Path, report: Report, *flags: str) -> Peer:
     del report
     port = free_port()
-    command = [sys.executable, "-P", "-m", "diskprefix", "serve", "--port", str(port), "--model", str(model.folder)]
+    command = [sys.executable, "-P", "-m", "diskprefix", "serve", "--port", str(port), "--model", str(model.gguf)]
     command += ["--kv-cache-dir", str(workspace / "kv"), "--disk-prefix-cache", "full", *flags]
     return HttpPeer(Process(command, workspace / "server.log"), port, _USAGE, restores=True, settle=_all_is_saved)
 

@@ -109,7 +109,9 @@ class Process:
         if self.popen is None or self.popen.poll() is not None:
             lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
             last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-            raise PeerError(f"{Path(self.command[0]).name} ended: {last[:300]}; its log is {self.log_path}")
+            code = self.popen.returncode if self.popen is not None else 0
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "ended"
+            raise PeerError(f"{Path(self.command[0]).name} {how}; the last line of its log: {last[:300]}")
 
     def memory_bytes(self) -> int:
         """Returns the proportional memory of all processes of its session."""
@@ -171,7 +173,7 @@ class HttpPeer:
         while not self._is_ready():
             self._process.check()
             if time.perf_counter() - began > START_DEADLINE_S:
-                raise PeerError(f"not ready after {START_DEADLINE_S:.0f} s; its log is {self._process.log_path}")
+                raise PeerError(f"not ready after {START_DEADLINE_S:.0f} s")
             time.sleep(_POLL_S)
         return time.perf_counter() - began
 
