@@ -190,7 +190,9 @@ def test_a_client_that_leaves_while_the_model_loads_gives_its_place_back(
     load = SlowLoad(engine)
     with started_app(chat_model, load) as server, server.client() as client:
         with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
-            next(answer.iter_raw())
+            # Without a name it would be closed at once, and the connection with it.
+            parts = answer.iter_raw()
+            next(parts)
             wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the request waits")
         wait_until(lambda: not server.daemon.num_arriving, "the place is free")
         load.go_on.set()

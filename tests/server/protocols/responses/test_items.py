@@ -354,7 +354,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 @given(st.data())
-@settings(max_examples=600)
+@settings(max_examples=200)
 def test_whatever_is_wrong_in_a_body_is_refused_with_a_param_or_says_what_it_asks_for(data: st.DataObject) -> None:
     changed = deepcopy(WHOLE)
     for _ in range(data.draw(st.integers(1, 2))):
