@@ -19,7 +19,7 @@ for _row in (
     "errors printable progress version",
     "tokens settings tenant",
     "prompt memo",
-    "policy store kv native",
+    "policy store kv native recipes",
     "cache_options cache_report",
     "model prefix_cache",
     "engine chat simulate",

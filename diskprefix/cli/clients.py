@@ -7,11 +7,11 @@ from dataclasses import asdict
 import click
 
 from diskprefix.cli.options import nonempty, variable_of
-from diskprefix.cli.recipes import NO_KEY, Served, names, recipe
 from diskprefix.cli.tooling import json_option, print_json, status
 from diskprefix.cli.warm_target import running_daemon, wait_ready
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import escaped
+from diskprefix.recipes.recipe import NO_KEY, Served, names, recipe
 from diskprefix.settings import Settings
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from diskprefix.engine.activity import Activity
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull, ShareFull
 from diskprefix.model.media import prepared_bytes
@@ -40,6 +41,16 @@ class Ticket:
     @property
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
+
+    def waiting(self) -> Activity:
+        """Returns what is known of a request that waits."""
+        return Activity(
+            id=self.request.id,
+            state="waiting",
+            scope=self.request.cache.scope,
+            prompt_tokens=len(self.request.prompt.token_ids),
+            elapsed_s=time.perf_counter() - self.arrived_at,
+        )
 
     def forget_media(self) -> None:
         self.request = replace(self.request, prompt=replace(self.request.prompt, media={}))
@@ -77,6 +88,8 @@ class Inbox:
         self._stopping = False
         self._mean_s = 1.0
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self.running_activities: Callable[[], list[Activity]] = list
+        """What those that run are doing, for any thread. The engine says it."""
 
     @property
     def queue_depth(self) -> int:
@@ -85,6 +98,13 @@ class Inbox:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    def activities(self) -> list[Activity]:
+        """Returns what each request is doing, in order of arrival; for any thread."""
+        # Those that wait come first: one that begins meanwhile is found twice, not missed.
+        found = {ticket.request.id: ticket.waiting() for ticket in list(self._waiting) if not ticket.cancelled}
+        found |= {activity.id: activity for activity in self.running_activities()}
+        return sorted(found.values(), key=lambda activity: -activity.elapsed_s)
 
     def start(self) -> None:
         self._thread.start()

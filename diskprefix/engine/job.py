@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from diskprefix.engine.activity import Activity, RequestState
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.request import GenerateRequest, ProgressEvent, Timings, Usage
@@ -122,6 +123,33 @@ class Job:
     def turn(self) -> Hashable:
         """Those who share one turn: a caller with an API key, whatever its salts."""
         return self.request.cache.tenant.ids[:1]
+
+    def activity(self) -> Activity:
+        """Returns what it is doing; for any thread."""
+        now, choices, num_generated = time.perf_counter(), list(self.choices), self.num_generated
+        prompt_tokens = len(self.request.prompt.token_ids)
+        computed = max((choice.num_computed for choice in choices), default=0)
+        decode_s = self.last_token_at - self.first_token_at
+        return Activity(
+            id=self.request.id,
+            state=self._state(choices, has_reply=num_generated > 0 and computed >= prompt_tokens),
+            scope=self.request.cache.scope,
+            prompt_tokens=prompt_tokens,
+            restored_tokens=self.cached.restored.num_tokens,
+            ready_tokens=min(computed, prompt_tokens),
+            reply_tokens=num_generated,
+            elapsed_s=now - self.ticket.arrived_at,
+            queue_s=self.started - self.ticket.arrived_at,
+            ttft_s=self.first_token_at - self.ticket.arrived_at if num_generated else None,
+            tokens_per_s=(num_generated - 1) / decode_s if num_generated > 1 and decode_s > 0 else None,
+        )
+
+    def _state(self, choices: list[Choice], *, has_reply: bool) -> RequestState:
+        if self.is_fetching:
+            return "restoring"
+        if all(choice.state is None for choice in choices):
+            return "waiting"
+        return "decoding" if has_reply else "prefilling"
 
     def count_token(self) -> None:
         self.last_token_at = time.perf_counter()

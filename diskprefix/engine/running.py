@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from diskprefix.cache_report import CacheReport
+from diskprefix.engine.activity import Activity
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.inbox import Inbox, Ticket, error_event
 from diskprefix.engine.job import Choice, Job
@@ -27,12 +28,17 @@ class Running:
         self.jobs: list[Job] = []
         self.preempted: list[Choice] = []
         self._served, self._inbox, self._scheduler = served, inbox, scheduler
+        inbox.running_activities = self.activities
 
     @property
     def has_place(self) -> bool:
         """Whether one more sequence may run."""
         num_running = sum(not choice.is_finished for job in self.jobs for choice in job.choices)
         return num_running < self._served.max_sequences
+
+    def activities(self) -> list[Activity]:
+        """Returns what the jobs are doing; for any thread."""
+        return [job.activity() for job in list(self.jobs)]
 
     def refuse(self, ticket: Ticket, error: Exception) -> None:
         """Fails a request that is no job yet."""

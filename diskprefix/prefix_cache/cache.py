@@ -135,6 +135,8 @@ class PrefixCache(CacheResources):
             "codec": self.store.codec.name.lower(),
             "codec_reason": self.store.codec_reason,
             "pending_bytes": self.writer.pending_bytes + self.writer.notes.waiting_bytes,
+            "pending": self.writer.num_pending,
+            "buffer_bytes": self.settings.kv_cache_write_buffer,
             "bytes_per_token": self.layout.bytes_per_token,
             "state_bytes": self.layout.state_bytes,
             **{name: self.counters[name] for name in ("hits", "restored_tokens", "restored_bytes", "errors")},

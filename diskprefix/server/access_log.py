@@ -12,6 +12,7 @@ from diskprefix.printable import shown
 from diskprefix.server.errors import error_response
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.metrics import ServerMetrics
+from diskprefix.server.recent import RecentRequests
 
 log = logging.getLogger("diskprefix")
 
@@ -24,9 +25,10 @@ _LOGGED_PATH_CHARS = 200
 class AccessLog:
     """ASGI middleware. Not Starlette's BaseHTTPMiddleware, which hides the client's disconnect from the response."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, recent: RecentRequests) -> None:
         self._app = app
         self._metrics = metrics
+        self._recent = recent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -69,6 +71,7 @@ class AccessLog:
     def _close(self, scope: Scope, record: LogContext, elapsed_s: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.count_request(route, record.status)
+        self._recent.note(record, scope["method"], route, elapsed_s)
         level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
         caller = f" · key {record.caller.name}" if record.caller.name else ""
         said = f"{record.status}{caller}{_figures(record)}"

@@ -117,6 +117,7 @@ async def _submitted(request: Request, dialect: Dialect[B], body: B, place: Exit
         request_id=context.request_id,
         clamped_to=_clamped_to(asked, prompt, serving.engine.max_positions),
     )
+    context.generation_id = generate.id
     writer, stream = dialect.writer(body, head), bool(body.stream)
     # With images in them, they are too large to be kept while the reply is generated.
     del body, asked

@@ -59,7 +59,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.state.daemon = daemon
     app.add_middleware(Auth, keys=keys)
     app.add_middleware(BrowserGuard, host=settings.host)
-    app.add_middleware(AccessLog, metrics=daemon.metrics)
+    app.add_middleware(AccessLog, metrics=daemon.metrics, recent=daemon.recent)
     app.include_router(answer.router)
     app.include_router(counting.router)
     app.include_router(responses.router)

@@ -22,6 +22,7 @@ from diskprefix.policy.scope import parse_scope
 from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.notify import notify
 from diskprefix.server.prefix_breaks import PrefixBreaks
+from diskprefix.server.recent import RecentRequests
 from diskprefix.server.serving import Serving
 from diskprefix.settings import Settings
 from diskprefix.tenant import Tenant
@@ -45,6 +46,7 @@ class Daemon:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.breaks = PrefixBreaks()
+        self.recent = RecentRequests()
         self.serving: Serving | None = None
         self.failure: DiskPrefixError | None = None
         self.prior_s = 0.0

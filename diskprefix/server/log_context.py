@@ -22,6 +22,8 @@ class LogContext:
     status: int = 500
     caller: Caller = NOBODY
     error: str | None = None
+    generation_id: str | None = None
+    """The id of the reply, once the engine has the request."""
     done: DoneEvent | None = None
 
 

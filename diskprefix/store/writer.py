@@ -140,6 +140,11 @@ class Writer:
             self._changed.notify_all()
 
     @property
+    def num_pending(self) -> int:
+        """Publications that wait to be written, or are being written."""
+        return len(self._queue)
+
+    @property
     def room_bytes(self) -> int:
         """The bytes that may still be reserved."""
         return 0 if self._closing else max(0, self._buffer_bytes - self.pending_bytes)

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from diskprefix.cli import clients
-from diskprefix.cli.recipes import Recipe, RecipeFile, Served, names, recipe
 from diskprefix.cli.warm_target import Answer
+from diskprefix.recipes.recipe import Recipe, RecipeFile, Served, names, recipe
 from tests.cli.conftest import Run
 
 SERVED = Served(url="http://127.0.0.1:8642", model='a "model"\\1', key="k-1", context=32_768)

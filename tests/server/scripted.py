@@ -50,6 +50,8 @@ STATS: dict[str, Any] = {
     "used_bytes": 3,
     "budget_bytes": 4,
     "pending_bytes": 5,
+    "pending": 1,
+    "buffer_bytes": 50,
     "hits": 6,
     "misses": {"not_stored": 7, "diverged": 8},
     "restored_tokens": 9,

@@ -16,8 +16,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from diskprefix.cli.recipes import NO_KEY, Served, recipe
 from diskprefix.errors import ModelError
+from diskprefix.recipes.recipe import NO_KEY, Served, recipe
 from tools.measuring.live_server import LiveServer, LiveServerError, log_tail, step
 from tools.measuring.options import JSON
 from tools.measuring.report import machine, new_table, print_report, say, show_machine

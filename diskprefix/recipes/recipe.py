@@ -1,4 +1,4 @@
-"""The settings of clients: a file of `client_recipes/` for each, with places for address, model and key."""
+"""The settings of clients: a file of this folder for each, with places for address, model and key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from diskprefix.errors import SettingsError
 
-FOLDER = Path(__file__).with_name("client_recipes")
+FOLDER = Path(__file__).parent
 NO_KEY = "unused"
 """What is given to a client that wants a key where the daemon has none."""
 _OUTPUT_SHARE = 4

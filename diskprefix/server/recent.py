@@ -1,0 +1,82 @@
+"""The last requests that ended, for people who look: what the cache did for each, how long it took, what went wrong.
+
+A request costs one small record when it ends. Nothing is kept of what it says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from diskprefix.server.log_context import LogContext
+from diskprefix.server.protocols.figures import figures_reply
+
+MOST_REPLIES = 300
+MOST_FAILURES = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A request that ended. `number` counts them, from 1. `ended_at` is in seconds since 1970, `elapsed_s` runs from
+    the first byte of the request to the last one of the answer.
+
+    Of one that was answered, `prefix_cache` and `timings` are those of its response. Otherwise they are None, and
+    `error` says why, if it was not the client that left.
+    """
+
+    number: int
+    ended_at: float
+    elapsed_s: float
+    id: str
+    route: str
+    caller: str | None
+    status: int
+    error: str | None
+    prompt_tokens: int = 0
+    reply_tokens: int = 0
+    prefix_cache: dict[str, Any] | None = None
+    timings: dict[str, Any] | None = None
+
+
+class RecentRequests:
+    """The last requests that generated, and the last ones that failed. For the event loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._replies: deque[Ended] = deque(maxlen=MOST_REPLIES)
+        self._failures: deque[Ended] = deque(maxlen=MOST_FAILURES)
+
+    def note(self, context: LogContext, method: str, route: str, elapsed_s: float) -> None:
+        """Adds a request that ended, if it generated something or failed to."""
+        has_failed = context.status >= 400 or context.error is not None
+        if context.done is None and (method != "POST" or not has_failed):
+            return
+        self.count += 1
+        figures: dict[str, Any] = {}
+        if (done := context.done) is not None:
+            figures = figures_reply(done, None)
+            figures |= {"prompt_tokens": done.usage.prompt_tokens, "reply_tokens": done.usage.completion_tokens}
+        ended = Ended(
+            number=self.count,
+            ended_at=round(time.time(), 3),
+            elapsed_s=round(elapsed_s, 3),
+            id=context.generation_id or context.request_id,
+            route=route,
+            caller=context.caller.name,
+            status=context.status,
+            error=context.error,
+            **figures,
+        )
+        (self._replies if ended.prefix_cache is not None else self._failures).append(ended)
+
+    @property
+    def failures(self) -> list[Ended]:
+        """Those that failed, oldest first."""
+        return list(self._failures)
+
+    def since(self, number: int) -> list[Ended]:
+        """Returns those that came after the one with this number, oldest first."""
+        found = [ended for kept in (self._replies, self._failures) for ended in kept if ended.number > number]
+        return sorted(found, key=lambda ended: ended.number)
