@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -127,6 +128,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             loaded.name,
             recorder.know if recorder else None,
             device=fingerprint.device,
+            tokenizer=os.path.abspath(loaded.tokenizer.name_or_path),
         )
         opened.pop_all()
         # From here on the cache owns the store.

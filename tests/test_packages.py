@@ -23,6 +23,7 @@ for _row in (
     "cache_options cache_report",
     "model prefix_cache",
     "engine chat simulate",
+    "browse",
     "server session",
     "app",
 ):
@@ -46,7 +47,7 @@ WITHOUT_TORCH = {
     "memo",
     "printable",
 }
-WITHOUT_TORCH |= {"policy", "store", "simulate"}
+WITHOUT_TORCH |= {"policy", "store", "simulate", "browse"}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from msgspec.structs import asdict
+
 from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
@@ -23,6 +25,7 @@ from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
 from diskprefix.store.notes import TenantNotes
+from diskprefix.store.savings import Savings, total_of
 from diskprefix.store.schema import Kind, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tenant import SHARED, Tenant
@@ -39,7 +42,7 @@ class PrefixCache(CacheResources):
 
     `identity` gives the canonical text that identifies the model's numbers for a tenant (`model.fingerprint`): its
     hash is the root of all that the tenant stores. `device` names what computes them, as precisely as its speed is to
-    be told from others'. `on_history`: see `TenantNamespaces`.
+    be told from others'. `tokenizer` is its folder, for the record. `on_history`: see `TenantNamespaces`.
     """
 
     def __init__(
@@ -52,10 +55,12 @@ class PrefixCache(CacheResources):
         on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         *,
         device: str,
+        tokenizer: str = "",
     ) -> None:
         super().__init__(settings, store, layout)
         self._identity = identity
         self._model_name = model_name
+        self._tokenizer = tokenizer
         self.namespaces = TenantNamespaces(store, self.payload_layout, self._root_record, on_history)
         self.load(SHARED).result()
         self.root = self.namespaces.get(SHARED).root
@@ -120,9 +125,11 @@ class PrefixCache(CacheResources):
         state, error = self.health
         try:
             counts = self.store.counts()
+            savings = self.savings()
         except CacheError as failure:
             counts = dict.fromkeys(("entries", "blocks", "prompts", "notes", "used_bytes", "file_bytes"), 0)
             state, error = "degraded", str(failure)
+            savings = None
         return {
             "scope": str(parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")),
             "dir": str(self.store.path),
@@ -147,8 +154,15 @@ class PrefixCache(CacheResources):
             "evicted_blocks": self.writer.evicted,
             "expired_blocks": self.writer.expired,
             "quarantined": self.writer.quarantined,
+            "savings": _savings_dict(savings, self.store.clock()),
             "gate": self.cost_model.as_dict(),
         }
+
+    def savings(self) -> Savings:
+        """Returns what the cache did for all models and tenants of the store since it was created, other processes
+        included. Reads the store. Raises `CacheError`."""
+        with self.store.snapshot() as snapshot:
+            return total_of(self.writer.savings.read(snapshot))
 
     def close(self, timeout_s: float) -> bool:
         """Flush the writer and close the store; False when time ran out before everything was saved."""
@@ -169,4 +183,12 @@ class PrefixCache(CacheResources):
             created_at=time.time(),
             identity=self._identity(str(tenant)),
             tenant=str(tenant),
+            tokenizer=self._tokenizer,
         )
+
+
+def _savings_dict(savings: Savings | None, now: float) -> dict[str, Any] | None:
+    """None if the store cannot be read, or nobody has asked it yet."""
+    if savings is None or not savings.total.requests:
+        return None
+    return {"since": savings.since, "total": asdict(savings.total), "today": asdict(savings.today(now))}

@@ -15,6 +15,7 @@ from diskprefix.prefix_cache.nodes import PromptNodes
 from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restored
 from diskprefix.prompt import Prompt
+from diskprefix.store.savings import Tally
 from diskprefix.tokens import TokenIds
 
 
@@ -82,3 +83,24 @@ def why_missed(cache: CacheResources, prompt: Prompt, restored: Restored, select
     if not selection.recent or selection.common >= cache.settings.block_size:
         return "not_stored"
     return "diverged"
+
+
+def note_savings(
+    cache: CacheResources, namespace: TenantNamespace, prompt: Prompt, restored: Restored, token_s: float | None
+) -> None:
+    """Counts a request that asked the cache. `token_s` is how long computing one of its tokens took, if any was."""
+    num_tokens, computed = restored.num_tokens, len(prompt.token_ids) - restored.num_tokens
+    usual_s = cache.cost_model.prefill_s_per_token
+    if usual_s is None:
+        # One computed token takes what a step takes, which tells nothing about many.
+        usual_s = token_s if token_s is not None and 2 * computed >= cache.settings.block_size else 0.0
+    saved_s = num_tokens * usual_s - restored.restore_ms / 1e3
+    blocks = [node.name for node in restored.blocks if node.end <= num_tokens]
+    counts = Tally(
+        requests=1,
+        hits=int(num_tokens > 0),
+        prompt_tokens=len(prompt.token_ids),
+        restored_tokens=num_tokens,
+        saved_s=max(0.0, saved_s) if num_tokens else 0.0,
+    )
+    cache.writer.savings.note(namespace.root, namespace.record, counts, blocks[-1] if blocks else None)

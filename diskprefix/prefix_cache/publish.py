@@ -68,6 +68,8 @@ class Publisher:
     chain: Chain = field(default_factory=Chain)
     pins: ExitStack = field(default_factory=ExitStack)
     has_published: bool = False
+    reason: str = ""
+    """Why the policy keeps what it keeps."""
 
     def __post_init__(self) -> None:
         self._names = self.cache.store.names
@@ -198,6 +200,7 @@ class Publisher:
             scope=str(self.options.scope),
             preview=self.prompt.text,
             created_at=time.time(),
+            reason=self.reason,
         )
         return Publication(
             store_id=self._names.store_id,

@@ -18,7 +18,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.policy.breaks import Break
 from diskprefix.policy.select import Selection
-from diskprefix.prefix_cache.choosing import found_break, selected, why_missed
+from diskprefix.prefix_cache.choosing import found_break, note_savings, selected, why_missed
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes
@@ -128,6 +128,7 @@ class CachedRequest:
             self.selection = selected(
                 self.cache, self.namespace, self.prompt, options, nodes, restored, goes_on=self.goes_on
             )
+            self._publisher.reason = self.selection.reason
             self._broken = found_break(self.namespace, self.prompt, options, restored, self.selection)
         if restored.num_tokens:
             self._miss_reason = None
@@ -254,6 +255,8 @@ class CachedRequest:
             self.cache.counters["restored_bytes"] += restored.num_bytes
         elif self._miss_reason is not None:
             self.cache.misses[self._miss_reason] += 1
+        if self._bypass is None:
+            note_savings(self.cache, self.namespace, self.prompt, restored, self._token_s)
         report = CacheReport(
             selection=self.selection,
             restored=restored.num_tokens,

@@ -41,6 +41,8 @@ class NoteKind(IntEnum):
     """A stored response of `/v1/responses`."""
     TURN = 1
     """What the model sampled for a turn."""
+    SAVINGS = 2
+    """What the cache did for the root (`savings`)."""
 
 
 _KINDS = frozenset(NoteKind)

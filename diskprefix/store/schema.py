@@ -122,7 +122,8 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is stored about a root. `layout` is the canonical text of `kv.layout.Layout`, which payloads have.
 
     `identity` is the text whose hash is the root (`tokens.root_hash`); empty if it is not known. `tenant` is the text
-    of a `tenant.Tenant`, empty for the shared tenant.
+    of a `tenant.Tenant`, empty for the shared tenant. `tokenizer` is the folder of the tokenizer that made the token
+    ids, for people who read them; empty if it is not known.
     """
 
     model: str
@@ -131,6 +132,7 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     identity: str = ""
     tenant: str = ""
+    tokenizer: str = ""
 
 
 class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,13 +145,15 @@ class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One saved prompt, which ends at the node whose name is the key. `preview` is a part of its text."""
+    """One saved prompt, which ends at the node whose name is the key. `preview` is a part of its text. `reason` says in
+    a word why the policy kept so much of it; empty if that is not known."""
 
     root: bytes
     num_tokens: int
     scope: str
     preview: str
     created_at: float
+    reason: str = ""
 
 
 def encode_node(name: bytes, node: NodeRecord) -> bytes:

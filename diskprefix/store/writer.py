@@ -21,6 +21,7 @@ from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.eviction import expiry_interval_s, recorded_ttl
 from diskprefix.store.notes import Notes
+from diskprefix.store.savings import SavingsLog
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
 
@@ -68,6 +69,7 @@ class Writer:
         """Called when there is more room in the buffer."""
         self._changed = threading.Condition()
         self.notes = Notes(store, self._wake)
+        self.savings = SavingsLog(store)
         self._held_at: float | None = None
         """Since when the writing is held back, on the clock of `time.monotonic`."""
         self._num_waiting = 0
@@ -197,6 +199,7 @@ class Writer:
             # Before the publication, which may replace what was used.
             self._attempt(self._write_touches)
             self._attempt(self.notes.write)
+            self._attempt(partial(self.savings.write, is_last=closing))
             self._wake()
             if publication is not None:
                 self._attempt(partial(self._write, publication))

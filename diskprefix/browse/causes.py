@@ -1,0 +1,104 @@
+"""Why two prompts part, in words: pure functions of their texts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from diskprefix.chat.normalisers import NORMALISERS
+
+_HEX = re.compile(r"\b(?=[0-9a-fA-F-]*\d)[0-9a-fA-F]{4,}(?:-[0-9a-fA-F]{4,})*\b|\b[A-Za-z0-9_-]*\d[A-Za-z0-9_-]{7,}\b")
+_NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
+_DAYS = "mon|tue|wed|thu|fri|sat|sun|monday|tuesday|wednesday|thursday|friday|saturday|sunday"
+_MONTHS = (
+    "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec|january|february|march|april|june|july|august|september|october"
+    "|november|december"
+)
+_DATE = re.compile(
+    rf"\b\d{{4}}-\d{{1,2}}-\d{{1,2}}\b|\b\d{{1,2}}[./]\d{{1,2}}[./]\d{{2,4}}\b|\b(?:{_DAYS}|{_MONTHS})\b", re.I
+)
+_FORMAT = {normaliser.name: normaliser for normaliser in NORMALISERS}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`kind` is a stable word for programs, `text` a sentence, `advice` what helps; empty if nothing needs to."""
+
+    kind: str
+    text: str
+    advice: str = ""
+
+
+def line_at(text: str, index: int) -> str:
+    """Returns the line of `text` in which the character `index` stands."""
+    end = text.find("\n", index)
+    return text[text.rfind("\n", 0, index) + 1 : end if end >= 0 else None]
+
+
+def cause_between(new: str, old: str) -> Cause:
+    """Returns why `new` parts from `old`, which must be another text. Looks at the first character that differs, its
+    line, and what stands behind."""
+    at = first_difference(new, old)
+    mine, theirs = line_at(new, at), line_at(old, at)
+    if _FORMAT["billing-header"].is_in(mine):
+        return Cause("billing-header", "a header line that the client changes in each request", _on("billing-header"))
+    if _masked(mine) == _masked(theirs):
+        return _changed_value(mine, theirs)
+    # What stood here comes later, and what stands here came later: they changed places.
+    if _is_moved(new[at:], old[at:], mine, theirs):
+        if _FORMAT["tool-order"].is_in(mine):
+            return Cause("tool-order", "the same tools in another order", _on("tool-order"))
+        return Cause("order", "the same lines in another order", "keep the order of what the prompt is made of")
+    if Counter(mine) == Counter(theirs) and len(mine) > 2:
+        if _FORMAT["schema-keys"].is_in(mine):
+            return Cause("schema-keys", "the keys of a tool's schema in another order", _on("schema-keys"))
+        return Cause("order", "the same words in another order", "keep the order of what the prompt is made of")
+    if theirs and f"\n{theirs}\n" in f"{new[at:]}\n":
+        return Cause("inserted", "text that was not there before", _LATER)
+    if mine and f"\n{mine}\n" in f"{old[at:]}\n":
+        return Cause("removed", "text that is left out now", "keep it, or leave it out always")
+    return Cause("text", "another text", "")
+
+
+_LATER = "put what changes behind what stays: into the last message, not into the system prompt"
+
+
+def _on(name: str) -> str:
+    return f"serve --normalise {name}=on undoes the change"
+
+
+def _changed_value(mine: str, theirs: str) -> Cause:
+    """For two lines that differ in numbers, dates or ids only."""
+    if _FORMAT["clock"].is_in(mine) and _DATE.sub("", mine) != mine and _DATE.findall(mine) != _DATE.findall(theirs):
+        return Cause("date", "a date that changes", _LATER)
+    if _FORMAT["clock"].is_in(mine):
+        return Cause("clock", "a time of day that changes", _on("clock"))
+    if _DATE.search(mine):
+        return Cause("date", "a date that changes", _LATER)
+    if _NUMBER.sub("0", mine) == _NUMBER.sub("0", theirs):
+        return Cause("number", "a number that changes", _LATER)
+    return Cause("id", "an id that changes in each request", _LATER)
+
+
+def _masked(line: str) -> str:
+    """Returns a line without its dates, ids and numbers."""
+    return _NUMBER.sub("0", _HEX.sub("#", _DATE.sub("@", line))).replace("#", "0")
+
+
+def _is_moved(new: str, old: str, mine: str, theirs: str) -> bool:
+    if mine == theirs or not mine.strip() or not theirs.strip():
+        return False
+    return mine in old.split("\n") and theirs in new.split("\n")
+
+
+def first_difference(new: str, old: str) -> int:
+    """Returns the index of the first character that differs; the length of the shorter text if one begins the other."""
+    low, high = 0, min(len(new), len(old))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if new[:middle] == old[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

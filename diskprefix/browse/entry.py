@@ -1,0 +1,131 @@
+"""One saved prompt in full: what it consists of, who shares it, how it is stored, and when it was used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from diskprefix.store.codec.codec import Codec
+from diskprefix.store.listing import EntryInfo
+from diskprefix.store.savings import Savings
+from diskprefix.store.schema import Kind, NodeRecord
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import PrefixTree
+from diskprefix.tokens import TokenIds
+
+_CODEC_AT = 16
+"""Of the byte in a piece that names its codec."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeInfo:
+    """A block, tail or checkpoint on the way of a saved prompt. `entries` is how many saved prompts have it, `codecs`
+    how many of its pieces are stored in which way. Sizes are in bytes, `prefill_s` in seconds."""
+
+    hash: str
+    kind: str
+    position: int
+    num_tokens: int
+    generated: bool
+    raw_bytes: int
+    stored_bytes: int
+    codecs: dict[str, int]
+    entries: int
+    hits: int
+    last_used_at: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Another saved prompt and how many of its first tokens are the same blocks."""
+
+    id: str
+    num_tokens: int
+    preview: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryDetails:
+    """`info` and the nodes of a saved prompt, in order. `shared_with` are the prompts that share most, first.
+
+    `reason` is the policy's word for keeping so much. `hit_times` are the times of the last hits, as far as they are
+    remembered, seconds since the epoch, oldest first. `tokenizer` is the folder of the tokenizer that made
+    `token_ids`; empty if it is not known.
+    """
+
+    info: EntryInfo
+    nodes: tuple[NodeInfo, ...]
+    shared_with: tuple[Sharing, ...]
+    reason: str
+    codecs: dict[str, int]
+    hit_times: tuple[float, ...]
+    tokenizer: str
+    token_ids: TokenIds
+
+
+def entry_details(
+    snapshot: Snapshot, entries: list[EntryInfo], info: EntryInfo, savings: Mapping[bytes, Savings]
+) -> EntryDetails:
+    """Returns all about one of `entries`, which are `list_entries` of this snapshot. `savings` is what `read_savings`
+    returns. Raises `StoreCorrupt` if its path is damaged."""
+    tree, name = PrefixTree(snapshot), bytes.fromhex(info.id)
+    path = tree.entry(name)
+    paths = {other.id: tree.entry(bytes.fromhex(other.id)) for other in entries if other.id != info.id}
+    users = Counter(node for nodes in paths.values() for node in nodes)
+    nodes = tuple(_node_info(snapshot, step, node, 1 + users[step]) for step, node in path.items())
+    record = snapshot.entry(name)
+    root = snapshot.root(record.root) if record else None
+    used = savings.get(record.root) if record else None
+    tokens = [node.token_ids for node in path.values() if node.kind != Kind.CHECKPOINT]
+    total: Counter[str] = Counter()
+    for node in nodes:
+        total.update(node.codecs)
+    return EntryDetails(
+        info=info,
+        nodes=nodes,
+        shared_with=_shared_with(entries, path, paths),
+        reason=record.reason if record else "",
+        codecs=dict(total),
+        hit_times=tuple(round(hit.when, 3) for hit in used.hits if hit.block in path) if used else (),
+        tokenizer=root.tokenizer if root else "",
+        token_ids=np.concatenate(tokens),
+    )
+
+
+def _shared_with(
+    entries: list[EntryInfo], path: Mapping[bytes, NodeRecord], paths: Mapping[str, Mapping[bytes, NodeRecord]]
+) -> tuple[Sharing, ...]:
+    found = []
+    for other in entries:
+        common = [node.end for name, node in paths.get(other.id, {}).items() if name in path]
+        if common:
+            found.append(Sharing(id=other.id, num_tokens=max(common), preview=other.preview))
+    return tuple(sorted(found, key=lambda one: (-one.num_tokens, one.id)))
+
+
+def _node_info(snapshot: Snapshot, name: bytes, node: NodeRecord, entries: int) -> NodeInfo:
+    usage = snapshot.usage(name)
+    codecs = Counter(_codec_name(piece) for _, piece in snapshot.pieces(name))
+    return NodeInfo(
+        hash=name.hex(),
+        kind=node.kind.name.lower(),
+        position=node.position,
+        num_tokens=node.num_tokens,
+        generated=node.generated,
+        raw_bytes=node.raw_bytes,
+        stored_bytes=node.stored_bytes,
+        codecs=dict(codecs),
+        entries=entries,
+        hits=usage.restores if usage else 0,
+        last_used_at=round(usage.last_used, 3) if usage else 0.0,
+        prefill_s=round(usage.prefill_s, 6) if usage else 0.0,
+    )
+
+
+def _codec_name(piece: memoryview) -> str:
+    known = {int(codec): codec.name.lower() for codec in Codec}
+    return known.get(piece[_CODEC_AT], "unknown") if len(piece) > _CODEC_AT else "unknown"

@@ -1,0 +1,193 @@
+"""The prefix tree, folded for people: a run of nodes that nothing branches off, and where no saved prompt ends, is one
+trunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.listing import EntryInfo, list_entries
+from diskprefix.store.schema import Kind, NodeRecord, UsageRecord
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import PrefixTree
+
+
+@dataclass(kw_only=True)
+class Trunk:
+    """Blocks of the tokens from `start` to `end`, one after the other. `id` is the name of the last one, in hex.
+
+    `stored_bytes` is their size in the file, with checkpoints. `entries` are the ids of the saved prompts that end
+    there, `num_entries` counts those and all behind it. `hits` are the requests that restored up to its end or beyond.
+    Times are seconds since the epoch. `prefill_s` is how long computing its tokens took, 0 if nobody measured it.
+    """
+
+    id: str
+    start: int
+    end: int
+    num_blocks: int
+    stored_bytes: int
+    checkpoints: int
+    generated: bool
+    hits: int
+    last_used_at: float
+    prefill_s: float
+    entries: list[str]
+    num_entries: int
+    children: list[Trunk] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class RootOutline:
+    """The tree of one model and tenant. `stored_bytes` is the size of all its nodes in the file."""
+
+    root: str
+    model: str
+    tenant: str
+    block_size: int
+    stored_bytes: int
+    num_entries: int
+    trunks: list[Trunk]
+
+
+@dataclass(kw_only=True)
+class Outline:
+    """All trees, the one with most bytes first, and the saved prompts by id."""
+
+    roots: list[RootOutline]
+    entries: dict[str, EntryInfo]
+
+
+def outline(snapshot: Snapshot, entries: list[EntryInfo] | None = None) -> Outline:
+    """Returns the folded trees. Nodes whose records are damaged are left out, with what continues them.
+
+    `entries` is what `list_entries` returns for this snapshot, if the caller has it.
+    """
+    known = {info.id: info for info in (list_entries(snapshot) if entries is None else entries)}
+    folder = _Folder(snapshot, frozenset(map(bytes.fromhex, known)))
+    roots = []
+    for root, record in snapshot.roots():
+        trunks = folder.below(root)
+        total = sum(map(_total_bytes, trunks))
+        if trunks:
+            roots.append(
+                RootOutline(
+                    root=root.hex(),
+                    model=record.model,
+                    tenant=record.tenant,
+                    block_size=record.block_size,
+                    stored_bytes=total,
+                    num_entries=sum(trunk.num_entries for trunk in trunks),
+                    trunks=trunks,
+                )
+            )
+    return Outline(roots=sorted(roots, key=lambda one: (-one.stored_bytes, one.root)), entries=known)
+
+
+def _total_bytes(trunk: Trunk) -> int:
+    return sum(one.stored_bytes for one in walk([trunk]))
+
+
+def walk(trunks: list[Trunk]) -> Iterator[Trunk]:
+    """Yields the trunks and all that continues them, parents first."""
+    todo = list(reversed(trunks))
+    while todo:
+        trunk = todo.pop()
+        yield trunk
+        todo.extend(reversed(trunk.children))
+
+
+class _Folder:
+    """Folds the nodes of one snapshot. Trees are as deep as conversations are long, so nothing here recurses."""
+
+    def __init__(self, snapshot: Snapshot, ends: frozenset[bytes]) -> None:
+        self._snapshot = snapshot
+        self._tree = PrefixTree(snapshot)
+        self._ends = ends
+
+    def below(self, root: bytes) -> list[Trunk]:
+        """Returns what continues a root, the newest first."""
+        tops: list[Trunk] = []
+        order: list[Trunk] = []
+        todo = [(name, tops) for name in self._continuing(root)]
+        while todo:
+            name, siblings = todo.pop()
+            trunk, following = self._trunk(name)
+            siblings.append(trunk)
+            order.append(trunk)
+            todo.extend((child, trunk.children) for child in following)
+        for trunk in reversed(order):
+            trunk.num_entries += sum(child.num_entries for child in trunk.children)
+            trunk.children.sort(key=_by_use)
+        return sorted(tops, key=_by_use)
+
+    def _trunk(self, name: bytes) -> tuple[Trunk, list[bytes]]:
+        """Returns the trunk that begins with a node, and the nodes that continue it."""
+        first, trunk = self._node(name), None
+        while True:
+            node, usage = self._node(name), self._snapshot.usage(name)
+            assert first is not None, "only sound nodes are followed"
+            assert node is not None, "only sound nodes are followed"
+            checkpoints = self._checkpoints(name)
+            if trunk is None:
+                trunk = _started(name, first)
+            _extend(trunk, name, node, usage, checkpoints)
+            ended = {name, *(point for point, _ in checkpoints)} & self._ends
+            trunk.entries = sorted(one.hex() for one in ended)
+            trunk.num_entries = len(ended)
+            following = self._continuing(name)
+            if len(following) != 1 or ended:
+                return trunk, following
+            child = self._node(following[0])
+            # The end of a prompt and what was decoded are told apart.
+            if child is None or child.kind != node.kind or child.generated != node.generated:
+                return trunk, following
+            name = following[0]
+
+    def _continuing(self, name: bytes) -> list[bytes]:
+        children = self._tree.children.get(name, ())
+        return [one for one in children if (node := self._node(one)) is not None and node.kind != Kind.CHECKPOINT]
+
+    def _checkpoints(self, name: bytes) -> list[tuple[bytes, NodeRecord]]:
+        children = ((one, self._node(one)) for one in self._tree.children.get(name, ()))
+        return [(one, node) for one, node in children if node is not None and node.kind == Kind.CHECKPOINT]
+
+    def _node(self, name: bytes) -> NodeRecord | None:
+        try:
+            return self._tree.node(name)
+        except StoreCorrupt:
+            return None
+
+
+def _started(name: bytes, first: NodeRecord) -> Trunk:
+    return Trunk(
+        id=name.hex(),
+        start=first.position,
+        end=first.position,
+        num_blocks=0,
+        stored_bytes=0,
+        checkpoints=0,
+        generated=first.generated,
+        hits=0,
+        last_used_at=0.0,
+        prefill_s=0.0,
+        entries=[],
+        num_entries=0,
+    )
+
+
+def _extend(
+    trunk: Trunk, name: bytes, node: NodeRecord, usage: UsageRecord | None, points: list[tuple[bytes, NodeRecord]]
+) -> None:
+    trunk.id, trunk.end = name.hex(), node.end
+    trunk.num_blocks += 1
+    trunk.stored_bytes += node.stored_bytes + sum(point.stored_bytes for _, point in points)
+    trunk.checkpoints += len(points)
+    if usage is not None:
+        # Of the last block: a request that restored less of the trunk did not restore it.
+        trunk.hits, trunk.last_used_at = usage.restores, round(usage.last_used, 3)
+        trunk.prefill_s += usage.prefill_s
+
+
+def _by_use(trunk: Trunk) -> tuple[float, str]:
+    return -trunk.last_used_at, trunk.id

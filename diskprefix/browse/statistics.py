@@ -1,0 +1,168 @@
+"""What the store gains, for each model and tenant, and what eviction takes next."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.eviction import HALF_LIFE_S, choose_victims, scores
+from diskprefix.store.listing import EntryInfo
+from diskprefix.store.savings import Savings, Tally
+from diskprefix.store.schema import Kind, NodeRecord, UsageRecord, decode_node
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import PrefixTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootStatistics:
+    """The figures of one model and tenant.
+
+    `listed_bytes` is what its saved prompts would take if each were stored alone and as computed; `raw_bytes` what its
+    blocks take as computed, each once; `stored_bytes` what they take in the file. So sharing saves
+    `listed_bytes - raw_bytes`, and compression `raw_bytes - stored_bytes`. `total` and `today` count requests since
+    `since` (seconds since the epoch); it is None if no request was counted.
+    """
+
+    root: str
+    model: str
+    tenant: str
+    entries: int
+    blocks: int
+    listed_bytes: int
+    raw_bytes: int
+    stored_bytes: int
+    since: float | None
+    total: Tally
+    today: Tally
+
+    @property
+    def shared_bytes(self) -> int:
+        """What sharing saves. Blocks that no saved prompt lists count against it."""
+        return max(0, self.listed_bytes - self.raw_bytes)
+
+    @property
+    def compressed_bytes(self) -> int:
+        """What compression saves."""
+        return max(0, self.raw_bytes - self.stored_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Victim:
+    """A block that eviction takes soon, the first one first. `reason` says why, `entries` are the saved prompts that
+    end there. `score` orders the blocks: log2 of use, age and prefill time per byte, as `store/README.md` says."""
+
+    hash: str
+    root: str
+    kind: str
+    start: int
+    end: int
+    stored_bytes: int
+    score: float
+    age_s: float
+    hits: int
+    prefill_s: float
+    entries: tuple[str, ...]
+    reason: str
+
+
+def statistics(
+    snapshot: Snapshot, entries: Sequence[EntryInfo], savings: Mapping[bytes, Savings], now: float
+) -> list[RootStatistics]:
+    """Returns the figures of each model and tenant, the one with most bytes first.
+
+    `entries` is what `list_entries` returns for this snapshot, `savings` what `read_savings` does. Reads the record of
+    every node. Damaged ones are left out.
+    """
+    listed: defaultdict[bytes, int] = defaultdict(int)
+    counts: defaultdict[bytes, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for info in entries:
+        entry = snapshot.entry(bytes.fromhex(info.id))
+        if entry is not None:
+            listed[entry.root] += info.raw_bytes
+            counts[entry.root][0] += 1
+    for name in snapshot.keys("nodes"):
+        if (node := _sound(snapshot, name)) is not None:
+            found = counts[node.root]
+            found[1] += node.kind != Kind.CHECKPOINT
+            found[2] += node.raw_bytes
+            found[3] += node.stored_bytes
+    rows = []
+    for root, record in snapshot.roots():
+        used = savings.get(root)
+        num_entries, blocks, raw_bytes, stored_bytes = counts[root]
+        row = RootStatistics(
+            root=root.hex(),
+            model=record.model,
+            tenant=record.tenant,
+            entries=num_entries,
+            blocks=blocks,
+            listed_bytes=listed[root],
+            raw_bytes=raw_bytes,
+            stored_bytes=stored_bytes,
+            since=used.since if used else None,
+            total=used.total if used else Tally(),
+            today=used.today(now) if used else Tally(),
+        )
+        rows.append(row)
+    return sorted(rows, key=lambda row: (-row.stored_bytes, -row.total.requests, row.root))
+
+
+def next_victims(snapshot: Snapshot, now: float, *, most: int = 10) -> list[Victim]:
+    """Returns the `most` blocks that would go first if the budget were reached now. What a running daemon has in use at
+    the moment is not known here, and would stay."""
+    table = snapshot.usages()
+    ranks = scores(table, now)
+    saves_nothing = snapshot.saves_nothing()
+    names = choose_victims(table, snapshot.parent, bytes_wanted=2**62, pinned=(), now=now, saves_nothing=saves_nothing)[
+        :most
+    ]
+    tree, victims = PrefixTree(snapshot), []
+    for name in names:
+        node, usage = _sound(snapshot, name), snapshot.usage(name)
+        if node is None or usage is None:
+            continue
+        is_bare = saves_nothing is not None and name not in tree.children and saves_nothing(name)
+        victims.append(
+            Victim(
+                hash=name.hex(),
+                root=node.root.hex(),
+                kind=node.kind.name.lower(),
+                start=node.position,
+                end=node.end,
+                stored_bytes=usage.stored_bytes,
+                score=round(float(ranks[table.row_of[name]]), 2),
+                age_s=round(max(0.0, now - usage.last_used), 1),
+                hits=usage.restores,
+                prefill_s=round(usage.prefill_s, 4),
+                entries=(name.hex(),) if snapshot.record("entries", name) is not None else (),
+                reason=_reason(usage, now, is_bare=is_bare),
+            )
+        )
+    return victims
+
+
+def _reason(usage: UsageRecord, now: float, *, is_bare: bool) -> str:
+    if is_bare:
+        return "nothing can be restored from it: no checkpoint continues it"
+    age_s = max(0.0, now - usage.last_used)
+    recent = usage.hits * 2.0 ** (-age_s / HALF_LIFE_S)
+    if not usage.restores:
+        used = "never used again"
+    elif recent < 0.1:
+        used = "not used lately"
+    else:
+        used = "used lately"
+    cost = (
+        f", {usage.prefill_s / max(usage.stored_bytes, 1) * 2**20:.2f} s to compute per MiB" if usage.prefill_s else ""
+    )
+    return f"{used}{cost}; nothing that stays continues it"
+
+
+def _sound(snapshot: Snapshot, name: bytes) -> NodeRecord | None:
+    value = snapshot.record("nodes", name)
+    try:
+        return None if value is None else decode_node(name, value)
+    except StoreCorrupt:
+        return None

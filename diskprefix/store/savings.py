@@ -1,0 +1,164 @@
+"""What the cache did for each model and tenant: counts of all time and of each day, and the last hits.
+
+They are kept in the store as a note of each root, and written once a minute: a kill loses those of the last minute.
+Several processes may add to one record.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+
+import msgspec
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encode_note, note_bytes, note_key
+from diskprefix.store.schema import RootRecord
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store import Store
+
+_WRITE_INTERVAL_S = 60.0
+_DAYS, _RECENT_HITS = 30, 256
+_MOST_WAITING = 1024
+"""Roots whose counts wait to be written. A store that fails for long may not take more and more memory."""
+_TTL_S = 400 * 86400
+
+
+class Tally(msgspec.Struct, kw_only=True):
+    """Counts of requests that asked the cache. `saved_s` is the time that computing `restored_tokens` would have taken,
+    less the time that restoring them took, in seconds."""
+
+    requests: int = 0
+    hits: int = 0
+    prompt_tokens: int = 0
+    restored_tokens: int = 0
+    saved_s: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def hit_rate(self) -> float:
+        """The part of the requests that restored something, from 0 to 1."""
+        return self.hits / self.requests if self.requests else 0.0
+
+
+class RecentHit(msgspec.Struct, array_like=True, frozen=True):
+    """A request that restored something: when (seconds since the epoch), the last full block that it restored, and the
+    number of tokens."""
+
+    when: float
+    block: bytes
+    num_tokens: int
+
+
+class Savings(msgspec.Struct, kw_only=True):
+    """The counts of one root. `days` has them by the ordinal of the local date (`datetime.date.toordinal`). `hits` are
+    the last ones, oldest first."""
+
+    since: float
+    total: Tally = msgspec.field(default_factory=Tally)
+    days: dict[int, Tally] = msgspec.field(default_factory=dict)
+    hits: list[RecentHit] = msgspec.field(default_factory=list)
+
+    def today(self, now: float) -> Tally:
+        return self.days.get(_day(now), Tally())
+
+    def add(self, other: Savings) -> None:
+        self.since = min(self.since, other.since)
+        self.total.add(other.total)
+        for day, tally in other.days.items():
+            self.days.setdefault(day, Tally()).add(tally)
+        self.days = dict(sorted(self.days.items())[-_DAYS:])
+        self.hits = sorted([*self.hits, *other.hits], key=lambda hit: hit.when)[-_RECENT_HITS:]
+
+
+class SavingsLog:
+    """The counts of this process that are not in the store yet. `note` and `read` are for any thread; `write` is for
+    the writing thread alone."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waiting: dict[bytes, tuple[RootRecord, Savings]] = {}
+        self._written_at = clock()
+
+    def note(self, root: bytes, record: RootRecord, counts: Tally, block: bytes | None) -> None:
+        """Count a request. `block` is the last full block that it restored, None if it restored none."""
+        now = self._store.clock()
+        hits = [RecentHit(now, block, counts.restored_tokens)] if block is not None else []
+        new = Savings(since=now, days={_day(now): counts}, hits=hits)
+        new.total.add(counts)
+        with self._lock:
+            if root in self._waiting:
+                self._waiting[root][1].add(new)
+            elif len(self._waiting) < _MOST_WAITING:
+                self._waiting[root] = record, new
+
+    def read(self, snapshot: Snapshot) -> dict[bytes, Savings]:
+        """Returns the counts of each root, those of this process that are not written yet included."""
+        found = read_savings(snapshot)
+        with self._lock:
+            for root, (_, new) in self._waiting.items():
+                found.setdefault(root, Savings(since=new.since)).add(new)
+        return found
+
+    def write(self, *, is_last: bool = False) -> None:
+        """Add what waits to the store, once a minute, or at once if it `is_last`. Raises `CacheError`."""
+        if not self._waiting or not (is_last or self._clock() >= self._written_at + _WRITE_INTERVAL_S):
+            return
+        self._written_at = self._clock()
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        try:
+            self._add(waiting)
+        except BaseException:
+            with self._lock:
+                for root, (record, new) in self._waiting.items():
+                    waiting.setdefault(root, (record, Savings(since=new.since)))[1].add(new)
+                self._waiting = waiting
+            raise
+
+    def _add(self, waiting: Mapping[bytes, tuple[RootRecord, Savings]]) -> None:
+        now = self._store.clock()
+        self._store.evictor.make_room(len(waiting) * note_bytes(1 << 13), frozenset())
+        with self._store.changes() as changes:
+            for root, (record, new) in waiting.items():
+                changes.put_root(root, record)
+                stored = _read(changes, root) or Savings(since=new.since)
+                stored.add(new)
+                key = _key(root)
+                changes.put_note(key, encode_note(key, msgspec.msgpack.encode(stored), NoteTimes(now, now, _TTL_S)))
+
+
+def read_savings(snapshot: Snapshot) -> dict[bytes, Savings]:
+    """Returns the counts of each root as far as they are in the store. A damaged record is left out."""
+    return {root: found for root in snapshot.keys("roots") if (found := _read(snapshot, root)) is not None}
+
+
+def total_of(savings: Mapping[bytes, Savings]) -> Savings:
+    """Returns the counts of all roots together. `since` is infinite if there are none."""
+    total = Savings(since=float("inf"))
+    for one in savings.values():
+        total.add(one)
+    return total
+
+
+def _read(snapshot: Snapshot, root: bytes) -> Savings | None:
+    value = snapshot.record("notes", _key(root))
+    try:
+        return None if value is None else msgspec.msgpack.decode(decode_note(_key(root), value)[1], type=Savings)
+    except (StoreCorrupt, msgspec.DecodeError):
+        return None
+
+
+def _key(root: bytes) -> bytes:
+    return note_key(root, NoteKind.SAVINGS, "")
+
+
+def _day(now: float) -> int:
+    return date.fromtimestamp(now).toordinal()

@@ -1,0 +1,129 @@
+"""What the cache did for each root is kept in the store, and adds up over processes and days."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diskprefix.errors import StoreUnavailable
+from diskprefix.store.note_record import NoteKind, note_key
+from diskprefix.store.savings import Savings, SavingsLog, Tally, read_savings, total_of
+from diskprefix.store.schema import RootRecord
+from diskprefix.store.store import Store
+from tests.faults.damage import damaged
+from tests.store.building import ROOT, Clock, is_clean, layout_of, open_store
+
+RECORD = RootRecord(model="tiny", block_size=16, layout=layout_of(100), created_at=0.0)
+OTHER = b"o" * 16
+BLOCK_NAME = b"b" * 16
+DAY_S = 86400.0
+
+
+def hit(tokens: int = 100) -> Tally:
+    return Tally(requests=1, hits=1, prompt_tokens=tokens + 20, restored_tokens=tokens, saved_s=tokens / 100)
+
+
+def stored(store: Store) -> dict[bytes, Savings]:
+    with store.snapshot() as snapshot:
+        return read_savings(snapshot)
+
+
+def test_counts_outlive_the_process_and_those_of_several_add_up(tmp_path: Path) -> None:
+    clock = Clock(1e9)
+    store = open_store(tmp_path, clock=clock)
+    for _ in range(2):
+        log = SavingsLog(store)
+        log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+        log.note(OTHER, RECORD, Tally(requests=1, prompt_tokens=7), None)
+        log.write(is_last=True)
+    store.close()
+    store = open_store(tmp_path)
+    found = stored(store)
+    assert (found[ROOT].total.requests, found[ROOT].total.saved_s, found[ROOT].since) == (2, 2.0, 1e9)
+    assert [recent.block for recent in found[ROOT].hits] == [BLOCK_NAME, BLOCK_NAME]
+    assert (found[OTHER].total.requests, found[OTHER].total.hits, found[OTHER].hits) == (2, 0, [])
+    assert total_of(found).total.prompt_tokens == 2 * 120 + 2 * 7
+    assert is_clean(store)
+    store.close()
+
+
+def test_today_is_counted_apart_and_days_long_past_are_forgotten(tmp_path: Path) -> None:
+    clock = Clock(1e9)
+    store = open_store(tmp_path, clock=clock)
+    log = SavingsLog(store)
+    for _ in range(40):
+        log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+        log.write(is_last=True)
+        clock.now += DAY_S
+    found = stored(store)[ROOT]
+    assert found.today(clock.now - DAY_S).requests == 1
+    assert found.today(clock.now).requests == 0
+    assert (len(found.days), found.total.requests) == (30, 40)
+    store.close()
+
+
+def test_nothing_is_written_within_a_minute_and_all_is_read_meanwhile(tmp_path: Path) -> None:
+    store, ticks = open_store(tmp_path), Clock(0.0)
+    log = SavingsLog(store, ticks)
+    log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+    ticks.now = 59.0
+    log.write()
+    assert stored(store) == {}
+    with store.snapshot() as snapshot:
+        assert log.read(snapshot)[ROOT].total.requests == 1
+    ticks.now = 60.0
+    log.write()
+    assert stored(store)[ROOT].total.requests == 1
+    with store.snapshot() as snapshot:
+        assert log.read(snapshot)[ROOT].total.requests == 1, "nothing is counted twice"
+    store.close()
+
+
+def test_what_cannot_be_written_is_kept_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    log = SavingsLog(store)
+    log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+
+    def fail() -> None:
+        raise StoreUnavailable("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "changes", fail)
+        with pytest.raises(StoreUnavailable):
+            log.write(is_last=True)
+    log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.write(is_last=True)
+    assert stored(store)[ROOT].total.requests == 2
+    store.close()
+
+
+def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    log = SavingsLog(store)
+    log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.write(is_last=True)
+    store.close()
+    with damaged(tmp_path) as records:
+        records.flip("notes", note_key(ROOT, NoteKind.SAVINGS, ""), 40)
+    store = open_store(tmp_path)
+    assert stored(store) == {}
+    log = SavingsLog(store)
+    log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.write(is_last=True)
+    assert stored(store)[ROOT].total.requests == 1
+    store.close()
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 500)), max_size=40))
+def test_counts_add_up_in_any_order(notes: list[tuple[int, int]]) -> None:
+    total = Savings(since=float("inf"))
+    for day, tokens in notes:
+        total.add(Savings(since=float(day), total=hit(tokens), days={day: hit(tokens)}))
+    assert total.total.restored_tokens == sum(tokens for _, tokens in notes)
+    kept = sorted({day for day, _ in notes})[-30:]
+    last = {day: sum(tokens for other, tokens in notes if other == day) for day in kept[-1:]}
+    assert {day: total.days[day].restored_tokens for day in last} == last
+    assert len(total.days) == len(kept) or len(notes) > 30
