@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from diskprefix.chat.normalisers import NORMALISERS
 
 _HEX = re.compile(r"\b(?=[0-9a-fA-F-]*\d)[0-9a-fA-F]{4,}(?:-[0-9a-fA-F]{4,})*\b|\b[A-Za-z0-9_-]*\d[A-Za-z0-9_-]{7,}\b")
+_NAME = re.compile(r'"name": ?"([^"]*)"')
 _NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
 _DAYS = "mon|tue|wed|thu|fri|sat|sun|monday|tuesday|wednesday|thursday|friday|saturday|sunday"
 _MONTHS = (
@@ -51,6 +52,9 @@ def cause_between(new: str, old: str) -> Cause:
             return Cause("tool-order", "the same tools in another order", _on("tool-order"))
         return Cause("order", "the same lines in another order", "keep the order of what the prompt is made of")
     if Counter(mine) == Counter(theirs) and len(mine) > 2:
+        if _NAME.findall(mine) != _NAME.findall(theirs):
+            # Some templates write all tools on one line.
+            return Cause("tool-order", "the same tools in another order", _on("tool-order"))
         if _FORMAT["schema-keys"].is_in(mine):
             return Cause("schema-keys", "the keys of a tool's schema in another order", _on("schema-keys"))
         return Cause("order", "the same words in another order", "keep the order of what the prompt is made of")
@@ -89,7 +93,8 @@ def _masked(line: str) -> str:
 def _is_moved(new: str, old: str, mine: str, theirs: str) -> bool:
     if mine == theirs or not mine.strip() or not theirs.strip():
         return False
-    return mine in old.split("\n") and theirs in new.split("\n")
+    # The template may have put a marker behind the last one.
+    return mine in old and theirs in new
 
 
 def first_difference(new: str, old: str) -> int:

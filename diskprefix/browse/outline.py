@@ -139,8 +139,7 @@ class _Folder:
             if len(following) != 1 or ended:
                 return trunk, following
             child = self._node(following[0])
-            # The end of a prompt and what was decoded are told apart.
-            if child is None or child.kind != node.kind or child.generated != node.generated:
+            if child is None or child.generated != node.generated:
                 return trunk, following
             name = following[0]
 

@@ -145,19 +145,12 @@ def next_victims(snapshot: Snapshot, now: float, *, most: int = 10) -> list[Vict
 
 def _reason(usage: UsageRecord, now: float, *, is_bare: bool) -> str:
     if is_bare:
-        return "nothing can be restored from it: no checkpoint continues it"
+        return "no checkpoint continues it"
     age_s = max(0.0, now - usage.last_used)
     recent = usage.hits * 2.0 ** (-age_s / HALF_LIFE_S)
     if not usage.restores:
-        used = "never used again"
-    elif recent < 0.1:
-        used = "not used lately"
-    else:
-        used = "used lately"
-    cost = (
-        f", {usage.prefill_s / max(usage.stored_bytes, 1) * 2**20:.2f} s to compute per MiB" if usage.prefill_s else ""
-    )
-    return f"{used}{cost}; nothing that stays continues it"
+        return "never used again"
+    return "not used lately" if recent < 0.1 else "used lately"
 
 
 def _sound(snapshot: Snapshot, name: bytes) -> NodeRecord | None:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 
 import msgspec
+import numpy as np
 
 from diskprefix.browse.causes import Cause, cause_between, first_difference, line_at
 from diskprefix.errors import StoreCorrupt
@@ -29,8 +30,7 @@ Decode = Callable[[TokenIds], str]
 _TRIES = 64
 _MOST_PROMPTS = 100
 _SHOWN_CHARS = 160
-_GONE_ON_TOKENS = 2
-"""A prompt that ends so close before the end of a saved one repeats it: the template opens the reply."""
+_ENDS_OF_LAST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def explain(
         tenant=tenant,
         nearest=nearest,
         parting=parting,
-        cause=_cause(prompt, look, nearest, between, elsewhere, roots),
+        cause=_cause(prompt, look, nearest, between, elsewhere),
         elsewhere=elsewhere,
     )
 
@@ -264,8 +264,6 @@ def _nearest(
 
 def _prompts(snapshot: Snapshot, root: bytes, entries: Sequence[EntryInfo]) -> Iterator[tuple[str, str, TokenIds]]:
     """Yields id, preview and token ids of the saved prompts, then of those that are only remembered, newest first."""
-    import numpy as np
-
     tree = PrefixTree(snapshot)
     for info in entries:
         name = bytes.fromhex(info.id)
@@ -298,10 +296,9 @@ def _cause(
     nearest: Nearest | None,
     between: tuple[str, str] | None,
     elsewhere: Sequence[Elsewhere],
-    roots: Mapping[bytes, RootRecord],
 ) -> Cause:
     if look is None or nearest is None:
-        return _cause_of_nothing(look, elsewhere, roots)
+        return _cause_of_nothing(look, elsewhere)
     if elsewhere and elsewhere[0].stored > nearest.common:
         return _cause_elsewhere(elsewhere[0])
     if between is None:
@@ -310,19 +307,18 @@ def _cause(
         return Cause("nothing", "nothing is missing: all but the last token is restored")
     if nearest.common > look.stored + 1:
         return _not_kept(look, nearest)
-    last = prompt.boundaries[-2] if len(prompt.boundaries) > 1 else 0
-    if not nearest.behind and last and nearest.common >= last:
+    # Of the last message its end is left, and the beginning of the reply.
+    is_in_last = prompt.boundaries and sum(end > nearest.common for end in prompt.boundaries) <= _ENDS_OF_LAST
+    if not nearest.behind and is_in_last and nearest.common >= prompt.system_end:
         return Cause("question", "the last message is another one; what comes before it is the same")
     if not nearest.behind and prompt.system_end and nearest.common >= prompt.system_end:
         return Cause("conversation", "another conversation: only system prompt and tools are the same")
     return cause_between(*between)
 
 
-def _cause_of_nothing(look: _Look | None, elsewhere: Sequence[Elsewhere], roots: Mapping[bytes, RootRecord]) -> Cause:
+def _cause_of_nothing(look: _Look | None, elsewhere: Sequence[Elsewhere]) -> Cause:
     if elsewhere:
         return _cause_elsewhere(elsewhere[0])
-    if not roots:
-        return Cause("empty", "the store is empty", "send the request once, or use `diskprefix warm`")
     if look is None:
         return Cause(
             "tenant",

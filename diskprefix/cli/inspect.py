@@ -1,15 +1,15 @@
-"""`diskprefix inspect`: list what the store holds, while the daemon runs or not."""
+"""`diskprefix inspect`: the browser of the cache, while the daemon runs or not."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
+from diskprefix.cli.options import PathType, nonempty, option, setting_option, variable_of
 from diskprefix.cli.tooling import (
+    age,
     counted,
     find_entry,
     opened_store,
@@ -21,25 +21,58 @@ from diskprefix.cli.tooling import (
     store_options,
     terminal_width,
 )
-from diskprefix.printable import printable_only
+from diskprefix.errors import SettingsError
 from diskprefix.settings import format_size
 from diskprefix.store.listing import EntryInfo, NodeCounts, count_nodes, list_entries
-from diskprefix.store.tree import PrefixTree
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant import short_tenant
 
 _OTHER_COLUMNS = 100
 """About the width of the columns beside the preview, with a long model name."""
 _NUMBERS = ("tokens", "checkpoints", "generated", "stored", "shared", "hits")
+_FOR_WHY = "With --why: "
 
 
-@click.command(short_help="List the saved prompts, and what they share.")
+@click.command(short_help="List the saved prompts, what they share, and why a prompt misses.")
 @click.argument("entry", required=False)
+@click.option("--tree", is_flag=True, help="Show the prefix tree, with the trunks that prompts share.")
+@click.option("--stats", is_flag=True, help="Show for each model and tenant what the cache gains, and what goes next.")
+@click.option(
+    "--why",
+    "body",
+    metavar="FILE",
+    type=PathType(exists=True, dir_okay=False, allow_dash=True),
+    help="Read the body of a request (- is standard input), and say what would be restored, which saved prompt is "
+    "nearest, and where and why the two part.",
+)
+@setting_option("model", help=_FOR_WHY + "the model whose tokenizer reads the request.", show_default="as it was saved")
+@setting_option("chat_template", help=_FOR_WHY + "a Jinja file, as the daemon has it.")
+@setting_option("normalise", help=_FOR_WHY + "as the daemon has it.")
+@option(
+    "--api-key",
+    metavar="KEY",
+    envvar=variable_of("--api-key"),
+    show_default="none",
+    callback=nonempty,
+    help=_FOR_WHY + "the key with which the request is sent.",
+)
 @store_options
-def inspect(entry: str | None, kv_cache_dir: Path, as_json: bool) -> None:
+def inspect(
+    entry: str | None,
+    tree: bool,
+    stats: bool,
+    body: Path | None,
+    model: str | None,
+    chat_template: Path | None,
+    normalise: str,
+    api_key: str | None,
+    kv_cache_dir: Path,
+    as_json: bool,
+) -> None:
     """List the saved prompts in the cache folder, the most recently used first.
 
-    With ENTRY, an id or the beginning of one, show that entry alone, with its blocks. This is safe beside a running
-    daemon: the command reads one consistent view and changes nothing.
+    With ENTRY, an id or the beginning of one, show that entry alone: its text, its blocks, who shares them, when it was
+    used. This is safe beside a running daemon: the command reads one consistent view and changes nothing.
 
     \b
     stored       bytes on disk of all blocks of the entry
@@ -55,81 +88,51 @@ def inspect(entry: str | None, kv_cache_dir: Path, as_json: bool) -> None:
     \b
     diskprefix inspect
     diskprefix inspect 3fa9
+    diskprefix inspect --tree
+    diskprefix inspect --why request.json
     diskprefix inspect --json | jq '.entries[] | {id, num_tokens, hits}'
 
     \b
-    Exit codes: 0 done; 2 wrong usage, or no such ENTRY; 4 the store cannot be opened.
+    Exit codes: 0 done; 2 wrong usage, no such ENTRY, or a FILE that is no request; 3 no tokenizer for --why;
+    4 the store cannot be opened.
     """
+    if sum([entry is not None, tree, stats, body is not None]) > 1:
+        raise SettingsError("inspect: give one of ENTRY, --tree, --stats and --why")
     with opened_store(kv_cache_dir) as store, store.snapshot() as snapshot:
         entries = list_entries(snapshot)
-        used, counts = snapshot.used_bytes(), count_nodes(snapshot)
-        if entry is not None:
-            info = find_entry(entries, entry)
-            blocks = [
-                {
-                    "hash": name.hex(),
-                    "position": node.position,
-                    "num_tokens": node.num_tokens,
-                    "kind": node.kind.name.lower(),
-                    "generated": node.generated,
-                    "stored_bytes": node.stored_bytes,
-                }
-                for name, node in PrefixTree(snapshot).entry(bytes.fromhex(info.id)).items()
-            ]
-    if entry is not None:
-        _show_entry(info, blocks, as_json)
-    elif as_json:
-        print_json({"entries": [asdict(info) for info in entries]} | asdict(counts))
-    else:
-        _show_table(entries, kv_cache_dir, used, counts)
+        if body is not None:
+            from diskprefix.cli.inspect_why import WhyOptions, show_why
+
+            options = WhyOptions(model, chat_template, normalise, api_key)
+            show_why(snapshot, store.secret, entries, body, options, as_json=as_json)
+        elif entry is not None:
+            from diskprefix.cli.inspect_entry import show_entry
+
+            show_entry(snapshot, entries, find_entry(entries, entry), as_json=as_json)
+        elif tree:
+            from diskprefix.cli.inspect_tree import show_tree
+
+            show_tree(snapshot, entries, as_json=as_json)
+        elif stats:
+            from diskprefix.cli.inspect_stats import show_stats
+
+            show_stats(snapshot, entries, store.clock(), store.budget_bytes, as_json=as_json)
+        else:
+            _show_entries(snapshot, entries, kv_cache_dir, as_json=as_json)
 
 
-def _show_entry(info: EntryInfo, blocks: list[dict[str, Any]], as_json: bool) -> None:
+def _show_entries(snapshot: Snapshot, entries: list[EntryInfo], folder: Path, *, as_json: bool) -> None:
+    counts = count_nodes(snapshot)
     if as_json:
-        print_json(asdict(info) | {"blocks": blocks})
+        print_json({"entries": [asdict(info) for info in entries]} | asdict(counts))
         return
-    for label, value in (
-        ("id", info.id),
-        ("model", info.model),
-        ("tokens", f"{info.num_tokens:,}"),
-        ("stored", f"{format_size(info.stored_bytes)} (raw {format_size(info.raw_bytes)})"),
-        ("shared", format_size(info.shared_bytes)),
-        ("checkpoints", _checkpoints_text(info)),
-        ("generated", f"{info.generated_tokens:,} tokens" if info.generated_tokens else "none"),
-        ("hits", str(info.hits)),
-        ("created", _age(info.created_at)),
-        ("last used", _age(info.last_used_at)),
-        ("kept for", _ttl_text(info)),
-        ("scope", info.scope),
-        ("tenant", info.tenant or "none"),
-        ("preview", info.preview),
-    ):
-        click.echo(f"{label:<11} {printable_only(value)}")
-    click.echo(f"{'blocks':<11} {sum(block['kind'] != 'checkpoint' for block in blocks)}")
-    for block in blocks:
-        start, end = block["position"], block["position"] + block["num_tokens"]
-        where = f"at token {end}" if block["kind"] == "checkpoint" else f"tokens {start}–{end}"
-        generated = "  generated" if block["generated"] else ""
-        click.echo(f"  {block['hash']}  {block['kind']:<10}  {where}{generated}")
-
-
-def _ttl_text(info: EntryInfo) -> str:
-    if info.ttl_s is None:
-        return "what --kv-cache-ttl says"
-    return f"{info.ttl_s:,} s after its last use" + (", or what --kv-cache-ttl says" if info.default_ttl else "")
-
-
-def _checkpoints_text(info: EntryInfo) -> str:
-    if not info.checkpoints:
-        return "none"
-    return f"{format_size(info.checkpoint_bytes)} at {', '.join(f'{position:,}' for position in info.checkpoints)}"
-
-
-def _show_table(entries: list[EntryInfo], folder: Path, used_bytes: int, counts: NodeCounts) -> None:
-    width = terminal_width(otherwise=160)
     if entries:
-        _print_entries(entries, width)
-    prompts, blocks = counted(len(entries), "saved prompt"), counted(counts.blocks, "block")
+        _print_entries(entries, terminal_width(otherwise=160))
+    _print_totals(len(entries), counts, snapshot.used_bytes(), folder)
+
+
+def _print_totals(num_entries: int, counts: NodeCounts, used_bytes: int, folder: Path) -> None:
+    prompts, blocks = counted(num_entries, "saved prompt"), counted(counts.blocks, "block")
     generated = f" ({counts.generated_blocks:,} generated)" if counts.generated_blocks else ""
     size = format_size(counts.checkpoint_bytes)
     checkpoints = f"{counted(counts.checkpoints, 'checkpoint')} ({size}), " if counts.checkpoints else ""
@@ -151,7 +154,7 @@ def _print_entries(entries: list[EntryInfo], width: int) -> None:
             "stored": format_size(info.stored_bytes),
             "shared": format_size(info.shared_bytes),
             "hits": str(info.hits),
-            "last used": _age(info.last_used_at),
+            "last used": age(info.last_used_at),
             "preview": plain(shortened(info.preview, max(20, width - _OTHER_COLUMNS))),
         }
         for info in entries
@@ -168,11 +171,3 @@ def _print_entries(entries: list[EntryInfo], width: int) -> None:
         for title in titles
     ]
     print_table(columns, [[row[title] for title in titles] for row in rows], width=width)
-
-
-def _age(when: float) -> str:
-    seconds = max(0.0, time.time() - when)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"

@@ -1,39 +1,118 @@
-"""Reads request bodies from a file as the daemon reads them from HTTP."""
+"""Reads request bodies from a file as the daemon reads them from HTTP, whatever their API."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+from diskprefix.cache_options import CacheOptions
+from diskprefix.chat.messages import Conversation
+from diskprefix.chat.replay import TurnStore
 from diskprefix.chat.template import PromptRenderer
+from diskprefix.errors import InvalidRequest
 from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
+from diskprefix.prompt import Prompt
 from diskprefix.server.body import parse_json
+from diskprefix.server.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.server.protocols.openai_completions import CompletionRequest
 from diskprefix.server.protocols.params import cache_options
+from diskprefix.server.protocols.responses.body import ResponseRequest
+from diskprefix.server.protocols.responses.dialect import Responses
+from diskprefix.server.protocols.responses.stored import ResponseStore
 from diskprefix.simulate.trace import TraceRequest
-from diskprefix.tenant import SHARED
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.notes import ReadOnlyNotes
+from diskprefix.tenant import SHARED, Tenant
 
+Body: TypeAlias = dict[str, Any]
+NotesOf: TypeAlias = Callable[[Tenant], ReadOnlyNotes | None]
 _DEFAULT = Scope("auto", DEFAULT_WINDOW)
 
 
-def read_body(renderer: PromptRenderer, body: dict[str, Any]) -> TraceRequest:
-    """Returns what the body of a chat or text completion asks for, as a request at time 0.
+@dataclass(frozen=True)
+class ParsedBody:
+    """What a body asks for. `wanted` is continued as it is if it is a text or token ids."""
+
+    wanted: Conversation | str | list[int]
+    options: CacheOptions
+    notes: ReadOnlyNotes | None
+
+    def prompt(self, renderer: PromptRenderer) -> Prompt:
+        """Returns the prompt that the daemon makes of it, with remembered replies as far as there are notes. Raises
+        `InvalidRequest`."""
+        if not isinstance(self.wanted, Conversation):
+            return renderer.completion(self.wanted)
+        is_replayed = self.options.replay and self.options.scope.kind != "off" and self.notes is not None
+        return renderer.replay(self.wanted, _Turns(self.notes) if is_replayed and self.notes else None).prompt
+
+
+@dataclass(frozen=True)
+class _Turns(TurnStore):
+    notes: ReadOnlyNotes
+
+    def get(self, id_: str) -> bytes | None:
+        return self.notes.get(NoteKind.TURN, id_)
+
+    def put(self, id_: str, record: bytes) -> None:
+        """Nothing is remembered here."""
+
+
+def parse_body(body: Body, caller: Tenant = SHARED, notes_of: NotesOf = lambda _tenant: None) -> ParsedBody:
+    """Returns what the body of a request asks for: of OpenAI's chat completions, completions or responses, or of
+    Anthropic's messages. `caller` is the tenant of the API key, `notes_of` returns the notes of a tenant.
 
     Raises `InvalidRequest` for a body that the daemon would refuse.
     """
     text = json.dumps(body).encode()
-    parsed: ChatRequest | CompletionRequest
-    if "messages" in body:
+    parsed: ChatRequest | CompletionRequest | CountTokensRequest | ResponseRequest
+    if "input" in body or "previous_response_id" in body:
+        parsed = parse_json(text, ResponseRequest)
+    elif "messages" in body and _is_anthropic(body):
+        parsed = parse_json(text, MessagesRequest if "max_tokens" in body else CountTokensRequest)
+    elif "messages" in body:
         parsed = parse_json(text, ChatRequest)
-        prompt = renderer.chat(parsed.conversation)
     else:
         parsed = parse_json(text, CompletionRequest)
-        prompt = renderer.completion(parsed.prompt)
-    options = cache_options(parsed, scope=_DEFAULT, caller=SHARED, reuse_generated=False)
+    options = cache_options(parsed, scope=_DEFAULT, caller=caller, reuse_generated=False)
+    notes = notes_of(options.tenant)
+    return ParsedBody(_wanted(parsed, notes), options, notes)
+
+
+def _wanted(
+    parsed: ChatRequest | CompletionRequest | CountTokensRequest | ResponseRequest, notes: ReadOnlyNotes | None
+) -> Conversation | str | list[int]:
+    if isinstance(parsed, CompletionRequest):
+        return parsed.prompt
+    if not isinstance(parsed, ResponseRequest):
+        return parsed.conversation
+    if notes is None and parsed.previous_response_id is not None:
+        raise InvalidRequest("previous_response_id: no stored responses are at hand", param="previous_response_id")
+    return Responses().conversation_with(ResponseStore(notes or ReadOnlyNotes(None, b"")), parsed)
+
+
+def _is_anthropic(body: Body) -> bool:
+    """Whether a body with messages has what only Anthropic's API has. Without it, both APIs make the same prompt."""
+    if "system" in body or "anthropic_version" in body or "thinking" in body:
+        return True
+    tools = body.get("tools")
+    if isinstance(tools, list) and any(isinstance(tool, dict) and "input_schema" in tool for tool in tools):
+        return True
+    messages = body["messages"] if isinstance(body["messages"], list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return any(part.get("type") in ("tool_use", "tool_result", "thinking", "redacted_thinking") for part in parts)
+
+
+def read_body(renderer: PromptRenderer, body: Body) -> TraceRequest:
+    """Returns what the body of a request asks for, as a request at time 0. Raises as `parse_body`."""
+    parsed = parse_body(body)
+    options = parsed.options
     return TraceRequest(
         when=0.0,
-        prompt=prompt,
+        prompt=parsed.prompt(renderer),
         scope=None if options.scope is _DEFAULT else options.scope,
         group=options.group,
         tenant=str(options.tenant),

@@ -26,6 +26,7 @@ from diskprefix.store.note_record import (
     surplus_notes,
 )
 from diskprefix.store.schema import RootRecord
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.tokens import HASH_BYTES
 
@@ -210,3 +211,26 @@ class TenantNotes:
 
     def delete(self, kind: NoteKind, id_: str) -> bool:
         return self.notes.delete(self.root, kind, id_)
+
+
+@dataclass(frozen=True)
+class ReadOnlyNotes:
+    """The notes of one root as a snapshot has them, for tools. Without a snapshot there are none. `put` and `delete` do
+    nothing."""
+
+    snapshot: Snapshot | None
+    root: bytes
+
+    def get(self, kind: NoteKind, id_: str) -> bytes | None:
+        key = note_key(self.root, kind, id_)
+        try:
+            value = self.snapshot.record("notes", key) if self.snapshot is not None else None
+            return None if value is None else decode_note(key, value)[1]
+        except StoreCorrupt:
+            return None
+
+    def put(self, _kind: NoteKind, _id: str, _content: bytes) -> bool:
+        return False
+
+    def delete(self, _kind: NoteKind, _id: str) -> bool:
+        return False

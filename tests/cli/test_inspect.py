@@ -184,11 +184,12 @@ def test_an_entry_that_ends_with_a_checkpoint_shows_it_after_its_block(
     shown = invoke("--kv-cache-dir", folder, boundary.tip.hex())
     assert shown.exit_code == 0
     lines = shown.stdout.splitlines()
-    assert lines[-2].endswith(f"  block       tokens {BLOCK}–{2 * BLOCK}")
-    assert lines[-1] == f"  {boundary.tip.hex()}  checkpoint  at token {2 * BLOCK}"
+    chain = lines[lines.index("blocks      2") + 1 :]
+    assert chain[0].split()[:4] == ["tokens", f"0–{2 * BLOCK}", "2", "blocks"]
+    assert chain[1].split()[:4] == ["at", "token", str(2 * BLOCK), "checkpoint"]
+    assert chain[1].endswith(boundary.tip.hex())
     assert f"checkpoints 31.3 KiB at {2 * BLOCK}" in lines
     assert "generated   none" in lines
-    assert "blocks      2" in lines
     blocks = json.loads(invoke("--kv-cache-dir", folder, whole.tip.hex(), "--json").stdout)["blocks"]
     assert [(b["kind"], b["position"], b["generated"]) for b in blocks] == [
         ("block", 0, False), ("block", BLOCK, False), ("checkpoint", 2 * BLOCK, False), ("block", 2 * BLOCK, False),

@@ -54,9 +54,12 @@ class Responses:
     async def conversation(self, body: ResponseRequest, arrival: Arrival) -> Conversation:
         """Returns what the prompt is rendered from. Raises `InvalidRequest` for what is not stored."""
         self._store = ResponseStore(arrival.serving.engine.cache.notes(arrival.tenant))
-        items = await asyncio.to_thread(self._items, body, self._store)
+        return await asyncio.to_thread(self.conversation_with, self._store, body)
+
+    def conversation_with(self, store: ResponseStore, body: ResponseRequest) -> Conversation:
+        """Does what `conversation` does, with the stored responses of `store`. Waits for the disk."""
         return Conversation(
-            messages=[*_instructions(body), *messages_of(items)],
+            messages=[*_instructions(body), *messages_of(self._items(body, store))],
             tools=body.offered.functions or None,
             tool_marks=body.offered.marks,
             tool_paths=body.offered.paths,

@@ -19,7 +19,7 @@ from diskprefix.printable import shown
 from diskprefix.server.protocols.dialect import Json
 from diskprefix.server.protocols.responses.items import Item, ReferenceItem, SpokenItem, item_id, response_of
 from diskprefix.store.note_record import NoteKind
-from diskprefix.store.notes import TenantNotes
+from diskprefix.store.notes import ReadOnlyNotes, TenantNotes
 
 log = logging.getLogger("diskprefix")
 
@@ -56,7 +56,7 @@ class ResponseStore:
     """The stored responses of one tenant. Reading waits for the disk, so not for the event loop; a store that fails
     holds none."""
 
-    notes: TenantNotes
+    notes: TenantNotes | ReadOnlyNotes
 
     def get(self, id_: str) -> StoredResponse:
         """Raises `ResponseNotFound`, also for a response of another tenant."""

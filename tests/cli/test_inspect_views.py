@@ -1,0 +1,156 @@
+"""The views of `diskprefix inspect`: a saved prompt in full, the tree, the figures, and why a request misses."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browse.saved_chats import ALICE, SYSTEM, SavedChats, chat
+from tests.cli.conftest import Ended, Run
+from tests.store.building import open_store
+
+QUESTION = "When is high tide today?"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with two conversations of one agent, and one of Alice's."""
+    place = tmp_path_factory.mktemp("views")
+    chats = SavedChats(place / "kv", place / "tokenizer")
+    for question in (QUESTION, "Which birds nest on the pier?"):
+        chats.save(chat(question))
+    chats.save(chat("A secret."), tenant=ALICE)
+    chats.store.close()
+    return place / "kv"
+
+
+@pytest.fixture
+def inspect(run: Run, folder: Path) -> Any:
+    return lambda *args: run("inspect", *args, "--kv-cache-dir", folder)
+
+
+def first_id(inspect: Any, text: str) -> str:
+    entries = json.loads(inspect("--json").stdout)["entries"]
+    return next(str(entry["id"]) for entry in entries if text in entry["preview"])
+
+
+def test_an_entry_shows_its_text_who_shares_it_and_how_it_is_stored(inspect: Any) -> None:
+    name = first_id(inspect, "nest")
+    lines = inspect(name).stdout.splitlines()
+    assert "  Which birds nest on the pier?<|im_end|>" in lines, "the text, decoded"
+    assert next(line for line in lines if line.startswith("pieces")).endswith(" raw")
+    assert next(line for line in lines if line.startswith("reason")).split() == ["reason", "full"]
+    at = lines.index("shared with 1")
+    assert QUESTION in lines[at + 1]
+    assert any("in 2 prompts" in line for line in lines)
+    shown = json.loads(inspect(name, "--json").stdout)
+    assert shown["text"].count("<|im_start|>") == 3
+    assert [one["num_tokens"] for one in shown["shared_with"]] == [
+        max(b["position"] + b["num_tokens"] for b in shown["blocks"] if b["entries"] == 2)
+    ]
+    assert shown["hit_times"] == sorted(shown["hit_times"]) != []
+
+
+def test_an_entry_whose_tokenizer_is_gone_shows_its_preview(run: Run, tmp_path: Path) -> None:
+    chats = SavedChats(tmp_path / "kv", tmp_path / "tokenizer")
+    made = chats.save(chat(QUESTION))
+    chats.store.close()
+    (tmp_path / "tokenizer").rename(tmp_path / "gone")
+    assert made.tip is not None
+    shown = run("inspect", made.tip.hex(), "--kv-cache-dir", tmp_path / "kv").stdout
+    assert "preview     You look after" in shown
+    asked = run("inspect", "--why", str(_written(tmp_path, chat(QUESTION))), "--kv-cache-dir", tmp_path / "kv")
+    assert (asked.exit_code, asked.stdout, asked.stderr.count("\n")) == (2, "", 1)
+    assert "give it with --model" in asked.stderr
+
+
+def test_the_tree_folds_what_is_shared_and_names_each_prompt(inspect: Any) -> None:
+    lines = inspect("--tree").stdout.splitlines()
+    assert lines[0].startswith("tiny: 2 prompts, ")
+    assert lines[1].startswith("└── 0–")
+    assert "2 prompts" in lines[1]
+    assert {line.rsplit(" ● ")[-1].split(" ", 1)[1] for line in lines[2:4]} == {
+        QUESTION,
+        "Which birds nest on the pier?",
+    }
+    assert any(line.startswith("tiny, tenant ") for line in lines)
+    roots = json.loads(inspect("--tree", "--json").stdout)["roots"]
+    assert [root["num_entries"] for root in roots] == [2, 1]
+
+
+def test_the_figures_tell_what_is_saved_and_what_goes_next(inspect: Any) -> None:
+    shown = inspect("--stats").stdout
+    assert "2 prompts, " in shown
+    assert "4 requests, 50% hits; 50% of their tokens restored" in shown
+    assert "computing saved: " in shown
+    assert "never used again" in shown
+    figures = json.loads(inspect("--stats", "--json").stdout)
+    main = figures["roots"][0]
+    assert (main["total"]["requests"], main["hit_rate"], main["total"]["saved_s"]) == (4, 0.5, 3.0)
+    assert main["shared_bytes"] > 0 < figures["budget_bytes"]
+    assert figures["next_victims"][0]["reason"] == "never used again"
+
+
+def _written(folder: Path, body: object) -> Path:
+    file = folder / "body.json"
+    file.write_text(json.dumps(body))
+    return file
+
+
+def test_why_shows_the_text_around_the_difference_and_the_cause(inspect: Any, tmp_path: Path) -> None:
+    changed = SYSTEM.replace("Saturday, November 21", "Sunday, November 22")
+    lines = inspect("--why", _written(tmp_path, chat(QUESTION, changed))).stdout.splitlines()
+    assert lines[0].endswith(" computed")
+    assert "because   a date that changes" in lines
+    saved, here, caret = lines[-3:]
+    at = caret.index("^")
+    assert (saved[at - 1 : at + 3], here[at - 1 : at + 3]) == ("Satu", "Sund")
+    found = json.loads(inspect("--why", _written(tmp_path, chat(QUESTION, changed)), "--json").stdout)
+    assert (found["cause"]["kind"], found["parting"]["at"]) == ("date", found["restored"])
+
+
+def test_why_reads_a_body_from_standard_input(inspect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps(chat(QUESTION) | {"prefix_cache": {"salt": "nobody"}})
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(body.encode())))
+    assert json.loads(inspect("--why", "-", "--json").stdout)["cause"]["kind"] == "tenant"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', '{"messages": 3}', '{"messages": [{"role": "user"}]}'])
+def test_a_file_that_is_no_request_is_one_line(inspect: Any, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "body.json"
+    file.write_text(text)
+    ended: Ended = inspect("--why", file)
+    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("args", [["--tree", "--stats"], ["3fa9", "--tree"], ["--stats", "--why", "-"]])
+def test_one_view_at_a_time(inspect: Any, args: list[str]) -> None:
+    ended: Ended = inspect(*args)
+    assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
+
+
+def test_an_empty_store_has_every_view(run: Run, tmp_path: Path) -> None:
+    open_store(tmp_path / "kv").close()
+    for view, said in (("--tree", "nothing is saved"), ("--stats", "of a budget of ")):
+        ended = run("inspect", view, "--kv-cache-dir", tmp_path / "kv")
+        assert (ended.exit_code, said in ended.stdout) == (0, True)
+    ended = run("inspect", "--why", _written(tmp_path, chat("x")), "--kv-cache-dir", tmp_path / "kv")
+    assert (ended.exit_code, ended.stderr.count("\n"), "the store is empty" in ended.stderr) == (2, 1, True)
+
+
+@pytest.mark.parametrize("view", [[], ["--tree"], ["--stats"]])
+def test_a_plain_view_starts_without_what_takes_long_to_import(folder: Path, view: list[str]) -> None:
+    code = (
+        "import sys; from diskprefix.cli import cli; "
+        f"cli.main(['inspect', *{view!r}, '--kv-cache-dir', {str(folder)!r}], standalone_mode=False); "
+        "print(*sorted({'torch', 'transformers', 'tokenizers', 'fastapi', 'pydantic', 'jinja2'} & set(sys.modules)), "
+        "file=sys.stderr)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stderr.split() == []
