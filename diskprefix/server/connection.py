@@ -10,7 +10,6 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from diskprefix.errors import NotReady
-from diskprefix.server.errors import fault_of, openai_error
 
 log = logging.getLogger("diskprefix")
 
@@ -102,6 +101,9 @@ class LimitedConnection(H11Protocol):
 
 
 def _refusal(max_connections: int) -> bytes:
+    # Not imported above: it brings FastAPI along, and connections are taken before that is there.
+    from diskprefix.server.errors import fault_of, openai_error
+
     error = NotReady(
         f"the daemon serves requests on {max_connections} connections and takes no more (--max-connections); "
         "try again later",

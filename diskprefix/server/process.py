@@ -18,10 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import prometheus_client
 import uvicorn
 
 from diskprefix.errors import DeviceLost, DiskPrefixError
+from diskprefix.server.entrance import Entrance
 from diskprefix.server.keys import ApiKeys
 from diskprefix.server.listener import listen
 from diskprefix.server.notify import notify, watchdog_s
@@ -29,6 +29,7 @@ from diskprefix.settings import Settings, format_size
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.types import ASGIApp
 
     from diskprefix.server.daemon import Daemon, EngineLoader
     from diskprefix.server.serving import Serving
@@ -73,7 +74,30 @@ def run(
     log.info("listening on %s; /health tells when the model is loaded", address)
     # What is imported and loaded stays. To look through it for garbage takes a fifth of the time to ready.
     gc.disable()
-    # Imported late because it takes a while, and a port in use should be reported at once.
+
+    def make_app() -> FastAPI:
+        app = _import_app(settings, load_engine, keys, address)
+        server.daemon = daemon = app.state.daemon
+        daemon.prior_s = process_age_s() if began_at is None else time.perf_counter() - began_at
+        daemon.on_ready = on_ready
+        daemon.on_failure = server.fail
+        return app
+
+    def on_ready(serving: Serving, stats: dict[str, Any]) -> None:
+        _announce(serving, stats, settings, address)
+        gc.freeze()
+        gc.enable()
+
+    entrance = Entrance(make_app, on_failure=lambda: server.stop())
+    server = _Server(uvicorn_config(entrance, settings), entrance, keys)
+    server.run(sockets=listeners)
+    _end(server.daemon)
+
+
+def _import_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | None, address: str) -> FastAPI:
+    """Returns the application. Its libraries and routes are imported here, while the port answers already."""
+    import prometheus_client
+
     from diskprefix.server.app import create_app
     from diskprefix.server.browser_guard import is_loopback
 
@@ -81,23 +105,10 @@ def run(
         log.warning("no API keys (--api-keys): everybody who reaches %s is served", address)
     # The creation times of the series would double the length of a scrape.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    app = create_app(settings, load_engine, keys)
-    daemon: Daemon = app.state.daemon
-    daemon.prior_s = process_age_s() if began_at is None else time.perf_counter() - began_at
-    server = _Server(uvicorn_config(app, settings), daemon, keys)
-
-    def on_ready(serving: Serving, stats: dict[str, Any]) -> None:
-        _announce(serving, stats, settings, address)
-        gc.freeze()
-        gc.enable()
-
-    daemon.on_ready = on_ready
-    daemon.on_failure = server.fail
-    server.run(sockets=listeners)
-    _end(daemon)
+    return create_app(settings, load_engine, keys)
 
 
-def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """How uvicorn serves the application: its limits and timeouts, and nothing logged that the daemon logs itself."""
     from diskprefix.server.connection import LimitedConnection
 
@@ -119,10 +130,15 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """uvicorn's server with exit code 0 after SIGTERM, and with time for the running request to finish."""
 
-    def __init__(self, config: uvicorn.Config, daemon: Daemon, keys: ApiKeys | None) -> None:
+    def __init__(self, config: uvicorn.Config, entrance: Entrance, keys: ApiKeys | None) -> None:
         super().__init__(config)
-        self._daemon = daemon
+        self.daemon: Daemon
+        """Known once the application is made."""
+        self._entrance = entrance
         self._keys = keys
+
+    def stop(self) -> None:
+        self.should_exit = True
 
     def fail(self, error: DiskPrefixError) -> None:
         """Ends the process, which then raises `error`. A lost accelerator may keep it from ending in order."""
@@ -155,10 +171,11 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._daemon.failure is None:
+        await self._entrance.app()
+        if self.daemon.failure is None:
             log.info("stopping: a running request gets %.0f s to finish", GRACE_S)
         notify(STOPPING=1, STATUS="stopping")
-        drain = asyncio.create_task(self._daemon.drain(GRACE_S))
+        drain = asyncio.create_task(self.daemon.drain(GRACE_S))
         await super().shutdown(sockets)
         await drain
 
