@@ -9,6 +9,7 @@ memory is short, the least recently used slot goes first.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.transfer import populate
 from diskprefix.settings import format_size
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length, floor_to_grid
 
@@ -94,11 +96,14 @@ class KVPool:
         return sum(slot.arena.num_bytes for slot in self.slots) + sum(arena.num_bytes for arena in self._spare)
 
     def touch(self, num_bytes: int, max_tokens: int) -> None:
-        """Takes memory ahead, before the first request. Raises `ContextTooLong` if there is less."""
+        """Takes memory ahead, before the first request. Its pages come in a thread beside the rest of the start. Raises
+        `ContextTooLong` if there is less."""
         arena = self._new_arena()
         affordable = min(num_bytes, self._room_bytes() // 2) // max(self.layout.bytes_per_token, 1)
         arena.reserve(min(max_tokens, affordable))
         self._spare.append(arena)
+        tensors = [memory.tensor for memory in arena.memory]
+        threading.Thread(target=populate, args=(tensors,), name="kv-memory", daemon=True).start()
 
     def find(self, owner: Hashable, token_ids: TokenIds) -> Found | None:
         """Returns the slot that holds, or will hold, most of a prompt; None if there is none with a token of it."""

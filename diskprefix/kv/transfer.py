@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -12,6 +13,12 @@ import numpy.typing as npt
 import torch
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14. Older kernels return EINVAL, and the pages come when they are written."""
+_POPULATED_BYTES = 16 << 20
+"""At a time: while the kernel makes pages, the process can map no other memory."""
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def tensor_over(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
@@ -40,6 +47,18 @@ def write_through(write: Callable[[Bytes], None], part: torch.Tensor) -> None:
 def bytes_of(tensor: torch.Tensor) -> Bytes:
     """Returns the bytes of a tensor in main memory, without a copy."""
     return tensor.view(torch.uint8).numpy()
+
+
+def populate(tensors: Sequence[torch.Tensor]) -> None:
+    """Has the kernel make the pages of tensors in main memory, whose content stays. For any thread, beside others that
+    use them."""
+    for tensor in filter(in_main_memory, tensors):
+        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize
+        for start in range(first, end, _POPULATED_BYTES):
+            num_bytes = ctypes.c_size_t(min(_POPULATED_BYTES, end - start))
+            if _libc.madvise(ctypes.c_void_p(start), num_bytes, _MADV_POPULATE_WRITE):
+                return
 
 
 def in_main_memory(tensor: torch.Tensor) -> bool:

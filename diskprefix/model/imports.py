@@ -3,20 +3,27 @@
 A model's class comes with `torch._dynamo`, `torch.distributed.tensor`, `torch.distributed.fsdp` and sympy: transformers
 imports them for compiled graphs, for several machines and for its own continuous batching. They take more time than all
 the rest. What stands in for them gives way: whoever needs more of a module than is known here gets the real one.
+
+transformers also reads the source of all its models, to know which file has which class. What it finds is remembered.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
+
+from diskprefix.memo import Memo
 
 
 def _mark(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
@@ -52,7 +59,7 @@ def import_transformers() -> None:
     """
     if "transformers" in sys.modules:
         return
-    with without_collections(), _without_distributed(), without_tracer():
+    with without_collections(), _without_distributed(), without_tracer(), _remembering_classes():
         import transformers
 
         # The real package reads all its files for a list of classes that transformers has read already.
@@ -126,3 +133,68 @@ def _without_distributed() -> Iterator[None]:
         yield
     finally:
         torch.distributed.is_available = is_available
+
+
+Classes: TypeAlias = dict[frozenset[str], dict[str, set[str]]]
+"""By what a module requires: for each module, the names of its classes and functions."""
+
+_READER = "transformers.utils.import_utils"
+_classes = Memo("transformers", version=1, max_records=2)
+
+
+@contextmanager
+def _remembering_classes() -> Iterator[None]:
+    """A context in which transformers, when it is imported, gets the list of its classes from the memo."""
+    finder = _ReaderFinder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+
+class _ReaderFinder(MetaPathFinder):
+    """Finds the module of transformers that reads the list, and makes it remember that once it is executed."""
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _READER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = spec.loader if spec else None
+        if loader is None:
+            return spec
+        execute = loader.exec_module
+
+        def execute_and_remember(module: ModuleType) -> None:
+            execute(module)
+            vars(module)["define_import_structure"] = _remembered(module.define_import_structure)
+
+        loader.exec_module = execute_and_remember
+        return spec
+
+
+def _remembered(read: Callable[..., Classes]) -> Callable[..., Classes]:
+    def classes(path: str | os.PathLike[str], prefix: str | None = None) -> Classes:
+        number = version("transformers")
+        if prefix is None or "dev" in number:
+            # A part of the list, or code that somebody is writing.
+            return read(path, prefix)
+        key = f"{number} {prefix} {os.fspath(path)} {os.stat(path).st_mtime_ns}"
+        if (found := _parsed(_classes.get(key))) is None:
+            found = read(path, prefix)
+            _classes.put(key, [[sorted(needs), {m: sorted(n) for m, n in of.items()}] for needs, of in found.items()])
+        return found
+
+    return classes
+
+
+def _parsed(record: Any) -> Classes | None:
+    """Returns what a record of the memo holds, None if it is missing or something else."""
+    try:
+        return {frozenset(needs): {m: set(names) for m, names in of.items()} for needs, of in record}
+    except (TypeError, ValueError, AttributeError):
+        return None

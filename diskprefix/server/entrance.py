@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
@@ -11,7 +12,9 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import Receive, Scope, Send
 
-_LOADING = b'{"status": "loading"}'
+_UNKNOWN = ("message", "model", "cache", "queue_depth", "running")
+_LOADING = json.dumps({"status": "loading"} | dict.fromkeys(_UNKNOWN)).encode()
+"""What the route itself tells a caller without a key."""
 _HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(_LOADING)).encode())]
 
 

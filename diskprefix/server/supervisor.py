@@ -183,6 +183,9 @@ class Supervisor:
         if self._is_stopping or ended == 0 or has_spoken:
             if self._spare is not None:
                 self._spare.kill(signal.SIGKILL)
+            if self._is_stopping and ended == -signal.SIGTERM:
+                # It was told to end before it had begun.
+                return 0
             return ended if ended >= 0 else 128 - ended
         served_s = 0.0 if worker.ready_at is None else self.clock() - worker.ready_at
         delay_s = self._worker_deaths.delay_s(served_s)

@@ -154,7 +154,7 @@ def test_memory_that_runs_out_all_the_same_is_the_requests_error(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(np, "empty", refuse)
+        patch.setattr(np, "zeros", refuse)
         with pytest.raises(ContextTooLong, match="more than there is"):
             arena.reserve(2000)
     arena.reserve(2000)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from diskprefix.model import imports
+
 NEVER_AT_START = (
     "sympy",
     "torch._dynamo",
@@ -31,7 +33,9 @@ loaded = sorted(sys.modules)
 engine.close()
 
 import torch, transformers, transformers.models
+from diskprefix.model.imports import _classes
 print(json.dumps({
+    "remembered": len(_classes._read()),
     "loaded": loaded,
     "from the package": transformers.models.LlamaForCausalLM.__name__,
     "from the tracer": callable(torch._dynamo.mark_static_address),
@@ -60,3 +64,41 @@ def test_what_stands_in_for_a_package_gives_way_to_the_package(seen: dict[str, A
     assert seen["from the package"] == "LlamaForCausalLM"
     assert seen["from the tracer"]
     assert {"torch._dynamo", "sympy"} <= set(seen["at the end"])
+
+
+def test_the_list_of_classes_is_read_once_and_is_the_one_that_transformers_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (folder := tmp_path / "models").mkdir()
+    found = {frozenset({"torch"}): {"models.a.modeling_a": {"A", "B"}}, frozenset[str](): {"models.a.config": {"C"}}}
+    calls: list[object] = []
+
+    def read(path: object, prefix: str | None = None) -> imports.Classes:
+        assert path == folder
+        calls.append(prefix)
+        return found
+
+    classes = imports._remembered(read)
+    assert classes(folder, prefix="models") == found
+    assert classes(folder, prefix="models") == found
+    assert calls == ["models"]
+    assert classes(folder) == found, "a part of the list is not kept"
+    os.utime(folder, (1, 1))
+    assert classes(folder, prefix="models") == found
+    assert calls == ["models", None, "models"]
+    (tmp_path / "diskprefix" / "transformers.json").write_text('{"format": 1, "records": {"x": 5}}')
+    assert classes(folder, prefix="models") == found
+    monkeypatch.setattr(imports, "version", lambda _name: "9.0.dev0")
+    calls.clear()
+    assert [classes(folder, prefix="models") for _ in range(2)] == [found, found]
+    assert len(calls) == 2, "code that somebody is writing"
+
+
+@pytest.mark.parametrize("record", [None, 5, "ab", [1], [["x", 5]], [[["x"], {"m": 5}]]])
+def test_a_record_that_is_no_list_of_classes_is_read_again(record: object) -> None:
+    assert imports._parsed(record) is None
+
+
+def test_transformers_gets_the_remembered_list(seen: dict[str, Any]) -> None:
+    assert seen["remembered"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -179,6 +180,16 @@ def test_a_store_of_another_format_is_left_alone_where_damage_is_refused(chat_mo
     assert code == 4
     assert "99" in line
     assert (cache / "data.mdb").read_bytes() == before
+
+
+@pytest.mark.parametrize("standby", [(), ("--standby",)], ids=["alone", "standby"])
+def test_a_damaged_model_is_refused(chat_model: Path, cache: Path, tmp_path: Path, standby: tuple[str, ...]) -> None:
+    model = shutil.copytree(chat_model, tmp_path / "damaged")
+    (weights,) = model.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    code, line = refused_start(*serve_flags(model, cache), *standby)
+    assert code == 3
+    assert f"cannot load the model in {model}" in line
 
 
 def test_a_model_that_does_not_exist_is_refused(cache: Path, tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""Pages of memory that are made ahead."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import numpy as np
+import torch
+
+from diskprefix.kv.group import zeros
+from diskprefix.kv.layout import Layout
+from diskprefix.kv.pool import KVPool
+from diskprefix.kv.transfer import populate
+from tests.server.daemon_process import wait_until
+from tests.synthetic_model import dense_layout
+
+LAYOUT: Layout = dense_layout(layers=2, heads=2, head_dim=64, dtype=torch.bfloat16, vocab_size=16)
+
+
+def share_of_pages(tensor: torch.Tensor) -> float:
+    """Returns how many of a tensor's whole pages are in memory, as a share of 1."""
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_pages = (tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize - first) // mmap.PAGESIZE
+    found = np.zeros(num_pages, np.uint8)
+    length, out = ctypes.c_size_t(num_pages * mmap.PAGESIZE), ctypes.c_void_p(found.ctypes.data)
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), length, out) == 0
+    return float((found & 1).mean())
+
+
+def test_pages_are_made_when_they_are_written_or_ahead_and_what_they_hold_stays() -> None:
+    tensor = zeros((40, 1 << 20), torch.uint8, torch.device("cpu"))
+    tensor[7, 5] = 3
+    assert share_of_pages(tensor) < 0.5
+    populate([tensor])
+    assert share_of_pages(tensor) == 1
+    assert tensor[7, 5] == 3
+    assert int(tensor.sum()) == 3
+
+
+def test_memory_that_is_taken_ahead_is_all_there_soon_and_the_first_sequence_gets_it() -> None:
+    pool = KVPool(
+        LAYOUT, torch.device("cpu"), limit_bytes=1 << 30, free_bytes=lambda: 1 << 30, max_idle=1, block_size=16
+    )
+    pool.touch(32 << 20, 1 << 20)
+    (arena,) = pool._spare
+    (memory,) = arena.memory
+    assert memory.num_bytes >= 32 << 20
+    wait_until(lambda: share_of_pages(memory.tensor) == 1, "the pages are made")
+    slot = pool.take(1000)
+    assert slot is not None
+    assert slot.arena is arena
+    assert not memory.tensor.any()

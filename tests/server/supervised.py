@@ -1,0 +1,58 @@
+"""A program whose supervisor is real, and whose worker is small: it imports neither torch nor the server.
+
+Arguments: the name of a FIFO, or "", and what the workers do one after the other; the last one goes on for all others.
+A spare that imports waits until somebody writes to the FIFO.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from functools import partial
+
+from diskprefix.cli.serve import configure_logging
+from diskprefix.server.notify import notify
+from diskprefix.server.supervisor import supervise
+
+log = logging.getLogger("diskprefix")
+
+
+def prepare(fifo: str) -> None:
+    log.info("the spare imports")
+    if fifo:
+        with open(fifo, encoding="utf-8") as never:
+            never.read()
+
+
+def serve() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGHUP, lambda *_: log.info("the keys are read again"))
+    notify(READY=1, STATUS="serving")
+    log.info("serving in %d", os.getpid())
+    while True:
+        notify(WATCHDOG=1)
+        time.sleep(0.05)
+
+
+def work(actions: list[str], _began_at: float) -> None:
+    action = actions[0]
+    if action == "serve":
+        serve()
+    elif action == "load":
+        log.info("loading in %d", os.getpid())
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.pause()
+    elif action == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        sys.exit(int(action))
+
+
+if __name__ == "__main__":
+    configure_logging("info")
+    # Behind what `DaemonProcess` gives every program.
+    fifo, *actions = sys.argv[4:]
+    supervise(partial(prepare, fifo), partial(work, actions))
