@@ -13,15 +13,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tools.measuring.live_server import Answer, LiveServer, LiveServerError, log_tail, step
+from tools.measuring.live_server import Answer, LiveServer, LiveServerError, log_tail, step, time_import_torch_s
 
 SYSTEM_PROMPT = Path(__file__).parents[1] / "prompts" / "agent_system.md"
 QUESTION = "An invoice is wrong. What do I do first?"
@@ -107,6 +110,17 @@ def show_full(console: Console, server: LiveServer) -> list[Comparison]:
     ]
 
 
+def show_recovery(console: Console, server: LiveServer, *, standby: bool) -> float:
+    """Returns the seconds from `kill -9` to the first token of the stored prompt, which is sent at once."""
+    console.rule(f"kill -9, and the same prompt at once{' (--standby)' if standby else ''}")
+    start(console, server)
+    with step(console, "from kill -9 to the first token"):
+        seconds, answer = server.recover(lambda: server.chat(opening(QUESTION), max_tokens=MAX_TOKENS), standby=standby)
+    if not answer.restored:
+        raise LiveServerError(f"nothing was restored: {answer.cache}")
+    return seconds
+
+
 def show_auto(console: Console, server: LiveServer) -> list[Comparison]:
     console.rule("scope auto:30: another question after the same system prompt")
     start(console, server)
@@ -156,13 +170,16 @@ def inspect(console: Console, kv_cache_dir: Path) -> None:
     subprocess.run([sys.executable, "-m", "diskprefix", "inspect", "--kv-cache-dir", str(kv_cache_dir)], check=True)
 
 
-def run_part(console: Console, folder: Path, scope: str) -> list[Comparison]:
-    log_path = folder / "server.log"
-    kv_cache_dir = folder / f"kv-{scope.partition(':')[0]}"
-    flags = ("--disk-prefix-cache", scope, "--block-size", str(BLOCK_SIZE))
+T = TypeVar("T")
+
+
+def run_part(console: Console, folder: Path, scope: str, part: Callable[[Console, LiveServer], T], *flags: str) -> T:
+    name = scope.partition(":")[0]
+    log_path = folder / f"{name}{''.join(flags)}.log"
+    flags = ("--disk-prefix-cache", scope, "--block-size", str(BLOCK_SIZE), *flags)
     try:
-        with LiveServer(kv_cache_dir=kv_cache_dir, log_path=log_path, flags=flags) as server:
-            return show_full(console, server) if scope == "full" else show_auto(console, server)
+        with LiveServer(kv_cache_dir=folder / f"kv-{name}", log_path=log_path, flags=flags) as server:
+            return part(console, server)
     except LiveServerError as error:
         console.print(f"[red]{error}[/red]; the end of the server's log:", highlight=False)
         console.print(log_tail(log_path), highlight=False, markup=False)
@@ -175,15 +192,24 @@ def main(keep: bool) -> None:
     """Show a killed server answer from disk.
 
     Starts the real `diskprefix serve` with its embedded model, sends a prompt of about 6 000 tokens, kills the
-    server with SIGKILL, starts it again and sends the prompt again, then a follow-up turn. Exits with 1 if a text
-    differs or if nothing was restored.
+    server with SIGKILL, starts it again and sends the prompt again, then a follow-up turn. Also shows how long it is
+    from the kill to the first token, without and with --standby. Exits with 1 if a text differs or if nothing was
+    restored.
     """
     console = Console()
     folder = Path(tempfile.mkdtemp(prefix="diskprefix-demo-"))
     try:
-        rows = run_part(console, folder, "full") + run_part(console, folder, "auto:30")
+        rows = run_part(console, folder, "full", show_full)
+        alone_s = run_part(console, folder, "full", partial(show_recovery, standby=False))
+        standby_s = run_part(console, folder, "full", partial(show_recovery, standby=True), "--standby")
+        rows += run_part(console, folder, "auto:30", show_auto)
         console.print()
         console.print(results(rows))
+        console.print(
+            f"  From kill -9 to the first token of the stored prompt: {alone_s:.1f} s, --standby {standby_s:.1f} s; "
+            f"a Python that imports torch takes {time_import_torch_s():.1f} s.",
+            highlight=False,
+        )
         show_replies(console, rows)
         for kv_cache_dir in sorted(folder.glob("kv-*")):
             inspect(console, kv_cache_dir)

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step
+from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step, time_import_torch_s
 from tools.measuring.options import FOLDER, JSON, codec_option, runs_option
 from tools.measuring.report import machine, median, new_table, print_report, short, show_machine
 from tools.measuring.workspace import measuring
@@ -27,6 +27,7 @@ PROMPT_TOKENS = (2048, 4096, 7900)
 NEW_TOKENS = 23
 """How many tokens the nearest-prefix case adds. It computes these and what lies behind the last multiple of 256."""
 MAX_TOKENS = 1
+RECOVERY_TOKENS = 6000
 TIMES = ("lookup_ms", "restore_ms", "prefill_ms", "server_ttft_ms", "ttft_ms")
 COPY_REPEATS = 7
 COPY_THREADS = 2
@@ -61,6 +62,37 @@ def prompt_text(num_tokens: int, run: int) -> str:
 
 def extended(prompt: str) -> str:
     return prompt + "".join(f" {word}" for word in WORDS[:NEW_TOKENS])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """From `kill -9` of the process that serves to the first token of a prompt that it had stored, in seconds.
+
+    `import_torch_s` is how long a new Python takes to import torch, measured just before.
+    """
+
+    standby: bool
+    import_torch_s: float
+    first_token_s: float
+    restored: int
+
+
+def recoveries(server: LiveServer, runs: int, *, standby: bool) -> Iterator[Recovery]:
+    """Kills and measures, see `LiveServer.recover`. Raises `LiveServerError`."""
+    prompt = prompt_text(RECOVERY_TOKENS, 0)
+
+    def ask() -> Answer:
+        return server.complete(prompt, max_tokens=MAX_TOKENS)
+
+    server.start()
+    ask()
+    for _ in range(runs):
+        server.wait_until_saved()
+        import_torch_s = time_import_torch_s()
+        first_token_s, answer = server.recover(ask, standby=standby)
+        yield Recovery(
+            standby=standby, import_torch_s=import_torch_s, first_token_s=first_token_s, restored=answer.restored
+        )
 
 
 class RestartBench:
@@ -158,6 +190,14 @@ def measure(
         bench.startups.clear()
         for run in range(runs):
             bench.run(run, sizes)
+    found: list[Recovery] = []
+    for name, more in (("alone", ()), ("with --standby", ("--standby",))):
+        log = log_path.with_name(f"recovery{len(more)}.log")
+        with (
+            step(console, f"kill -9 to the first token, {name}"),
+            LiveServer(kv_cache_dir=kv_cache_dir, log_path=log, flags=(*flags, *more)) as server,
+        ):
+            found += recoveries(server, runs, standby=bool(more))
     return {
         "benchmark": "restart",
         "runs": runs,
@@ -166,7 +206,19 @@ def measure(
         "prompts": [_prompt_report(bench, tokens) for tokens in sizes],
         "save_cost_percent": _save_cost_percent(bench.samples),
         "startup_s": {name: median(start[name] for start in bench.startups) for name in bench.startups[0]},
+        "recovery": [_recovery_report([one for one in found if one.standby == standby]) for standby in (False, True)],
         "samples": [asdict(sample) for sample in bench.samples],
+    }
+
+
+def _recovery_report(found: Sequence[Recovery]) -> dict[str, Any]:
+    return {
+        "standby": found[0].standby,
+        "tokens": RECOVERY_TOKENS,
+        "first_token_s": median(one.first_token_s for one in found),
+        "import_torch_s": median(one.import_torch_s for one in found),
+        "ratio": median(one.first_token_s / one.import_torch_s for one in found),
+        "samples": [asdict(one) for one in found],
     }
 
 
@@ -213,7 +265,7 @@ def saves_first(run: int) -> bool:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    for table in (_cases_table(report), _bandwidth_table(report), _startup_table(report)):
+    for table in (_cases_table(report), _bandwidth_table(report), _startup_table(report), _recovery_table(report)):
         console.print(table)
         console.print()
     show_machine(report["machine"], console)
@@ -258,6 +310,15 @@ def _startup_table(report: dict[str, Any]) -> Table:
     names = [name.replace("_", " ") for name in report["startup_s"]]
     table = new_table("From process start to ready, seconds", right=names)
     table.add_row(*(f"{seconds:.2f}" for seconds in report["startup_s"].values()))
+    return table
+
+
+def _recovery_table(report: dict[str, Any]) -> Table:
+    title = f"From kill -9 to the first token of a stored prompt of {RECOVERY_TOKENS:,} tokens, seconds"
+    table = new_table(title, left=("",), right=("first token", "import torch", "ratio"))
+    for one in report["recovery"]:
+        name = "--standby" if one["standby"] else "started again at once"
+        table.add_row(name, f"{one['first_token_s']:.2f}", f"{one['import_torch_s']:.2f}", f"{one['ratio']:.2f}")
     return table
 
 

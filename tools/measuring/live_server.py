@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ START_DEADLINE_S = 900.0
 """Long, because the first start fetches and converts the embedded model."""
 SAVE_DEADLINE_S = 120.0
 ANSWER_DEADLINE_S = 600.0
-POLL_S = 0.05
+POLL_S = 0.01
 
 
 class LiveServerError(Exception):
@@ -123,8 +123,11 @@ class LiveServer:
         self._command = [sys.executable, "-m", module, "serve", "--port", str(self.port)]
         self._command += ["--kv-cache-dir", str(kv_cache_dir), *flags]
         self._process: subprocess.Popen[bytes] | None = None
+        self._client = self._new_client()
+
+    def _new_client(self) -> httpx.Client:
         timeout = httpx.Timeout(ANSWER_DEADLINE_S, connect=5.0)
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=timeout)
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=timeout)
 
     def __enter__(self) -> LiveServer:
         return self
@@ -141,6 +144,13 @@ class LiveServer:
         `note` is called with the newest line of the server's log when there is a new one.
         """
         started = time.perf_counter()
+        lines = _NewLines(self.log_path, note)
+        self.launch()
+        self._wait(lambda: self._is_ready(lines), START_DEADLINE_S, "the server did not become ready")
+        return time.perf_counter() - started
+
+    def launch(self) -> None:
+        """Starts the process and waits for nothing."""
         # Settings of the person who runs this must not change what is shown.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DISKPREFIX_")}
         environment |= self._environment
@@ -148,9 +158,31 @@ class LiveServer:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
             )
-        lines = _NewLines(self.log_path, note)
-        self._wait(lambda: self._is_ready(lines), START_DEADLINE_S, "the server did not become ready")
-        return time.perf_counter() - started
+
+    def recover(self, ask: Callable[[], Answer], *, standby: bool = False) -> tuple[float, Answer]:
+        """Sends SIGKILL to the process that serves, and asks as soon as the port takes connections. Returns the seconds
+        from the kill to the first token. Raises `LiveServerError`.
+
+        With `standby`, of a server with `--standby`, the spare takes over once it is ready. Otherwise the process is
+        started again at once, as systemd does with `RestartSec=0`.
+        """
+        if standby:
+            self._wait(self._has_spare, START_DEADLINE_S, "no spare is ready")
+            # The older child.
+            worker = self._children()[0]
+            started = time.perf_counter()
+            os.kill(worker, signal.SIGKILL)
+            # Its connections are gone.
+            self._client.close()
+            self._client = self._new_client()
+        else:
+            started = time.perf_counter()
+            self.kill()
+            self.launch()
+        self._wait(self._listens, START_DEADLINE_S, "the server does not listen")
+        asked = time.perf_counter()
+        answer = ask()
+        return asked - started + answer.ttft_s, answer
 
     def kill(self) -> None:
         """Sends SIGKILL and waits until the process is gone, so that it cannot save anything more."""
@@ -232,6 +264,21 @@ class LiveServer:
             timings=reading.last["timings"],
         )
 
+    def _children(self) -> list[int]:
+        assert self._process is not None, "the server runs"
+        pid = self._process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+
+    def _has_spare(self) -> bool:
+        """Whether as many spares were ready as workers have served."""
+        log = self.log_path.read_text(encoding="utf-8", errors="replace")
+        return log.count("a spare is ready") == log.count("diskprefix ready on") and len(self._children()) == 2
+
+    def _listens(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+            return True
+        return False
+
     def _is_ready(self, lines: _NewLines) -> bool:
         lines.look()
         if self._process is None or self._process.poll() is not None:
@@ -259,6 +306,13 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def time_import_torch_s() -> float:
+    """Returns how long a new Python takes to import torch: the measure of a start."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.perf_counter() - started
 
 
 def log_tail(log_path: Path, num_lines: int = 20) -> str:
