@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -78,14 +77,10 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     import torch
 
     from diskprefix.engine.engine import Engine
-    from diskprefix.kv.layout import LAYOUT_VERSION
-    from diskprefix.model.fingerprint import Fingerprint
-    from diskprefix.model.invariance import make_exact
+    from diskprefix.engine.opening import load_draft, measured
     from diskprefix.model.loader import load_model
     from diskprefix.model.memory import available_bytes, explain_out_of_memory
-    from diskprefix.model.rehearsal import rehearse
     from diskprefix.native.library import Unavailable, choose
-    from diskprefix.prefix_cache.cache import PrefixCache
     from diskprefix.prefix_cache.recording import Recorder
     from diskprefix.prefix_cache.resources import open_store
 
@@ -108,11 +103,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             opened.callback(recorder.close)
         loaded = load_model(settings, progress)
         loaded_at = time.perf_counter()
-        fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
-        layout = rehearse(loaded.model, identity=str(fingerprint))
-        layout, reason = make_exact(loaded.model, layout, identity=str(fingerprint))
-        # Now with the attention that the model has from here on.
-        fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
+        found = measured(loaded, settings)
+        layout = found.layout
         if recorder is not None and not layout.unsupported:
             recorder.describe(
                 bytes_per_token=layout.bytes_per_token,
@@ -120,24 +112,16 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
                 logits_bytes=layout.logits_bytes,
                 exact_at=layout.exact_at,
             )
-        cache = PrefixCache(
-            settings,
-            store,
-            layout,
-            partial(fingerprint.identity, settings.block_size, LAYOUT_VERSION, layout.describe()),
-            loaded.name,
-            recorder.know if recorder else None,
-            device=fingerprint.device,
-            tokenizer=os.path.abspath(loaded.tokenizer.name_or_path),
-        )
+        cache = found.cache(settings, store, recorder.know if recorder else None)
         opened.pop_all()
         # From here on the cache owns the store.
         opened.callback(cache.close, 0)
         if recorder is not None:
             opened.callback(recorder.close)
-        measured = {"exact_at": layout.exact_at, "exact_at_reason": reason or None}
-        identity = fingerprint.as_dict() | measured | {"root": cache.root.hex()}
-        engine = Engine(loaded, cache, recorder=recorder, identity=identity)
+        exactness = {"exact_at": layout.exact_at, "exact_at_reason": found.reason or None}
+        identity = found.fingerprint.as_dict() | exactness | {"root": cache.root.hex()}
+        draft = None if settings.draft_model is None else load_draft(settings, loaded, cache, progress)
+        engine = Engine(loaded, cache, recorder=recorder, identity=identity, draft=draft)
         engine.warm_up()
         opened.pop_all()
     imports_s = loaded.timings["imports"] + imported - started

@@ -192,6 +192,14 @@ class Settings:
         "in one step. Replies are the same, token by token. Where guesses do not make it faster, none are computed.",
         choices=("off", "ngram"),
     )
+    draft_model: str | None = _server(
+        None,
+        "A smaller model with the same vocabulary: a Hugging Face hub id, a folder or a .gguf file. It guesses the "
+        "next tokens, and several are computed in one step. Replies are the same, token by token. Where guesses do not "
+        "make it faster, none are computed.",
+        metavar="ID|PATH",
+        unset="none",
+    )
     prefill_compression: str = _server(
         "off",
         "auto leaves the oldest exchanges of a conversation out that has more than --prefill-threshold tokens. The "

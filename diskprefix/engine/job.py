@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +27,25 @@ PROGRESS_S = 1.0
 """Least time between two reports of progress."""
 
 
+@dataclass(eq=False)
+class DraftSequence:
+    """What the draft model has of one sequence. `cached` is its way through the cache: that of the first choice."""
+
+    slot: Slot
+    cached: CachedRequest | None
+    fetch: Future[None] | None
+    """What is stored is being fetched; None once that was looked at."""
+    prefill_s: float = 0.0
+    num_known: int = 0
+    """The known tokens of the sequence when it was guessed last."""
+    drafted: list[int] = field(default_factory=list)
+    """What was guessed behind them. The last of these is not computed."""
+
+    @property
+    def arena(self) -> KVArena:
+        return self.slot.arena
+
+
 @dataclass(eq=False, kw_only=True)
 class Choice(Sequence):
     """One of the `n` replies to a request. It has a `state` while it is computed, and a `slot` if that is an arena."""
@@ -39,6 +59,8 @@ class Choice(Sequence):
     reply: list[int] = field(default_factory=list)
     """The sampled tokens, but for the last one of a reply that has ended."""
     guesser: Guesser | None = None
+    shadow: DraftSequence | None = None
+    """What the draft model has of it."""
     is_finished: bool = False
 
     def place(self, slot: Slot) -> None:

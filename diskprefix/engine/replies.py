@@ -137,6 +137,7 @@ class Replies:
     def _hand_over(self, choice: Choice, following: Choice) -> None:
         """Begins the next choice in the memory of one that has ended."""
         assert choice.state is not None
+        self._served.release_draft(choice, keep=True)
         if isinstance(choice.state, KVArena):
             # What is captured of the reply is overwritten now.
             choice.state.settle(drop=True)

@@ -49,6 +49,7 @@ class Running:
 
     def release(self, choice: Choice, *, keep: bool) -> None:
         """Gives the memory of a sequence back. `keep`: the next turn may go on from it."""
+        self._served.release_draft(choice, keep=keep)
         slot, choice.slot, choice.state = choice.slot, None, None
         self._scheduler.remove(choice)
         if slot is None:

@@ -13,12 +13,14 @@ import torch
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.constraint import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
-from diskprefix.engine.job import Job
+from diskprefix.engine.draft_model import DraftModel, LoadedDraft
+from diskprefix.engine.drafting import ModelDrafter
+from diskprefix.engine.job import Choice, Job
 from diskprefix.engine.request import FinishReason, GenerateRequest, TextEvent, TokenLogprob
 from diskprefix.engine.scheduler import MAX_ROWS
-from diskprefix.engine.speculation import Guesser, Speculation
+from diskprefix.engine.speculation import DraftRate, Guesser, Speculation
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
-from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.loader import LoadedModel
@@ -52,11 +54,12 @@ class ServedModel:
         *,
         recorder: Recorder | None = None,
         identity: dict[str, Any] | None = None,
+        draft: LoadedDraft | None = None,
     ) -> None:
-        """Allocates KV memory. `close` closes `cache` and `recorder`.
+        """Allocates KV memory. `close` closes `cache`, `recorder` and `draft`.
 
-        `identity` holds the fingerprint's fields, for `/props`. Raises `ModelError` for a model that transformers
-        cannot run step by step, and whatever torch raises when memory runs out.
+        `identity` holds the fingerprint's fields, for `/props`. `draft` is the draft model. Raises `ModelError` for a
+        model that transformers cannot run step by step, and whatever torch raises when memory runs out.
         """
         self.model: PreTrainedModel = loaded.model
         self.tokenizer: Any = loaded.tokenizer
@@ -74,6 +77,8 @@ class ServedModel:
         """See `Scheduler`."""
         self.clock = time.perf_counter
         """Measures steps."""
+        self.pool = self._make_pool(cache.layout, None if draft is None else draft.cache.layout)
+        self.drafter = None if draft is None else self._make_drafter(draft)
         self.speculation = self._make_speculation()
         """None if nothing is guessed."""
         self.startup_timings: dict[str, float] = {}
@@ -82,7 +87,6 @@ class ServedModel:
         """The tokens that end a reply."""
         self._special_tokens = special_tokens(self.tokenizer)
         self.constraints = ConstraintCompiler(self.tokenizer, self.end_ids, _vocab_size(self.model))
-        self.pool = self._make_pool()
         if cache.layout.unsupported:
             self._require_uncached()
         else:
@@ -104,6 +108,8 @@ class ServedModel:
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""
         self.constraints.close()
+        if self.drafter is not None:
+            self.drafter.model.close()
         if self.recorder is not None:
             self.recorder.close()
         return self.cache.close(timeout_s)
@@ -156,7 +162,25 @@ class ServedModel:
         if self.speculation is None or request.prompt.media:
             return None
         num_tokens = len(request.prompt.token_ids)
-        return Guesser(request.prompt.token_ids, num_tokens + self.reply_limit(request) - 1)
+        return Guesser(
+            request.prompt.token_ids,
+            num_tokens + self.reply_limit(request) - 1,
+            looks_back=self.cache.settings.speculative == "ngram",
+            draft_rate=None if self.drafter is None else DraftRate(self.drafter.rate),
+        )
+
+    def release_draft(self, choice: Choice, *, keep: bool) -> None:
+        """Gives back what the draft model has of a sequence. `keep`: the next turn may go on from it."""
+        if self.drafter is not None:
+            self.drafter.model.release(choice, keep=keep)
+
+    def memory_stats(self) -> dict[str, int]:
+        """Returns `KVPool.stats`, with the bytes of the draft model's."""
+        stats = self.pool.stats()
+        if self.drafter is not None:
+            stats["limit_bytes"] += self.drafter.model.pool.limit_bytes
+            stats["used_bytes"] += self.drafter.model.pool.used_bytes
+        return stats
 
     def record(self, job: Job, report: CacheReport) -> None:
         """Notes a request that is over, where requests are recorded."""
@@ -176,24 +200,30 @@ class ServedModel:
             remembered=job.cached.is_published or bool(is_computed_uncached),
         )
 
-    def _make_speculation(self) -> Speculation | None:
-        if self.cache.settings.speculative == "off":
+    def _make_speculation(self) -> Speculation[Choice] | None:
+        settings = self.cache.settings
+        if settings.speculative == "off" and self.drafter is None:
             return None
         if self.packs:
-            return Speculation()
-        log.warning(
-            "[engine] --speculative %s has no effect: with this model, guesses could change the reply",
-            self.cache.settings.speculative,
-        )
+            return Speculation(self.drafter)
+        flag = f"--speculative {settings.speculative}" if self.drafter is None else "--draft-model"
+        log.warning("[engine] %s has no effect: with this model, guesses could change the reply", flag)
         return None
 
-    def _make_pool(self) -> KVPool:
+    def _make_drafter(self, draft: LoadedDraft) -> ModelDrafter:
+        model = draft.loaded.model
+        pool = self._make_pool(draft.cache.layout, self.cache.layout)
+        return ModelDrafter(DraftModel(model, draft.cache, pool, _max_positions(model)), lambda: self.clock())
+
+    def _make_pool(self, layout: Layout, beside: Layout | None) -> KVPool:
+        """`beside` is the layout of another model, which gets memory for as many tokens."""
         device, settings = self.model.device, self.cache.settings
         limit = settings.kv_memory
+        share = 1.0 if beside is None else layout.bytes_per_token / (layout.bytes_per_token + beside.bytes_per_token)
         return KVPool(
-            self.cache.layout,
+            layout,
             device,
-            limit_bytes=int(available_bytes(device) * _KV_SHARE) if limit is None else limit,
+            limit_bytes=int(share * (available_bytes(device) * _KV_SHARE if limit is None else limit)),
             free_bytes=partial(kv_bytes, device),
             max_idle=settings.kv_memory_entries,
             block_size=settings.block_size,

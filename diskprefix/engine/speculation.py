@@ -12,12 +12,13 @@ is measured. So each step computes the guesses that make it faster, which may be
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from diskprefix.engine.ngrams import Guess, NgramIndex
+from diskprefix.engine.ngrams import NgramIndex
 from diskprefix.tokens import TokenIds
 
 MOST_ROWS = 32
@@ -27,62 +28,116 @@ _HYSTERESIS = 1.5
 
 
 class AcceptanceRates:
-    """How often a guessed token is the one that is sampled, by the number of tokens before it that agree."""
+    """How often a guessed token is the one that is sampled, by what is known of the guess: its kind."""
 
-    _FIRST = (0.15, 0.4, 0.6, 0.8, 0.9)
-    """For 2, 4, 8, 16 and 32 tokens or more, before anything is known."""
+    _FIRST = (0.15, 0.4, 0.6, 0.8, 0.9, 0.2, 0.4, 0.6, 0.75, 0.9, 0.97)
+    """Of each kind, before anything is known."""
+    _BORDERS = (0.3, 0.5, 0.7, 0.85, 0.95)
+    _NUM_MATCHES = len(_FIRST) - len(_BORDERS) - 1
     _WEIGHT = 1 / 16
 
     def __init__(self) -> None:
         self._rates = list(self._FIRST)
 
-    def of(self, num_agreeing: int) -> float:
-        return self._rates[self._class_of(num_agreeing)]
+    @classmethod
+    def of_match(cls, num_agreeing: int) -> int:
+        """Returns the kind of a token before which so many agree: 2, 4, 8, 16, and 32 or more."""
+        return min(num_agreeing.bit_length() - 2, cls._NUM_MATCHES - 1)
 
-    def note(self, num_agreeing: int, *, is_right: bool) -> None:
-        at = self._class_of(num_agreeing)
-        self._rates[at] += self._WEIGHT * (is_right - self._rates[at])
+    @classmethod
+    def of_draft(cls, probability: float) -> int:
+        """Returns the kind of a token to which a draft model gives this probability."""
+        return cls._NUM_MATCHES + bisect_right(cls._BORDERS, probability)
 
-    def _class_of(self, num_agreeing: int) -> int:
-        return min(num_agreeing.bit_length() - 2, len(self._rates) - 1)
+    @classmethod
+    def is_of_draft(cls, kind: int) -> bool:
+        return kind >= cls._NUM_MATCHES
+
+    def of(self, kind: int) -> float:
+        return self._rates[kind]
+
+    def note(self, kind: int, *, is_right: bool) -> None:
+        self._rates[kind] += self._WEIGHT * (is_right - self._rates[kind])
+
+
+class DraftRate:
+    """How often a token of the draft model is the one that is sampled: lately, in one sequence, or in all.
+
+    While the model is not asked, what is known of a sequence fades to what is known of all, and that to what is assumed
+    at first. So it is asked again some time.
+    """
+
+    _FIRST, _WEIGHT, _FADING = 0.7, 1 / 32, 1 / 512
+
+    def __init__(self, of_all: DraftRate | None = None) -> None:
+        self._of_all = of_all
+        self.value = self._usual
+
+    @property
+    def _usual(self) -> float:
+        return self._FIRST if self._of_all is None else self._of_all.value
+
+    def note(self, *, is_right: bool) -> None:
+        self.value += self._WEIGHT * (is_right - self.value)
+        if self._of_all is not None:
+            self._of_all.note(is_right=is_right)
+
+    def fade(self) -> None:
+        self.value += self._FADING * (self._usual - self.value)
 
 
 class Guesser:
-    """Guesses the next tokens of one sequence."""
+    """Guesses the next tokens of one sequence, and counts how many are right."""
 
-    def __init__(self, prompt: TokenIds, most_computed: int) -> None:
-        """Of the sequence, at most `most_computed` tokens are computed: its last token is not."""
+    def __init__(
+        self, prompt: TokenIds, most_computed: int, *, looks_back: bool = True, draft_rate: DraftRate | None = None
+    ) -> None:
+        """Of the sequence, at most `most_computed` tokens are computed: its last token is not. `looks_back`: guesses
+        come from the tokens before. `draft_rate` is that of the draft model, None if there is none."""
         self.most_computed = most_computed
+        self.draft_rate = draft_rate
         self.is_computing = False
         """Whether the last step computed guesses."""
-        self._rates = AcceptanceRates()
-        self._index = NgramIndex()
+        self.rates = AcceptanceRates()
+        self.token_ids: list[int] = []
+        """The tokens that may come next."""
+        self._kinds: list[int] = []
+        self._index = NgramIndex() if looks_back else None
         # A long prompt takes some milliseconds: not before the first token is sent.
         self._not_added: list[Iterable[int]] = [prompt.data]
-        self._guess = Guess([], 0)
 
-    def guess(self) -> list[int]:
-        """Returns tokens that may come next, [] if there is no guess."""
+    def look_back(self) -> None:
+        """Guesses from the tokens before."""
+        self.token_ids, self._kinds = [], []
+        if self._index is None:
+            return
         for token_ids in self._not_added:
             self._index.extend(token_ids)
         self._not_added.clear()
-        self._guess = self._index.guess(MOST_ROWS) or Guess([], 0)
-        return self._guess.token_ids
+        if (found := self._index.guess(MOST_ROWS)) is not None:
+            kinds = (self.rates.of_match(found.num_agreeing + number) for number in range(MOST_ROWS))
+            self.token_ids, self._kinds = found.token_ids, list(kinds)
+
+    def take(self, drafted: Sequence[tuple[int, float]]) -> None:
+        """Guesses what a draft model has guessed: tokens, with the probabilities that it gives them."""
+        self.token_ids = [token for token, _ in drafted]
+        self._kinds = [self.rates.of_draft(probability) for _, probability in drafted]
 
     def chances(self) -> list[float]:
         """Returns for each token of the guess how likely it is that all up to it are right."""
-        token_ids, num_agreeing = self._guess
-        rates = (self._rates.of(num_agreeing + number) for number in range(len(token_ids)))
-        return list(accumulate(rates, mul))
+        return list(accumulate(map(self.rates.of, self._kinds), mul))
 
     def note(self, token: int) -> None:
         """Adds a sampled token, and counts whether it was guessed."""
-        self._not_added.append([token])
-        token_ids, num_agreeing = self._guess
-        if token_ids:
-            is_right = token_ids[0] == token
-            self._rates.note(num_agreeing, is_right=is_right)
-            self._guess = Guess(token_ids[1:] if is_right else [], num_agreeing + 1)
+        if self._index is not None:
+            self._not_added.append([token])
+        if not self.token_ids:
+            return
+        kind, is_right = self._kinds[0], self.token_ids[0] == token
+        self.rates.note(kind, is_right=is_right)
+        if self.draft_rate is not None and self.rates.is_of_draft(kind):
+            self.draft_rate.note(is_right=is_right)
+        self.token_ids, self._kinds = (self.token_ids[1:], self._kinds[1:]) if is_right else ([], [])
 
 
 class RowCost:
@@ -108,6 +163,11 @@ class RowCost:
     @property
     def value(self) -> float:
         return max(self._LEAST, self._over / self._weight)
+
+    @property
+    def plain_s(self) -> float:
+        """What the last steps without guesses took, 0 if that is not known."""
+        return self._plain_s
 
     def needs_plain_step(self, sequences: Hashable) -> bool:
         """Returns whether a step of these sequences without guesses is needed, to compare with."""
@@ -144,34 +204,62 @@ class Guessing(Protocol):
     def room_for_draft(self) -> int: ...
 
 
-class Speculation:
+S = TypeVar("S", bound=Guessing)
+S_contra = TypeVar("S_contra", bound=Guessing, contravariant=True)
+
+
+class Drafter(Protocol[S_contra]):
+    """Has a draft model guess."""
+
+    def draft(self, sequences: Sequence[S_contra], num_decoding: int, row_cost: float, plain_s: float) -> None:
+        """Gives the sequences' guessers what it guesses, as far as that pays. `num_decoding` sequences share the next
+        step; `row_cost`: see `RowCost`; `plain_s` is what it takes without guesses, 0 if that is not known."""
+
+
+class Speculation(Generic[S]):
     """Which guesses the steps of an engine compute."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafter: Drafter[S] | None = None) -> None:
         self.row_cost = RowCost()
+        self._drafter = drafter
 
-    def plan(self, decoding: Sequence[Guessing]) -> None:
+    def plan(self, decoding: Sequence[S]) -> None:
         """Sets the `draft` of each sequence: which guesses the next step computes, in which all of them have a row."""
+        for sequence in decoding:
+            if sequence.guesser is not None:
+                sequence.guesser.look_back()
+        is_plain = self.row_cost.needs_plain_step(_names(decoding))
+        if self._drafter is not None and decoding:
+            drafted = [] if is_plain else [sequence for sequence in decoding if _wants_draft(sequence)]
+            self._drafter.draft(drafted, len(decoding), self.row_cost.value, self.row_cost.plain_s)
         chances = [_guessed(sequence) for sequence in decoding]
-        if self.row_cost.needs_plain_step(_names(decoding)):
+        if is_plain:
             chances = [[] for _ in decoding]
         for sequence, count in zip(decoding, worth_computing(chances, self.row_cost.value), strict=True):
             sequence.draft = sequence.draft[:count]
             if sequence.guesser is not None:
                 sequence.guesser.is_computing = count > 0
 
-    def note(self, decoding: Sequence[Guessing], num_rows: int, num_drafted: int, seconds: float) -> None:
+    def note(self, decoding: Sequence[S], num_rows: int, num_drafted: int, seconds: float) -> None:
         """Adds the time of a step that computed nothing but the rows of these sequences, guesses included."""
         self.row_cost.note(_names(decoding), num_rows, num_drafted, seconds)
 
 
+def _wants_draft(sequence: Guessing) -> bool:
+    """Returns whether the draft model's guess seems to be better than what was found in the tokens before."""
+    guesser = sequence.guesser
+    if guesser is None or guesser.draft_rate is None or sequence.room_for_draft < 1:
+        return False
+    return not guesser.token_ids or guesser.chances()[0] < guesser.draft_rate.value
+
+
 def _guessed(sequence: Guessing) -> list[float]:
-    """Has the next tokens guessed. Returns how good each guess seems: see `worth_computing`."""
+    """Returns how good each guess of a sequence seems: see `worth_computing`."""
     guesser = sequence.guesser
     if guesser is None:
         sequence.draft = []
         return []
-    sequence.draft = guesser.guess()[: max(0, sequence.room_for_draft)]
+    sequence.draft = guesser.token_ids[: max(0, sequence.room_for_draft)]
     part = 1.0 if guesser.is_computing else 1 / _HYSTERESIS
     return [part * chance for chance in guesser.chances()[: len(sequence.draft)]]
 
@@ -201,3 +289,18 @@ def worth_computing(chances: Sequence[Sequence[float]], row_cost: float, most: i
         else:
             heapq.heappop(likeliest)
     return counts
+
+
+def speedup(rate: float, num_sequences: int, row_cost: float, draft_cost: float) -> float:
+    """Returns how many times as fast decoding is with a draft model, at the best number of guesses.
+
+    Each of its tokens is right with `rate`. `draft_cost` is what it takes to guess one for all sequences, as a share of
+    a step without rows, as `row_cost` is.
+    """
+    plain = best = 1 / (1 + row_cost * num_sequences)
+    tokens = chance = 1.0
+    for count in range(1, MOST_ROWS // num_sequences + 1):
+        chance *= rate
+        tokens += chance
+        best = max(best, tokens / (1 + row_cost * num_sequences * (1 + count) + draft_cost * count))
+    return best / plain

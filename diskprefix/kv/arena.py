@@ -132,12 +132,16 @@ class KVArena:
     def begin(self, num_rows: int) -> Run:
         """Makes the memory ready for a step of so many tokens."""
         start, end = self.num_tokens, self.num_tokens + num_rows
-        self.reserve(end)
-        if not all(memory.has_room(end) for memory in self.memory):
-            self._slide(end)
+        self.make_room(end)
         if self._is_exact_at_tokens:
             self._clear_behind(end)
         return Run(start, num_rows)
+
+    def make_room(self, end: int) -> None:
+        """Has windows move on, if that is needed for tokens up to `end`."""
+        self.reserve(end)
+        if not all(memory.has_room(end) for memory in self.memory):
+            self._slide(end)
 
     def _slide(self, end: int) -> None:
         """Makes room for a step up to `end`: windows move on."""

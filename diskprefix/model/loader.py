@@ -57,11 +57,12 @@ class LoadedModel:
     timings: dict[str, float]
 
 
-def load_model(settings: Settings, progress: Report) -> LoadedModel:
+def load_model(settings: Settings, progress: Report, flag: str = "--model") -> LoadedModel:
     """Finds, fetches, converts, checks and loads the model that `settings` name.
 
-    `progress` takes lines of text for people. Raises `ModelError` if the model cannot be found, fetched or read, or
-    does not fit in memory, and `SettingsError` for --device and --chat-template, each with a message of one line.
+    `progress` takes lines of text for people, `flag` is what named the model. Raises `ModelError` if it cannot be
+    found, fetched or read, or does not fit in memory, and `SettingsError` for --device and --chat-template, each with a
+    message of one line.
     """
     timings: dict[str, float] = {}
 
@@ -79,7 +80,7 @@ def load_model(settings: Settings, progress: Report) -> LoadedModel:
     if settings.weights in ("int8", "int4"):
         pick_weights()
     with clock("source"):
-        folder, name = _find(settings.model, progress, pick_weights)
+        folder, name = _find(settings.model, progress, pick_weights, flag=flag)
         files = _weight_files(folder)
     with clock("imports"):
         device = _pick_device(settings.device)
@@ -134,7 +135,12 @@ def load_tokenizer(model: str | None, chat_template: Path | None, progress: Repo
 
 
 def _find(
-    model: str | None, progress: Report, pick_weights: Callable[[], str], *, with_weights: bool = True
+    model: str | None,
+    progress: Report,
+    pick_weights: Callable[[], str],
+    *,
+    with_weights: bool = True,
+    flag: str = "--model",
 ) -> tuple[Path, str]:
     """Returns the folder that holds the model's files, and the model's name. What is made of a .gguf file has the form
     that `pick_weights` returns."""
@@ -147,13 +153,13 @@ def _find(
     if is_gguf and os.path.isfile(path):
         return converted_folder(path, progress, pick_weights()), path.stem
     if os.path.isfile(path):
-        raise ModelError(f"--model: {model} is a file; give the folder that holds the model, or a .gguf file")
+        raise ModelError(f"{flag}: {model} is a file; give the folder that holds the model, or a .gguf file")
     if is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
-        raise ModelError(f"--model: no such file or folder: {model!r}")
-    return _fetch_from_hub(model, progress, with_weights=with_weights), model
+        raise ModelError(f"{flag}: no such file or folder: {model!r}")
+    return _fetch_from_hub(model, progress, flag, with_weights=with_weights), model
 
 
-def _fetch_from_hub(repo: str, progress: Report, *, with_weights: bool) -> Path:
+def _fetch_from_hub(repo: str, progress: Report, flag: str, *, with_weights: bool) -> Path:
     """Returns the folder of the newest snapshot of `repo`; if the hub cannot be reached, that in the hub's cache."""
     from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -174,7 +180,7 @@ def _fetch_from_hub(repo: str, progress: Report, *, with_weights: bool) -> Path:
             f"in (hf auth login), or give a local folder"
         ) from error
     except errors.HFValidationError as error:
-        raise ModelError(f"--model: {repo!r} is neither an existing file or folder nor a hub id (org/name)") from error
+        raise ModelError(f"{flag}: {repo!r} is neither an existing file or folder nor a hub id (org/name)") from error
     except (OSError, RuntimeError, network_error) as error:
         raise ModelError(
             f"cannot fetch {repo!r} from the hub: {_hub_reason(error)}; check the name and the network, or give a "

@@ -42,7 +42,8 @@ class PrefixCache(CacheResources):
 
     `identity` gives the canonical text that identifies the model's numbers for a tenant (`model.fingerprint`): its
     hash is the root of all that the tenant stores. `device` names what computes them, as precisely as its speed is to
-    be told from others'. `tokenizer` is its folder, for the record. `on_history`: see `TenantNamespaces`.
+    be told from others'. `tokenizer` is its folder, for the record. `on_history`: see `TenantNamespaces`. `beside`: see
+    `CacheResources`.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class PrefixCache(CacheResources):
         *,
         device: str,
         tokenizer: str = "",
+        beside: PrefixCache | None = None,
     ) -> None:
-        super().__init__(settings, store, layout)
+        super().__init__(settings, store, layout, beside)
         self._identity = identity
         self._model_name = model_name
         self._tokenizer = tokenizer
@@ -165,7 +167,12 @@ class PrefixCache(CacheResources):
             return total_of(self.writer.savings.read(snapshot))
 
     def close(self, timeout_s: float) -> bool:
-        """Flush the writer and close the store; False when time ran out before everything was saved."""
+        """Flush the writer and close the store; False when time ran out before everything was saved. A cache that is
+        `beside` another leaves that to it."""
+        if not self.has_own_threads:
+            self.cost_model.remember()
+            self.namespaces.close()
+            return True
         self.capturer.close(timeout_s)
         self.cost_model.remember()
         flushed = self.writer.close(timeout_s)

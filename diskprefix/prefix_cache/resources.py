@@ -46,17 +46,22 @@ class CacheResources:
 
     cost_model: CostModel
 
-    def __init__(self, settings: Settings, store: Store, layout: Layout) -> None:
+    def __init__(self, settings: Settings, store: Store, layout: Layout, beside: CacheResources | None = None) -> None:
+        """`beside` is the cache of another model in the same store, whose threads serve this one too."""
         self.settings = settings
         self.store = store
         self.layout = layout
         self.payload_layout = PayloadLayout.parse(layout.describe())
-        self.writer = Writer(
-            store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
-        )
-        self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
-        self.capturer = Capturer(self.writer.reserve, lambda: self.count("errors"))
-        self.writer.on_room = self.capturer.wake
+        self.has_own_threads = beside is None
+        if beside is None:
+            self.writer = Writer(
+                store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
+            )
+            self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
+            self.capturer = Capturer(self.writer.reserve, lambda: self.count("errors"))
+            self.writer.on_room = self.capturer.wake
+        else:
+            self.writer, self.readers, self.capturer = beside.writer, beside.readers, beside.capturer
         self.counters: Counter[str] = Counter()
         self._counting = threading.Lock()
         self.misses: Counter[str] = Counter()

@@ -109,7 +109,7 @@ class _EngineCollector(Collector):
         inbox = serving.inbox
         yield GaugeMetricFamily("diskprefix_queue_depth", "Requests that wait.", value=inbox.queue_depth)
         yield GaugeMetricFamily("diskprefix_running", "Requests in the engine.", value=float(inbox.num_running))
-        for name, value in serving.engine.pool.stats().items():
+        for name, value in serving.engine.memory_stats().items():
             yield GaugeMetricFamily(f"diskprefix_kv_memory_{name}", _KV_MEMORY_GAUGES[name], value=value)
         yield from _cache_metrics(self._stats)
 

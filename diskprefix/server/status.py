@@ -108,7 +108,7 @@ async def props(request: Request) -> Props:
         full_cache={"gate": stats["gate"], "state": {name: stats[name] for name in stats if name != "gate"}},
         queue_depth=serving.inbox.queue_depth,
         running=serving.inbox.num_running,
-        kv_memory=serving.engine.pool.stats(),
+        kv_memory=serving.engine.memory_stats(),
         prefix_breaks=daemon.breaks.as_list(),
         settings=asdict(daemon.settings),
         startup_s=serving.startup_s,

@@ -72,6 +72,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "max_queue": "5",
         "max_sequences": "4",
         "speculative": "NGRAM",
+        "draft_model": "some/smaller-model",
         "kv_memory": "3GiB",
         "kv_memory_entries": "2",
         "max_connections": "6",

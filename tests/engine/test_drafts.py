@@ -15,7 +15,7 @@ import torch
 
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.loop import Loop
-from diskprefix.engine.ngrams import LONGEST, Guess
+from diskprefix.engine.ngrams import LONGEST
 from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.engine.speculation import Guesser
 from diskprefix.kv.pool import Slot
@@ -42,16 +42,18 @@ class Scripted(Guesser):
         super().note(token)
         self._noted.append(token)
 
-    def guess(self) -> list[int]:
+    def look_back(self) -> None:
         at = len(self._noted)
         coming = next((reply[at:] for reply in self._replies if reply[:at] == self._noted), [])
         right = coming[: self._chance.choice([0, 1, 2, 5])]
         wrong = [(token + 1) % 250 for token in coming[len(right) :][: self._chance.choice([0, 0, 1, 4])]]
-        self._guess = Guess(right + wrong, LONGEST)
-        return self._guess.token_ids
+        self.propose(right + wrong)
+
+    def propose(self, token_ids: list[int]) -> None:
+        self.token_ids, self._kinds = token_ids, [self.rates.of_match(LONGEST)] * len(token_ids)
 
     def chances(self) -> list[float]:
-        return [0.9] * len(self._guess.token_ids)
+        return [0.9] * len(self.token_ids)
 
 
 def folder_of(name: str, at: Path) -> Path:
@@ -274,7 +276,7 @@ def test_no_request_loses_its_memory_to_guesses(
     arena._capacity_step = 512
     arena.reserve(512)
     memory = patch.multiple(engine.pool, _spare=[arena], limit_bytes=arena.num_bytes)
-    far = patch.multiple(Scripted, guess=lambda _: [3] * 20, chances=lambda _: [0.9] * 20)
+    far = patch.object(Scripted, "look_back", lambda guesser: guesser.propose([3] * 20))
     with memory, scripted(engine, [whole]), far, patch.object(engine, "end_ids", ends):
         (found,) = run_together(engine, [one])
     assert found.tokens == whole.tokens[: last + 1]
@@ -291,7 +293,7 @@ def test_a_guess_whose_state_is_infinite_fails_no_reply(plain: Engine, engine: E
     before = weight[infinite].clone()
     with torch.no_grad():
         weight[infinite] = torch.inf
-    wrong = patch.multiple(Scripted, guess=lambda _: [infinite], chances=lambda _: [0.9])
+    wrong = patch.object(Scripted, "look_back", lambda guesser: guesser.propose([infinite]))
     with scripted(engine, [expected]), wrong:
         (found,) = run_together(engine, [one])
     with torch.no_grad():

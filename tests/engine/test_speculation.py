@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
-from diskprefix.engine.speculation import MOST_ROWS, AcceptanceRates, Guesser, RowCost, Speculation, worth_computing
+from diskprefix.engine.speculation import (
+    MOST_ROWS,
+    AcceptanceRates,
+    DraftRate,
+    Guesser,
+    RowCost,
+    Speculation,
+    speedup,
+    worth_computing,
+)
 
 REPEATED = list(range(100, 160))
 
@@ -62,18 +72,21 @@ def test_beside_others_fewer_guesses_are_worth_it() -> None:
 
 def test_rates_follow_what_was_right_by_the_length_of_the_match() -> None:
     rates = AcceptanceRates()
-    before = rates.of(3), rates.of(40)
+    short, middle, long = (rates.of_match(num_agreeing) for num_agreeing in (3, 8, 40))
+    assert (rates.of_match(2), rates.of_match(1000)) == (short, long)
+    before = rates.of(short), rates.of(long)
     for _ in range(100):
-        rates.note(3, is_right=True)
-        rates.note(1000, is_right=False)
-    assert rates.of(2) == rates.of(3) > 0.95 > before[0]
-    assert rates.of(40) < 0.05 < before[1]
-    assert 0 < rates.of(8) < 1
+        rates.note(short, is_right=True)
+        rates.note(long, is_right=False)
+    assert rates.of(short) > 0.95 > before[0]
+    assert rates.of(long) < 0.05 < before[1]
+    assert 0 < rates.of(middle) < 1
 
 
 def test_a_guesser_counts_each_sampled_token_whether_its_guess_was_computed_or_not() -> None:
     guesser = Guesser(np.array([*REPEATED, *REPEATED[:4]], np.int32), 10_000)
-    assert guesser.guess()[:3] == REPEATED[4:7]
+    guesser.look_back()
+    assert guesser.token_ids[:3] == REPEATED[4:7]
     first = guesser.chances()
     assert list(first) == sorted(first, reverse=True)
     guesser.note(REPEATED[4])
@@ -82,10 +95,12 @@ def test_a_guesser_counts_each_sampled_token_whether_its_guess_was_computed_or_n
     assert right > first[0]
     guesser.note(7)
     assert guesser.chances() == []
-    assert guesser.guess() == []
+    guesser.look_back()
+    assert guesser.token_ids == []
     for token in REPEATED[:4]:
         guesser.note(token)
-    assert guesser.guess()[:2] == REPEATED[4:6]
+    guesser.look_back()
+    assert guesser.token_ids[:2] == REPEATED[4:6]
     # A token that was guessed wrong.
     assert guesser.chances()[0] < right
 
@@ -116,7 +131,7 @@ def test_after_many_steps_with_guesses_one_without_is_compared_with() -> None:
     assert not cost.needs_plain_step("a")
 
 
-def drafted(speculation: Speculation, one: One, row_s: float, step_s: float = 1.0) -> int:
+def drafted(speculation: Speculation[One], one: One, row_s: float, step_s: float = 1.0) -> int:
     """The guesses of a step that takes `step_s`, and `row_s` for each row."""
     speculation.plan([one])
     speculation.note([one], 1 + len(one.draft), len(one.draft), step_s + row_s * (1 + len(one.draft)))
@@ -124,7 +139,7 @@ def drafted(speculation: Speculation, one: One, row_s: float, step_s: float = 1.
 
 
 def test_guesses_are_computed_while_they_pay_and_no_longer() -> None:
-    speculation, one = Speculation(), One()
+    speculation, one = Speculation[One](), One()
     assert drafted(speculation, one, 0.01) == 0, "a step to compare with comes first"
     assert drafted(speculation, one, 0.01) > 10
     many = [drafted(speculation, one, 1.0, step_s=0.0) for _ in range(400)]
@@ -137,7 +152,7 @@ def test_guesses_are_computed_while_they_pay_and_no_longer() -> None:
 
 
 def test_text_that_guesses_do_not_fit_switches_them_off_and_on_again() -> None:
-    speculation, one = Speculation(), One()
+    speculation, one = Speculation[One](), One()
     assert one.guesser is not None
     speculation.row_cost._over = 0.1 * speculation.row_cost._weight
     drafted(speculation, one, 0.1)
@@ -158,7 +173,7 @@ def test_text_that_guesses_do_not_fit_switches_them_off_and_on_again() -> None:
 
 
 def test_a_draft_fits_the_room_of_its_sequence() -> None:
-    speculation, one = Speculation(), One()
+    speculation, one = Speculation[One](), One()
     drafted(speculation, one, 0.01)
     for room in (5, 1, 0, -3):
         one.room_for_draft = room
@@ -167,9 +182,64 @@ def test_a_draft_fits_the_room_of_its_sequence() -> None:
 
 
 def test_a_sequence_without_a_guesser_has_no_draft() -> None:
-    speculation, one, other = Speculation(), One(), One(arrived=1, draft=[1, 2], guesser=None)
+    speculation, one, other = Speculation[One](), One(), One(arrived=1, draft=[1, 2], guesser=None)
     for _ in range(2):
         speculation.plan([one, other])
         speculation.note([one, other], 2 + len(one.draft), len(one.draft), 1.0)
     assert one.draft
     assert other.draft == []
+
+
+def test_a_draft_model_is_worth_what_the_best_number_of_guesses_gives() -> None:
+    """Always right, and for nothing: as many tokens as a step may guess. Never right, or as slow: nothing."""
+    assert speedup(1.0, 1, 0.0, 0.0) == pytest.approx(MOST_ROWS + 1)
+    assert speedup(0.0, 1, 0.03, 0.1) == speedup(1.0, 1, 0.0, 1.0) == 1.0
+    # Two guesses: 1 + 0.5 + 0.25 tokens in 1 + 2 × 0.1 steps.
+    assert speedup(0.5, 1, 0.0, 0.1) == pytest.approx(max((2 - 0.5**k) / (1 + 0.1 * k) for k in range(9)))
+    assert speedup(0.8, 1, 0.03, 0.2) > speedup(0.8, 8, 0.03, 0.2) > 1
+
+
+def test_what_is_known_of_a_draft_model_in_one_sequence_fades_to_what_is_known_of_it_in_all() -> None:
+    of_all = DraftRate()
+    for _ in range(1000):
+        DraftRate(of_all).note(is_right=False)
+    one = DraftRate(of_all)
+    assert one.value == of_all.value < 0.01
+    for _ in range(1000):
+        of_all.fade()
+    assert of_all.value > 0.5
+    for _ in range(3000):
+        one.fade()
+    assert one.value == pytest.approx(of_all.value, abs=0.01)
+
+
+class Asked:
+    """A drafter that only notes for which sequences it is asked."""
+
+    def __init__(self) -> None:
+        self.last: list[One] = []
+
+    def draft(self, sequences: Sequence[One], *_: float) -> None:
+        self.last = list(sequences)
+
+
+def test_a_draft_model_is_asked_where_the_tokens_before_tell_less() -> None:
+    asked, of_all = Asked(), DraftRate()
+
+    def one(arrived: int, prompt: list[int], room: int = 100) -> One:
+        guesser = Guesser(np.array(prompt, np.int32), 10_000, draft_rate=DraftRate(of_all))
+        return One(arrived=arrived, guesser=guesser, room_for_draft=room)
+
+    sequences = [
+        one(0, REPEATED * 2),
+        one(1, REPEATED),
+        one(2, [7, 8, 9, 7, 8]),
+        one(3, REPEATED, 0),
+        One(4, guesser=None),
+    ]
+    speculation = Speculation[One](asked)
+    speculation.plan(sequences)
+    assert asked.last == [], "a step to compare with comes first"
+    speculation.note(sequences, len(sequences), 0, 1.0)
+    speculation.plan(sequences)
+    assert asked.last == sequences[1:3]

@@ -1,5 +1,7 @@
 """The speculation benchmark: decoding with guesses against decoding without, and whether a token differs.
 
+Guesses come from the tokens before, or from a draft model.
+
 Two kinds of text. Edits: a file of this project, and what is to be changed in it; the reply repeats most of the file.
 Chat: ordinary questions, whose replies repeat little. Two servers take turns, request by request, so that the noise of
 the machine meets both.
@@ -98,26 +100,35 @@ def _compared(plain: Answer, guessing: Answer) -> dict[str, Any]:
 
 
 @contextmanager
-def _server(workspace: Path, model: Path, mode: str, console: Console) -> Iterator[LiveServer]:
-    flags = ("--model", str(model), "--speculative", mode)
+def _server(workspace: Path, model: Path, guesses: Sequence[str], console: Console) -> Iterator[LiveServer]:
+    flags, name = ("--model", str(model), *guesses), "guessing" if guesses else "plain"
     log_path = workspace / "server.log"
-    with LiveServer(kv_cache_dir=workspace / mode, log_path=log_path, flags=flags) as server:
-        with step(console, f"server starting, --speculative {mode}") as note:
+    with LiveServer(kv_cache_dir=workspace / name, log_path=log_path, flags=flags) as server:
+        with step(console, f"server starting, {' '.join(guesses) or 'without guesses'}") as note:
             server.start(note)
         yield server
 
 
-def measure(workspace: Path, model: str, folder: Path, sizes: tuple[int, int, int], console: Console) -> dict[str, Any]:
-    """Returns the report as JSON values. `sizes`: the number of edits, of questions, and the tokens of a reply at most.
-    Raises `LiveServerError`."""
+def measure(
+    workspace: Path,
+    model: str,
+    folder: Path,
+    draft: Path | None,
+    sizes: tuple[int, int, int],
+    console: Console,
+) -> dict[str, Any]:
+    """Returns the report as JSON values. `draft` is the draft model; None: guesses come from the tokens before.
+    `sizes`: the number of edits, of questions, and the tokens of a reply at most. Raises `LiveServerError`."""
     num_edits, num_questions, reply_tokens = sizes
-    with _server(workspace, folder, "off", console) as plain, _server(workspace, folder, "ngram", console) as guessing:
+    guesses = ("--speculative", "ngram") if draft is None else ("--draft-model", str(draft))
+    with _server(workspace, folder, (), console) as plain, _server(workspace, folder, guesses, console) as guessing:
         bench = SpeculationBench(plain, guessing, console)
         samples = bench.ask("edits", edits(num_edits), reply_tokens)
         samples += bench.ask("chat", QUESTIONS[:num_questions], reply_tokens)
     return {
         "benchmark": "speculation",
         "model": model,
+        "guesses": "--speculative ngram" if draft is None else "--draft-model",
         "machine": machine(),
         "texts_equal": all(sample["texts_equal"] for sample in samples),
         "samples": samples,
@@ -126,7 +137,7 @@ def measure(workspace: Path, model: str, folder: Path, sizes: tuple[int, int, in
 
 def show(report: dict[str, Any], console: Console) -> None:
     table = new_table(
-        f"{report['model']}: decoding with --speculative ngram against off",
+        f"{report['model']}: decoding with {report['guesses']} against without",
         left=("text",),
         right=("prompts", "tokens/s", "faster, all", "median", "least", "tokens a step", "drafted", "accepted"),
     )
@@ -148,20 +159,33 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 @click.command()
 @click.option("--model", default=real.DEFAULT, show_default=True, help="A real model's name or a model's folder.")
-@click.option("--edits", "num_edits", type=click.IntRange(1, 100), default=50, show_default=True, help="Code edits.")
+@click.option("--edits", "num_edits", type=click.IntRange(0, 100), default=50, show_default=True, help="Code edits.")
 @click.option(
     "--questions",
-    type=click.IntRange(1, len(QUESTIONS)),
+    type=click.IntRange(0, len(QUESTIONS)),
     default=len(QUESTIONS),
     show_default=True,
     help="Questions of ordinary chat.",
 )
 @click.option(
-    "--reply-tokens", type=click.IntRange(min=2), default=400, show_default=True, help="Tokens of a reply at most."
+    "--reply-tokens", type=click.IntRange(min=2), default=100, show_default=True, help="Tokens of a reply at most."
+)
+@click.option(
+    "--draft-model",
+    type=click.Path(exists=True, path_type=Path),
+    help="Have this model guess, a folder or a .gguf file. Without it, guesses come from the tokens before.",
 )
 @FOLDER
 @JSON
-def main(model: str, num_edits: int, questions: int, reply_tokens: int, folder: Path | None, as_json: bool) -> None:
+def main(
+    model: str,
+    num_edits: int,
+    questions: int,
+    reply_tokens: int,
+    draft_model: Path | None,
+    folder: Path | None,
+    as_json: bool,
+) -> None:
     """Measure how much faster replies are with guessed tokens: edits of code, and ordinary chat.
 
     Exits with 1 if a text differs.
@@ -169,6 +193,7 @@ def main(model: str, num_edits: int, questions: int, reply_tokens: int, folder: 
     progress = Console(stderr=True)
     source = model_folder(model, progress)
     with measuring(folder, progress) as workspace:
-        report = measure(workspace, model, source, (num_edits, questions, reply_tokens), progress)
+        sizes = num_edits, questions, reply_tokens
+        report = measure(workspace, model, source, draft_model, sizes, progress)
     print_report(report, as_json, show)
     sys.exit(0 if report["texts_equal"] else 1)

@@ -1,0 +1,213 @@
+"""Which sequences a draft model guesses, and how far: as long as it makes decoding faster.
+
+It guesses one token after the other, for all sequences in one forward. What a guess takes is measured, and so is how
+often its guesses are right. Before it can guess it must have computed what the sequence has: a prompt that is not
+restored is computed in parts, between the steps of the served model. That begins once the reply is so long that guesses
+would have saved as much time as it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from diskprefix.engine.draft_model import DraftModel
+from diskprefix.engine.job import Choice
+from diskprefix.engine.scheduler import MAX_ROWS
+from diskprefix.engine.speculation import MOST_ROWS, DraftRate, speedup
+
+FEW = 16
+"""Known tokens that may be computed with the first guess."""
+_LEAST_SPEEDUP = 1.05
+
+
+class DraftTimes:
+    """What the forwards of a draft model take, in seconds: measured."""
+
+    _WEIGHT, _FADING = 0.1, 1 / 512
+    _FIRST_COST = 0.2
+    """Of a guess, as a share of a step, before it is measured."""
+
+    def __init__(self) -> None:
+        self.guess_s = 0.0
+        self.row_s = 0.0
+        """Of a known token, with many."""
+
+    def cost(self, step_s: float) -> float:
+        """Returns what a guess takes, as a share of `step_s`."""
+        return self.guess_s / step_s if self.guess_s > 0 and step_s > 0 else self._FIRST_COST
+
+    def fade(self) -> None:
+        """Forgets what is not measured again, so that guesses are tried again."""
+        self.guess_s -= self._FADING * self.guess_s
+
+    def note_guess(self, seconds: float) -> None:
+        self.guess_s += (seconds - self.guess_s) * (self._WEIGHT if self.guess_s else 1.0)
+
+    def note_rows(self, num_rows: int, seconds: float) -> None:
+        self.row_s += (seconds / num_rows - self.row_s) * (self._WEIGHT if self.row_s else 1.0)
+
+
+class ModelDrafter:
+    """Has a draft model guess. See `speculation.Drafter`."""
+
+    def __init__(self, model: DraftModel, clock: Callable[[], float]) -> None:
+        self.model = model
+        self.rate = DraftRate()
+        self.times = DraftTimes()
+        self._clock = clock
+
+    def draft(self, sequences: Sequence[Choice], num_decoding: int, row_cost: float, plain_s: float) -> None:
+        step_s = plain_s / (1 + row_cost * num_decoding)
+        cost = self.times.cost(step_s)
+        asked, behind = list[Choice](), list[Choice]()
+        for choice in sequences:
+            rate = choice.guesser.draft_rate if choice.guesser is not None else None
+            if rate is None:
+                continue
+            gain = speedup(rate.value, num_decoding, row_cost, cost)
+            if gain < _LEAST_SPEEDUP:
+                rate.fade()
+                continue
+            try:
+                shadow = self.model.ready(choice)
+            except Exception as error:  # noqa: BLE001 (a request goes on without the draft model)
+                self.model.give_up(choice, error)
+                continue
+            if shadow is None:
+                continue
+            self.model.take_back(choice)
+            num_left = choice.num_known - shadow.arena.num_tokens
+            if num_left <= FEW and shadow.arena.num_tokens >= choice.prompt_tokens:
+                asked.append(choice)
+            elif num_left * self.times.row_s <= len(choice.reply) * plain_s * (1 - 1 / gain):
+                behind.append(choice)
+        if not asked and not behind:
+            self.rate.fade()
+            self.times.fade()
+        self._catch_up(behind)
+        self._guess(asked, num_decoding, row_cost, cost)
+
+    def _catch_up(self, behind: Sequence[Choice]) -> None:
+        """Computes known tokens of some sequences: as many as a step has rows."""
+        step, room = list[tuple[Choice, torch.Tensor]](), MAX_ROWS
+        for choice in behind:
+            assert choice.shadow is not None
+            start = choice.shadow.arena.num_tokens
+            end = min(start + room, choice.num_known)
+            if start < choice.prompt_tokens:
+                # What is kept of a prompt ends there.
+                end = min(end, choice.prompt_tokens)
+            if end > start and self._has_room(choice, end):
+                step.append((choice, choice.ids(start, end)))
+                room -= end - start
+        if not step:
+            return
+        found = self._computed(step)
+        if found is None:
+            return
+        _, seconds = found
+        num_rows = MAX_ROWS - room
+        if num_rows >= FEW:
+            self.times.note_rows(num_rows, seconds)
+        for choice, ids in step:
+            self.model.prefilled(choice, seconds * ids.shape[1] / num_rows)
+
+    def _guess(self, asked: Sequence[Choice], num_decoding: int, row_cost: float, cost: float) -> None:
+        """Guesses tokens of all these sequences, for as long as another one seems to pay."""
+        most = max(1, MOST_ROWS // num_decoding)
+        drafts = [Draft(choice, most) for choice in asked if self._has_room(choice, choice.num_known + most - 1)]
+        tokens, time = float(num_decoding), 1 + row_cost * num_decoding
+        going_on = drafts
+        while going_on:
+            step = [(one.choice, one.next_ids()) for one in going_on]
+            found = self._computed(step)
+            if found is None:
+                break
+            logits, seconds = found
+            num_rows = sum(ids.shape[1] for _, ids in step)
+            if num_rows <= 2 * len(going_on):
+                self.times.note_guess(seconds)
+            for one, of_next in zip(going_on, logits, strict=True):
+                one.add(of_next)
+                tokens, time = tokens + one.chance, time + row_cost
+            time += cost
+            going_on = [
+                one
+                for one in going_on
+                if one.may_go_on and one.chance_of_next * time > (row_cost + cost / len(going_on)) * tokens
+            ]
+        for one in drafts:
+            if one.choice.shadow is not None:
+                one.end()
+
+    def _has_room(self, choice: Choice, num_tokens: int) -> bool:
+        has_room = self.model.has_room(choice, num_tokens)
+        if not has_room and choice.guesser is not None:
+            choice.guesser.draft_rate = None
+            self.model.release(choice, keep=True)
+        return has_room
+
+    def _computed(self, step: Sequence[tuple[Choice, torch.Tensor]]) -> tuple[torch.Tensor, float] | None:
+        """Returns the logits of a forward, and the seconds that it took. None if it fails."""
+        started = self._clock()
+        try:
+            logits = self.model.compute(step)
+        except Exception as error:  # noqa: BLE001 (requests go on without the draft model)
+            for choice, _ in step:
+                self.model.give_up(choice, error)
+            return None
+        return logits, self._clock() - started
+
+
+class Draft:
+    """What a draft model guesses of one sequence in one step."""
+
+    def __init__(self, choice: Choice, most: int) -> None:
+        self.choice = choice
+        self.tokens: list[tuple[int, float]] = []
+        """The guesses, with their probabilities."""
+        self.chance = 1.0
+        """That all of them are right."""
+        self.may_go_on = True
+        self._most = min(most, choice.room_for_draft)
+
+    @property
+    def chance_of_next(self) -> float:
+        """That one more guess is right, with all before it."""
+        assert self.choice.guesser is not None
+        assert self.choice.guesser.draft_rate is not None
+        return self.chance * self.choice.guesser.draft_rate.value
+
+    def next_ids(self) -> torch.Tensor:
+        """Returns what is computed next, int64 of shape [1, n]: what the draft model lacks, or its last guess."""
+        choice, shadow = self.choice, self.choice.shadow
+        assert shadow is not None
+        if not self.tokens:
+            return choice.ids(shadow.arena.num_tokens, choice.num_known)
+        return torch.tensor([[self.tokens[-1][0]]], device=choice.job.prompt_ids.device)
+
+    def add(self, logits: torch.Tensor) -> None:
+        """Guesses the next token from the draft model's logits, shape [vocab]."""
+        best, token = logits.float().max(dim=0)
+        probability = float(1 / (logits.float() - best).exp().sum())
+        if not math.isfinite(probability):
+            self.may_go_on = False
+            return
+        guesser = self.choice.guesser
+        assert guesser is not None
+        self.tokens.append((int(token), probability))
+        self.chance *= guesser.rates.of(guesser.rates.of_draft(probability))
+        self.may_go_on = len(self.tokens) < self._most
+
+    def end(self) -> None:
+        """Hands the guesses over."""
+        shadow, guesser = self.choice.shadow, self.choice.guesser
+        assert shadow is not None
+        assert guesser is not None
+        shadow.num_known, shadow.drafted = self.choice.num_known, [token for token, _ in self.tokens]
+        shadow.slot.num_computed = min(shadow.arena.num_tokens, self.choice.num_known)
+        if self.tokens:
+            guesser.take(self.tokens)

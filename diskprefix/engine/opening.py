@@ -1,0 +1,80 @@
+"""From a loaded model to one that computes exactly where it can, with its cache; and the draft model beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from diskprefix.engine.draft_model import LoadedDraft
+from diskprefix.errors import ModelError
+from diskprefix.kv.layout import LAYOUT_VERSION, Layout
+from diskprefix.model.fingerprint import Fingerprint
+from diskprefix.model.invariance import make_exact
+from diskprefix.model.loader import LoadedModel, load_model
+from diskprefix.model.rehearsal import rehearse
+from diskprefix.prefix_cache.cache import PrefixCache
+from diskprefix.progress import Report
+from diskprefix.settings import Settings
+from diskprefix.store.store import Store
+from diskprefix.tokens import TokenIds
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A loaded model, its layout and its identity. `reason`: why it is not exact at every token, "" if it is."""
+
+    loaded: LoadedModel
+    layout: Layout
+    fingerprint: Fingerprint
+    reason: str
+
+    def cache(
+        self,
+        settings: Settings,
+        store: Store,
+        on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
+        beside: PrefixCache | None = None,
+    ) -> PrefixCache:
+        """Returns its cache. The arguments are those of `PrefixCache`."""
+        identity = partial(self.fingerprint.identity, settings.block_size, LAYOUT_VERSION, self.layout.describe())
+        return PrefixCache(
+            *(settings, store, self.layout, identity, self.loaded.name, on_history),
+            device=self.fingerprint.device,
+            tokenizer=os.path.abspath(self.loaded.tokenizer.name_or_path),
+            beside=beside,
+        )
+
+
+def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
+    """Has a model compute exactly where it can. Raises what torch raises when memory runs out."""
+    model, digest = loaded.model, loaded.weights_digest
+    identity = str(Fingerprint.of(model, digest, settings.fingerprint))
+    layout, reason = make_exact(model, rehearse(model, identity=identity), identity=identity)
+    # Now with the attention that the model has from here on.
+    return MeasuredModel(loaded, layout, Fingerprint.of(model, digest, settings.fingerprint), reason)
+
+
+def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:
+    """Loads the draft model of `settings`, with a cache beside that of the served model. Raises `ModelError` if it
+    cannot be loaded, or cannot guess for that model."""
+    own = replace(settings, model=settings.draft_model, served_model_name=None, chat_template=None)
+    loaded = load_model(own, progress, flag="--draft-model")
+    require_same_vocabulary(served, loaded)
+    found = measured(loaded, settings)
+    if found.reason:
+        raise ModelError(f"--draft-model: {loaded.name} cannot guess, it is not exact at every token: {found.reason}")
+    return LoadedDraft(loaded, found.cache(settings, cache.store, beside=cache))
+
+
+def require_same_vocabulary(served: LoadedModel, draft: LoadedModel) -> None:
+    """Raises `ModelError` if a token does not have the same number in both models."""
+    of_served, of_draft = served.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    others = of_served.items() ^ of_draft.items()
+    if others:
+        example = min(others, key=lambda pair: pair[1])
+        raise ModelError(
+            f"--draft-model: {draft.name} has another vocabulary than {served.name}: {len(of_draft)} and "
+            f"{len(of_served)} tokens, and token {example[1]} differs; choose a smaller model of the same family"
+        )

@@ -1,0 +1,334 @@
+"""A draft model: replies are those without it, bit for bit, and what it has is kept and restored as well."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from diskprefix.engine.drafting import ModelDrafter
+from diskprefix.engine.engine import Engine
+from diskprefix.engine.loop import Loop
+from diskprefix.engine.speculation import DraftRate
+from diskprefix.errors import ModelError
+from diskprefix.kv.step import TILE
+from diskprefix.model import runner
+from tests.engine.driving import Client, forget_idle, run_together, running, wait_until_idle
+from tests.engine.test_company import BLOCK, WORDS, load, request, tokens
+from tests.engine.test_drafts import said, some_are_wrong
+from tests.exactness.architectures import tiny_model
+from tests.model import tiny
+
+POSITIONS = 1024
+REPLY = 40
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+TEXT = tokens(150, 1)
+MOST_GUESSED = 3 * REPLY
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and a smaller one with its tokenizer."""
+    at, sizes = tmp_path_factory.mktemp("models"), {"dtype": torch.bfloat16, "max_position_embeddings": POSITIONS}
+    served = tiny.write_folder(at / "served", num_hidden_layers=3, **sizes)
+    return served, tiny.write_folder(at / "draft", seed=1, **sizes)
+
+
+def drafting(folders: tuple[Path, Path], kv: Path, **settings: Any) -> Engine:
+    engine = load(folders[0], kv, draft_model=str(folders[1]), **settings)
+    # No step is measured, so that the same guesses are computed each time.
+    engine.clock = lambda: 0.0
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engines(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
+    """One without a draft model, and one with it."""
+    both = load(folders[0], tmp_path_factory.mktemp("plain")), drafting(folders, tmp_path_factory.mktemp("drafting"))
+    yield both
+    for engine in both:
+        engine.close()
+
+
+@pytest.fixture
+def plain(engines: tuple[Engine, Engine]) -> Engine:
+    forget_idle(engines[0].pool)
+    return engines[0]
+
+
+@pytest.fixture
+def engine(engines: tuple[Engine, Engine]) -> Engine:
+    forget_idle(engines[1].pool)
+    forget_idle(drafter(engines[1]).model.pool)
+    return engines[1]
+
+
+def drafter(engine: Engine) -> ModelDrafter:
+    assert engine.drafter is not None
+    return engine.drafter
+
+
+def helped(engine: Engine, clients: Iterable[Client]) -> AbstractContextManager[Any]:
+    """Within it, the draft model computes what it computes, and guesses the replies of these clients, with mistakes."""
+    replies = [client.tokens_of(n) for client in clients for n in range(client.ticket.request.sampling.n)]
+    model, chance = drafter(engine).model, random.Random(1)
+    compute = model.compute
+
+    def helping(step: Any) -> torch.Tensor:
+        logits = compute(step)
+        for (choice, _), of_next in zip(step, logits, strict=True):
+            coming = next((reply for reply in replies if reply[: len(choice.reply)] == choice.reply), [])
+            at = choice.shadow.arena.num_tokens - choice.prompt_tokens
+            if 0 <= at < len(coming) and chance.random() < 0.8:
+                of_next[coming[at]] = of_next.max() + 5
+        return logits
+
+    return patch.object(model, "compute", helping)
+
+
+REQUESTS = {
+    "greedy": request(TEXT, max_tokens=REPLY),
+    "sampled": request(TEXT, max_tokens=REPLY, temperature=1.0, seed=3),
+    "several": request(TEXT, max_tokens=REPLY, n=3, temperature=1.0, seed=1),
+    "constraint": request(TEXT, max_tokens=REPLY, temperature=1.0, seed=2, constraint=WORDS),
+    "another prompt": request(tokens(300, 4), max_tokens=REPLY),
+    "not kept": request(TEXT, max_tokens=REPLY, scope="off", n=2, temperature=1.0, seed=5),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_reply_is_the_one_without_a_draft_model(name: str, plain: Engine, engine: Engine) -> None:
+    expected = run_together(plain, [REQUESTS[name]])
+    with helped(engine, expected):
+        found = run_together(engine, [REQUESTS[name]])
+    assert list(map(said, found)) == list(map(said, expected))
+    assert all(map(some_are_wrong, found))
+
+
+def test_replies_of_several_requests_at_once_are_those_without(plain: Engine, engine: Engine) -> None:
+    expected = run_together(plain, REQUESTS.values())
+    with helped(engine, expected):
+        found = run_together(engine, REQUESTS.values())
+    assert list(map(said, found)) == list(map(said, expected))
+    counts = [(one.done.timings.accepted_tokens, one.done.timings.drafted_tokens) for one in found]
+    assert all(0 < accepted < drafted for accepted, drafted in counts), counts
+    assert not any(slot.is_busy for slot in drafter(engine).model.pool.slots)
+
+
+def computed_by(engine: Engine, one: Any, expected: Client) -> int:
+    """Asserts that the reply is the expected one. Returns how many tokens the draft model computed."""
+    model, counted = drafter(engine).model, [0]
+    compute = model.compute
+
+    def noted(step: Any) -> torch.Tensor:
+        counted[0] += sum(ids.shape[1] for _, ids in step)
+        return compute(step)
+
+    with patch.object(model, "compute", noted), helped(engine, [expected]):
+        (client,) = run_together(engine, [one])
+    assert said(client) == said(expected)
+    assert some_are_wrong(client)
+    return counted[0]
+
+
+def test_over_miss_save_hit_and_restart_the_reply_is_the_plain_one_and_the_draft_models_state_comes_back(
+    folders: tuple[Path, Path], plain: Engine, tmp_path: Path
+) -> None:
+    text = tokens(5 * BLOCK + 7, 8)
+    first = request(text, max_tokens=REPLY)
+    (expected,) = run_together(plain, [first])
+    engine = drafting(folders, tmp_path / "kv")
+    assert computed_by(engine, first, expected) > len(text)
+    assert computed_by(engine, first, expected) < MOST_GUESSED, "it is in memory"
+    engine.close()
+
+    again = drafting(folders, tmp_path / "kv")
+    turn = request(np.concatenate([text, np.array(expected.tokens, np.int32), tokens(9, 9)]), max_tokens=REPLY)
+    (expected,) = run_together(plain, [turn])
+    assert computed_by(again, turn, expected) < MOST_GUESSED, "it is on the disk, with the reply"
+    forget_idle(again.pool)
+    assert computed_by(again, turn, expected) < MOST_GUESSED
+    again.close()
+
+
+def test_what_it_keeps_is_what_it_computes_as_the_served_model(
+    folders: tuple[Path, Path], engine: Engine, tmp_path: Path
+) -> None:
+    one = request(tokens(200, 11), max_tokens=REPLY)
+    run_together(engine, [one])
+    slot = max(drafter(engine).model.pool.slots, key=lambda slot: slot.num_computed)
+    assert slot.num_computed > 200
+    alone = load(folders[1], tmp_path / "kv")
+    arena = alone.pool._new_arena()
+    with torch.inference_mode():
+        runner.run(alone.model, [runner.Rows(arena, torch.from_numpy(slot.token_ids).long()[None])])
+    assert slot.arena.read_tokens(0, slot.num_computed) == arena.read_tokens(0, slot.num_computed)
+    assert drafter(engine).model.cache.root == alone.cache.root
+    alone.close()
+
+
+def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_are_wrong(tmp_path: Path) -> None:
+    """A window of whole tiles: its first token is the first of a tile when the memory moves on."""
+    served = tiny.write_folder(tmp_path / "served", dtype=torch.bfloat16, max_position_embeddings=4096)
+    torch.manual_seed(2)
+    sizes = {name: tiny.llama().config.to_dict()[name] for name in SIZES}
+    config = MistralConfig(**sizes, sliding_window=TILE, max_position_embeddings=4096)
+    MistralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "draft")
+    tiny.tokenizer().save_pretrained(tmp_path / "draft")
+    engine = drafting((served, tmp_path / "draft"), tmp_path / "kv")
+    pool = drafter(engine).model.pool
+    one = request(tokens(4 * TILE - 20, 17), max_tokens=REPLY)
+    (expected,) = run_together(engine, [one])
+    forget_idle(pool)
+    with helped(engine, [expected]):
+        (found,) = run_together(engine, [one])
+    assert some_are_wrong(found)
+    (slot,) = pool.slots
+    assert slot.arena.complete_from > 0, "it has moved on"
+    arena = pool._new_arena()
+    with torch.inference_mode():
+        for part in torch.split(torch.from_numpy(slot.token_ids).long()[None], 256, dim=1):
+            runner.run(drafter(engine).model._model, [runner.Rows(arena, part)])
+    last = slot.num_computed - 30, 30
+    assert slot.arena.read_tokens(*last) == arena.read_tokens(*last)
+    engine.close()
+
+
+def test_a_request_that_is_cancelled_leaves_what_the_draft_model_computed(engine: Engine) -> None:
+    model, num_calls = drafter(engine).model, [0]
+    compute = model.compute
+
+    def counted(step: Any) -> torch.Tensor:
+        num_calls[0] += 1
+        if num_calls[0] == 3:
+            step[0][0].job.ticket.cancel()
+        return compute(step)
+
+    with patch.object(model, "compute", counted), running(engine) as inbox:
+        Client(inbox, request(tokens(100, 12), max_tokens=200))
+        wait_until_idle(inbox)
+    assert not any(slot.is_busy for slot in model.pool.slots)
+    assert any(slot.num_computed > 100 for slot in model.pool.slots)
+
+
+def test_where_there_is_no_memory_for_it_a_reply_is_not_guessed_and_not_delayed(plain: Engine, engine: Engine) -> None:
+    one = request(tokens(100, 13), max_tokens=REPLY)
+    (expected,) = run_together(plain, [one])
+    with patch.multiple(drafter(engine).model.pool, limit_bytes=1, _spare=[]):
+        (found,) = run_together(engine, [one])
+    assert said(found) == said(expected)
+    assert found.done.timings.drafted_tokens == 0
+
+
+def test_its_positions_bound_what_it_guesses(plain: Engine, engine: Engine) -> None:
+    one = request(tokens(100, 14), max_tokens=REPLY)
+    (expected,) = run_together(plain, [one])
+    with patch.object(drafter(engine).model, "max_positions", 160), helped(engine, [expected]):
+        (found,) = run_together(engine, [one])
+    assert said(found) == said(expected)
+    assert 0 < found.done.timings.drafted_tokens < REPLY
+
+
+def test_a_draft_model_that_fails_fails_no_request(
+    plain: Engine, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = request(tokens(100, 15), max_tokens=REPLY)
+    (expected,) = run_together(plain, [one])
+    model, num_calls = drafter(engine).model, [0]
+    compute = model.compute
+
+    def failing(step: Any) -> torch.Tensor:
+        num_calls[0] += 1
+        if num_calls[0] > 4:
+            raise RuntimeError("no more")
+        return compute(step)
+
+    with patch.object(model, "compute", failing):
+        (found,) = run_together(engine, [one])
+    assert said(found) == said(expected)
+    assert found.done.timings.drafted_tokens > 0
+    assert num_calls[0] == 5
+    assert caplog.text.count("goes on without the draft model: no more") == 1
+    assert not any(slot.is_busy for slot in model.pool.slots)
+
+
+def test_where_it_is_never_right_it_is_not_asked_any_more(plain: Engine, engine: Engine) -> None:
+    one = request(tokens(100, 16), max_tokens=300)
+    (expected,) = run_together(plain, [one])
+    model, asked = drafter(engine).model, list[int]()
+    compute, plan = model.compute, Loop._next_step
+
+    def wrong(step: Any) -> torch.Tensor:
+        asked[-1] += 1
+        return torch.roll(compute(step), 1, dims=1)
+
+    def planned(loop: Loop) -> Any:
+        asked.append(0)
+        return plan(loop)
+
+    with (
+        patch.object(model, "compute", wrong),
+        patch.object(Loop, "_next_step", planned),
+        patch.object(drafter(engine), "rate", DraftRate()),
+    ):
+        (found,) = run_together(engine, [one])
+    assert said(found) == said(expected)
+    assert sum(asked[:100]) > 20
+    assert sum(asked[-150:]) < 10
+
+
+def test_both_kinds_of_guesses_together(folders: tuple[Path, Path], plain: Engine, tmp_path: Path) -> None:
+    one = request(np.tile(tokens(60, 1), 3), max_tokens=2 * REPLY)
+    (expected,) = run_together(plain, [one])
+    engine = drafting(folders, tmp_path / "kv", speculative="ngram")
+    with helped(engine, [expected]):
+        (found,) = run_together(engine, [one])
+    assert said(found) == said(expected)
+    assert some_are_wrong(found)
+    engine.close()
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    other = tiny.write_folder(tmp_path / "other", dtype=torch.bfloat16)
+    text = (other / "tokenizer.json").read_text("utf-8").replace('"<|im_end|>"', '"<|the_end|>"')
+    (other / "tokenizer.json").write_text(text, "utf-8")
+    with pytest.raises(ModelError, match="--draft-model: other has another vocabulary than served"):
+        load(folders[0], tmp_path / "kv", draft_model=str(other))
+
+
+def test_a_draft_model_that_is_not_exact_at_every_token_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    tiny_model("qwen3_next", torch.float32).save_pretrained(tmp_path / "grid")
+    tiny.tokenizer().save_pretrained(tmp_path / "grid")
+    with pytest.raises(ModelError, match="--draft-model: grid cannot guess, it is not exact at every token"):
+        load(folders[0], tmp_path / "kv", draft_model=str(tmp_path / "grid"))
+
+
+def test_a_draft_model_that_is_not_there_is_named_by_its_flag(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="--draft-model: no such file or folder"):
+        load(folders[0], tmp_path / "kv", draft_model="./nowhere")
+
+
+def test_memory_is_shared_so_that_as_many_tokens_fit_both(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    engine = drafting(folders, tmp_path / "kv", kv_memory=8 << 20)
+    pools = engine.pool, drafter(engine).model.pool
+    assert sum(pool.limit_bytes for pool in pools) == pytest.approx(8 << 20, abs=2)
+    served, draft = (pool.limit_bytes / pool.layout.bytes_per_token for pool in pools)
+    assert served == pytest.approx(draft, rel=1e-3)
+    assert engine.memory_stats()["limit_bytes"] == sum(pool.limit_bytes for pool in pools)
+    assert engine.memory_stats()["used_bytes"] == sum(pool.used_bytes for pool in pools)
+    engine.close()
