@@ -94,8 +94,8 @@ def helped(engine: Engine, clients: Iterable[Client]) -> AbstractContextManager[
         for (choice, _), of_next in zip(step, logits, strict=True):
             coming = next((reply for reply in replies if reply[: len(choice.reply)] == choice.reply), [])
             at = choice.shadow.arena.num_tokens - choice.prompt_tokens
-            if 0 <= at < len(coming) and chance.random() < 0.8:
-                of_next[coming[at]] = of_next.max() + 5
+            if 0 <= at < len(coming):
+                of_next[coming[at] if chance.random() < 0.8 else (coming[at] + 1) % 250] = of_next.max() + 20
         return logits
 
     return patch.object(model, "compute", helping)
@@ -125,8 +125,7 @@ def test_replies_of_several_requests_at_once_are_those_without(plain: Engine, en
     with helped(engine, expected):
         found = run_together(engine, REQUESTS.values())
     assert list(map(said, found)) == list(map(said, expected))
-    counts = [(one.done.timings.accepted_tokens, one.done.timings.drafted_tokens) for one in found]
-    assert all(0 < accepted < drafted for accepted, drafted in counts), counts
+    assert all(map(some_are_wrong, found))
     assert not any(slot.is_busy for slot in drafter(engine).model.pool.slots)
 
 
