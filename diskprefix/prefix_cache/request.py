@@ -255,7 +255,8 @@ class CachedRequest:
             self.cache.counters["restored_bytes"] += restored.num_bytes
         elif self._miss_reason is not None:
             self.cache.misses[self._miss_reason] += 1
-        if self._bypass is None:
+        if self._bypass is None and self.cache.has_own_threads:
+            # What is kept beside another model's state was no request of its own.
             note_savings(self.cache, self.namespace, self.prompt, restored, self._token_s)
         report = CacheReport(
             selection=self.selection,
