@@ -44,7 +44,8 @@ MOST_GUESSED = 3 * REPLY
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model, and a smaller one with its tokenizer."""
-    at, sizes = tmp_path_factory.mktemp("models"), {"dtype": torch.bfloat16, "max_position_embeddings": POSITIONS}
+    at = tmp_path_factory.mktemp("models")
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "max_position_embeddings": POSITIONS}
     served = tiny.write_folder(at / "served", num_hidden_layers=3, **sizes)
     return served, tiny.write_folder(at / "draft", seed=1, **sizes)
 

@@ -219,8 +219,8 @@ class Asked:
     def __init__(self) -> None:
         self.last: list[One] = []
 
-    def draft(self, sequences: Sequence[One], *_: float) -> None:
-        self.last = list(sequences)
+    def draft(self, sequences: Sequence[One], num_decoding: int, row_cost: float, plain_s: float) -> None:
+        self.last, self.given = list(sequences), (num_decoding, row_cost, plain_s)
 
 
 def test_a_draft_model_is_asked_where_the_tokens_before_tell_less() -> None:
@@ -243,3 +243,4 @@ def test_a_draft_model_is_asked_where_the_tokens_before_tell_less() -> None:
     speculation.note(sequences, len(sequences), 0, 1.0)
     speculation.plan(sequences)
     assert asked.last == sequences[1:3]
+    assert asked.given == (5, speculation.row_cost.value, 1.0)
