@@ -112,15 +112,6 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-def test_a_reply_is_the_one_without_a_draft_model(name: str, plain: Engine, engine: Engine) -> None:
-    expected = run_together(plain, [REQUESTS[name]])
-    with helped(engine, expected):
-        found = run_together(engine, [REQUESTS[name]])
-    assert list(map(said, found)) == list(map(said, expected))
-    assert all(map(some_are_wrong, found))
-
-
 def test_replies_of_several_requests_at_once_are_those_without(plain: Engine, engine: Engine) -> None:
     expected = run_together(plain, REQUESTS.values())
     with helped(engine, expected):
