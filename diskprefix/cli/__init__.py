@@ -17,6 +17,7 @@ COMMANDS = (
     "clients",
     "models",
     "inspect",
+    "doctor",
     "warm",
     "simulate",
     "verify",

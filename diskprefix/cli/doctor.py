@@ -1,0 +1,87 @@
+"""`diskprefix doctor`: does this machine serve this model well, and what to do if not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from diskprefix.cli.findings import Finding
+from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
+from diskprefix.cli.tooling import counted, print_json, status
+from diskprefix.printable import printable_only
+from diskprefix.settings import CACHE, SETTINGS, Settings
+
+_SIGNS = {"ok": "ok", "note": "note", "problem": "PROBLEM", "skipped": "–"}
+
+_EPILOG = """\b
+Examples:
+  diskprefix doctor                                  quick: nothing is loaded or fetched
+  diskprefix doctor --request                        also loads the model, sends a request, restarts, sends it again
+  diskprefix doctor --model ~/models/qwen --port 9000 --json
+
+Exit codes: 0 no problem was found; 1 there is one; 2 wrong usage.
+"""
+
+
+@click.command(cls=GroupedCommand, short_help="Check the machine, the model, the folder and the port.", epilog=_EPILOG)
+@option(
+    "--request",
+    is_flag=True,
+    help="Load the model too, twice, and send a request before and after the restart. Takes from seconds to minutes.",
+)
+@option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
+@setting_options(SETTINGS, "As for serve: ")
+@policy_option("As for serve: " + CACHE)
+def doctor(request: bool, json: bool, **flags: Any) -> int:
+    """Check whether `diskprefix serve` with the same options works well here, and say what to do if not.
+
+    Looks at Python, torch's build and instruction sets, the kernels and whether they are exact, the model's size
+    against the memory, its tokenizer, template and calls of tools, the folder's rights and file system, the disk's
+    speed against that of computing, the budget against the free space, the port and the clock. Nothing is changed.
+    Takes a few seconds, and works beside a running daemon.
+    """
+    settings = build_settings(flags)
+    findings: list[Finding] = []
+    with status("looking at the machine") as say:
+        for finding in _findings(settings, say, with_request=request):
+            findings.append(finding)
+            if not json:
+                _show(finding)
+    problems = sum(finding.level == "problem" for finding in findings)
+    if json:
+        print_json({"ok": not problems, "findings": [asdict(finding) for finding in findings]})
+    else:
+        notes = sum(finding.level == "note" for finding in findings)
+        click.echo(f"{counted(problems, 'problem')}, {counted(notes, 'note')}, {counted(len(findings), 'finding')}")
+    return 1 if problems else 0
+
+
+def _findings(settings: Settings, say: Callable[[str], None], *, with_request: bool) -> Iterator[Finding]:
+    from diskprefix.cli.doctor_machine import (
+        folder_findings,
+        port_finding,
+        python_findings,
+        store_findings,
+        torch_findings,
+    )
+    from diskprefix.cli.doctor_model import client_findings, model_findings
+
+    yield from python_findings()
+    yield from folder_findings(settings)
+    say("measuring the disk")
+    yield from store_findings(settings)
+    yield port_finding(settings)
+    say("importing torch")
+    yield from torch_findings(settings)
+    yield from model_findings(settings, say)
+    if with_request:
+        yield from client_findings(settings, say)
+
+
+def _show(finding: Finding) -> None:
+    click.echo(f"{_SIGNS[finding.level]:<8} {finding.check:<17} {printable_only(finding.text)}")
+    if finding.advice:
+        click.echo(f"{'':<8} {'':<17} → {printable_only(finding.advice)}")

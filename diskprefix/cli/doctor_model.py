@@ -1,0 +1,187 @@
+"""The checks of `diskprefix doctor` that look at the model: memory, tokenizer, template, calls of tools; and, with its
+weights, one request as a client sends it, before and after a restart."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from diskprefix.cli.findings import Finding
+from diskprefix.errors import DiskPrefixError, ModelError
+from diskprefix.settings import Settings, cache_home, format_size
+
+_SENTENCE = (
+    "The harbor office keeps a list of all ships, with their draught, their cargo and the pilot who led them in. "
+)
+_FACTOR = 1.2
+"""What a loaded model takes beside its weights."""
+
+
+def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
+    """Nothing is fetched here. `say` takes a line about what is being done."""
+    folder = local_folder(settings.model)
+    if folder is None:
+        what = "the embedded model" if settings.model is None else repr(settings.model)
+        text = f"{what} is not on this machine yet: it is fetched at the first start"
+        yield Finding(check="model", level="skipped", text=text)
+        return
+    yield _memory_finding(settings, folder)
+    if folder.is_file():
+        text = f"{folder.name} is converted at the first start; until then its tokenizer is not looked at"
+        yield Finding(check="tokenizer", level="skipped", text=text)
+        return
+    say("reading the tokenizer")
+    yield from _tokenizer_findings(settings, folder)
+
+
+def local_folder(model: str | None) -> Path | None:
+    """Returns the folder, or the .gguf file, of what --model says; None if it is not on this machine."""
+    from diskprefix.model.embedded import EMBEDDED
+    from diskprefix.model.gguf import SUFFIXES, is_finished
+
+    if model is None:
+        folders = [cache_home() / "models" / f"{EMBEDDED.name}{suffix}" for suffix in SUFFIXES.values()]
+        return next((folder for folder in folders if is_finished(folder)), None)
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _memory_finding(settings: Settings, folder: Path) -> Finding:
+    from diskprefix.model.memory import available_ram_bytes, weights_bytes
+
+    files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if not files:
+        text = f"{folder} holds no weights"
+        return Finding(check="model", level="problem", text=text, advice="give another --model")
+    try:
+        needed = weights_bytes(files, 4 if settings.dtype == "float32" else 2)
+    except ModelError as error:
+        return Finding(check="model", level="problem", text=error.message, advice="fetch or copy it again")
+    free = available_ram_bytes()
+    text = f"{folder.name}: about {format_size(needed)} of weights, {format_size(free)} of memory free"
+    if settings.device not in ("auto", "cpu"):
+        return Finding(check="model", level="ok", text=f"{text}; it is to run on {settings.device}")
+    if needed > free:
+        advice = "free memory, take a smaller model, or --weights int8 or int4"
+        return Finding(check="model", level="problem", text=text, advice=advice)
+    if needed * _FACTOR > free:
+        advice = "little is left for the state of requests; see --kv-memory"
+        return Finding(check="model", level="note", text=text, advice=advice)
+    return Finding(check="model", level="ok", text=text)
+
+
+def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
+    from diskprefix.chat.template import PromptRenderer
+    from diskprefix.cli.request_bodies import parse_body
+    from diskprefix.model.loader import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(str(folder), settings.chat_template, lambda _line: None)
+    except DiskPrefixError as error:
+        yield Finding(check="tokenizer", level="problem", text=error.message, advice="fetch or copy the model again")
+        return
+    text = f"{len(tokenizer):,} tokens"
+    sample = "Ünïcödé — 日本語 🦀 and\n\n  code();"
+    back = tokenizer.decode(tokenizer(sample, add_special_tokens=False)["input_ids"])
+    is_same = back.strip() == sample
+    advice = "" if is_same else "some texts change in it; nothing is wrong with the cache"
+    yield Finding(check="tokenizer", level="ok" if is_same else "note", text=text, advice=advice)
+    if not tokenizer.chat_template:
+        text, advice = "the model has no chat template", "give one with --chat-template, or use /v1/completions"
+        yield Finding(check="template", level="note", text=text, advice=advice)
+        return
+    renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30)
+    try:
+        renderer.warm_up()
+        body = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]}
+        prompt = parse_body(body).prompt(renderer)
+    except DiskPrefixError as error:
+        advice = "give another one with --chat-template"
+        yield Finding(check="template", level="problem", text=error.message, advice=advice)
+        return
+    if not prompt.boundaries:
+        text, advice = "no place in it is safe to cut", "auto keeps less; the scope full keeps whole prompts"
+        yield Finding(check="template", level="note", text=text, advice=advice)
+    else:
+        text = f"{len(prompt.boundaries)} boundaries in a prompt of two messages; the system message ends at one"
+        if not prompt.system_end:
+            text = f"{len(prompt.boundaries)} boundaries in a prompt of two messages, none at the system message's end"
+        yield Finding(check="template", level="ok", text=text)
+    yield _calls_finding(renderer.output_format.name)
+
+
+def _calls_finding(name: str) -> Finding:
+    """The renderer has had calls written by the template and read back: the name says in which format that worked."""
+    if name in ("plain", "json"):
+        text = "the template writes calls of tools in no known format: only calls as JSON are found"
+        return Finding(check="tool calls", level="note", text=text, advice="agents may not work with this model")
+    return Finding(check="tool calls", level="ok", text=f"written by the template and read back: {name}")
+
+
+def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
+    """Loads the model twice, into a store of its own, and sends the same request as a client does: cold, again, and
+    again after a restart."""
+    from diskprefix.cli.warm_target import in_this_process
+
+    with tempfile.TemporaryDirectory(prefix="doctor-", dir=_writable(settings.kv_cache_dir)) as folder:
+        own = replace(settings, kv_cache_dir=Path(folder) / "kv", kv_cache_gate="off", record=None, api_keys=None)
+        body = {
+            "messages": [{"role": "user", "content": _SENTENCE * (settings.kv_cache_min_tokens // 12 + 8)}],
+            "max_tokens": 4,
+            "temperature": 0,
+            "prefix_cache": {"scope": "full"},
+        }
+        replies = []
+        for start in ("loading the model", "loading the model again"):
+            say(start)
+            with in_this_process(own, say) as call:
+                say("sending a request")
+                for _ in range(2 if not replies else 1):
+                    answer = call("POST", "/v1/chat/completions", body)
+                    if answer.status != 200:
+                        yield Finding(check="request", level="problem", text=answer.message, advice="see the message")
+                        return
+                    replies.append(answer.body)
+                exact = call("GET", "/props", None).body["model"]["identity"]["exact_at"]
+    yield from _judged(replies, exact)
+
+
+def _judged(replies: list[dict[str, Any]], exact_at: str) -> Iterator[Finding]:
+    cold, again, restarted = replies
+    tokens = cold["usage"]["prompt_tokens"]
+    texts = {json.dumps(reply["choices"][0]["message"], sort_keys=True) for reply in replies}
+    text = f"{tokens:,} tokens in {cold['timings']['ttft_ms'] / 1e3:.2f} s"
+    yield Finding(check="request", level="ok", text=text)
+    yield Finding(check="exactness", level="ok", text=f"this model is exact at every {exact_at}")
+    for check, reply in (("repeated", again), ("restart", restarted)):
+        found = reply["prefix_cache"]
+        if not found["restored"]:
+            reason = found.get("miss_reason", "not known")
+            advice = "server/README.md explains the reason"
+            yield Finding(check=check, level="problem", text=f"nothing was restored: {reason}", advice=advice)
+        else:
+            text = f"{found['restored']:,} tokens from {found['source']} in {reply['timings']['ttft_ms'] / 1e3:.2f} s"
+            yield Finding(check=check, level="ok", text=text)
+    if len(texts) > 1:
+        text, advice = "the replies differ", "please report this with the output of `diskprefix --version`"
+        yield Finding(check="same reply", level="problem", text=text, advice=advice)
+    else:
+        yield Finding(check="same reply", level="ok", text="cold, repeated and restored replies are equal")
+
+
+def _writable(folder: Path) -> Path:
+    """Returns the folder above the store: the disk is the same."""
+    return next(place for place in folder.absolute().parents if place.is_dir())
