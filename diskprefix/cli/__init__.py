@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from diskprefix.errors import DiskPrefixError
-from diskprefix.version import __version__
 
 COMMANDS = (
     "serve",
@@ -23,8 +22,12 @@ COMMANDS = (
     "verify",
     "purge",
     "compact",
+    "backup",
+    "restore",
     "export",
     "import",
+    "init",
+    "completion",
 )
 """Each is the function of its name in the module of its name, with _ after the keyword `import`."""
 
@@ -46,8 +49,18 @@ class LazyGroup(click.Group):
         return command
 
 
+def _show_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value:
+        from diskprefix.cli.versions import version_text
+
+        click.echo(version_text())
+        context.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="diskprefix")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show versions."
+)
 def cli() -> None:
     """Serve a language model whose prefix (KV) cache lives on disk.
 

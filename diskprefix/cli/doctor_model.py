@@ -125,7 +125,7 @@ def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
 
 def _calls_finding(name: str) -> Finding:
     """The renderer has had calls written by the template and read back: the name says in which format that worked."""
-    if name in ("plain", "json"):
+    if name in ("none", "json"):
         text = "the template writes calls of tools in no known format: only calls as JSON are found"
         return Finding(check="tool calls", level="note", text=text, advice="agents may not work with this model")
     return Finding(check="tool calls", level="ok", text=f"written by the template and read back: {name}")

@@ -41,6 +41,8 @@ class PathType(click.Path):
         return super().convert(value, param, ctx)
 
 
+_POLICY = "diskprefix.policy"
+"""Under which a context remembers what --policy says."""
 _EMPTY = "it is empty; give a value, or leave it out"
 _CLICK_TYPES: Mapping[str, Any] = {
     "integer": int,
@@ -141,6 +143,7 @@ def policy_option(group: str) -> Callable[[Decorated], Decorated]:
     def apply(ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
         if value is not None:
             ctx.default_map = {**(ctx.default_map or {}), **policy_values(value)}
+            ctx.meta[_POLICY] = value
         return value
 
     return option(
@@ -153,6 +156,12 @@ def policy_option(group: str) -> Callable[[Decorated], Decorated]:
         expose_value=False,
         callback=apply,
     )
+
+
+def policy_of(context: click.Context) -> str | None:
+    """Returns what --policy says, None if it is not given."""
+    name: str | None = context.meta.get(_POLICY)
+    return name
 
 
 def policy_values(name_or_path: str) -> dict[str, Any]:

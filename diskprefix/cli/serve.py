@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from diskprefix import app
-from diskprefix.cli.options import GroupedCommand, build_settings, policy_option, setting_options
+from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
 from diskprefix.printable import escaped
 from diskprefix.settings import CACHE, SETTINGS
 
@@ -31,13 +31,20 @@ store cannot be used; 5 the accelerator failed, and only a new process can use i
 @click.command(cls=GroupedCommand, epilog=_EPILOG)
 @setting_options(SETTINGS)
 @policy_option(CACHE)
-def serve(**flags: Any) -> None:
+@option("--print-config", is_flag=True, help="Print every setting, its value and where that came from, and end.")
+@click.pass_context
+def serve(context: click.Context, /, print_config: bool, **flags: Any) -> None:
     """Serve a model over an OpenAI-compatible API and keep its prefix cache on disk.
 
     The port answers /health at once. Requests are served when the model is loaded. On SIGTERM and Ctrl-C the daemon
     finishes the running request, writes what is pending, and ends.
     """
     settings = build_settings(flags)
+    if print_config:
+        from diskprefix.cli.print_config import config_text
+
+        click.echo(config_text(context, settings))
+        return
     configure_logging(settings.log_level)
     app.serve(settings)
 

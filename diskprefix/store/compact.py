@@ -77,7 +77,7 @@ def compact_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
         if not lock.try_exclusive():
             raise StoreUnavailable(
                 f"{path}: a daemon or another command has the store open, so its file cannot be replaced; stop it, "
-                "or write a compacted copy with `diskprefix compact --to FOLDER`"
+                "or write a compacted copy with `diskprefix backup FOLDER`"
             )
         return _write_copy(path, path, advance)
 
@@ -94,6 +94,21 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
         if os.path.lexists(target / DATA):
             raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
         return _write_copy(path, target, advance)
+
+
+def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
+    """Put a copy of the store in folder `source` in the place of that in folder `path`, which is created.
+
+    Raises as `compact_folder` does; then the old file stays. `before_bytes` is the size of the file in `source`.
+    """
+    check_folder(source)
+    make_folder(path)
+    with closing(FolderLock(path, patience_s=0)) as lock, file_errors(path):
+        if path.resolve() == source.resolve():
+            raise StoreUnavailable(f"{source} is the folder of the store itself; give that of a backup")
+        if not lock.try_exclusive():
+            raise StoreUnavailable(f"{path}: a daemon or another command has the store open; stop it first")
+        return _write_copy(source, path, advance)
 
 
 def _write_copy(source: Path, target: Path, advance: Callable[[int], None]) -> Compacted:
@@ -120,7 +135,7 @@ def _require_room(path: Path, work: Path, num_bytes: int) -> None:
     if missing_bytes > 0:
         raise StoreUnavailable(
             f"{path}: the copy takes {format_size(num_bytes)} and the disk has {format_size(free_bytes)}: "
-            f"{format_size(missing_bytes)} are missing; free them, or write the copy elsewhere with `compact --to`"
+            f"{format_size(missing_bytes)} are missing; free them, or write the copy elsewhere with `diskprefix backup`"
         )
 
 

@@ -62,7 +62,7 @@ def test_tools_beside_a_daemon_change_no_answer(run: Run, chat_model: Path, tmp_
 
         refused = run("compact", "--kv-cache-dir", folder)
         assert (refused.exit_code, refused.stderr.count("\n")) == (4, 1)
-        assert run("compact", "--to", tmp_path / "copy", "--kv-cache-dir", folder).exit_code == 0
+        assert run("backup", tmp_path / "copy", "--kv-cache-dir", folder).exit_code == 0
 
         assert run("purge", "--all", "--yes", "--kv-cache-dir", folder).exit_code == 0
         assert tenants(run, folder) == set()

@@ -49,16 +49,6 @@ def test_it_prints_before_and_after(run: Run, folder: Path, kept: Publication) -
     store.close()
 
 
-def test_to_leaves_the_store_and_writes_a_copy(run: Run, folder: Path, tmp_path: Path, kept: Publication) -> None:
-    before = (folder / "data.mdb").read_bytes()
-    ended = run("compact", "--to", tmp_path / "copy", "--kv-cache-dir", folder)
-    assert (ended.exit_code, ended.stdout.startswith(f"wrote {tmp_path / 'copy' / 'data.mdb'}: ")) == (0, True)
-    assert (folder / "data.mdb").read_bytes() == before
-    store = open_store(tmp_path / "copy")
-    assert is_whole(store, kept)
-    store.close()
-
-
 @pytest.mark.usefixtures("kept")
 def test_beside_a_daemon_it_refuses_in_one_line_that_says_how_to_go_on(run: Run, folder: Path) -> None:
     # A descriptor of its own, as another process has one.
@@ -73,12 +63,12 @@ def test_beside_a_daemon_it_refuses_in_one_line_that_says_how_to_go_on(run: Run,
         ended = run("compact", "--kv-cache-dir", folder)
         daemon.communicate("")
     assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (4, "", 1)
-    assert "stop it, or write a compacted copy with `diskprefix compact --to FOLDER`" in ended.stderr
+    assert "stop it, or write a compacted copy with `diskprefix backup FOLDER`" in ended.stderr
 
 
 def test_a_folder_without_a_store_is_one_line(run: Run, tmp_path: Path) -> None:
-    for flags in ((), ("--to", tmp_path / "copy")):
-        ended = run("compact", *flags, "--kv-cache-dir", tmp_path)
+    for args in (["compact"], ["backup", tmp_path / "copy"]):
+        ended = run(*args, "--kv-cache-dir", tmp_path)
         assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (4, "", 1)
         assert "holds no diskprefix store" in ended.stderr
     assert not list(tmp_path.iterdir())
@@ -124,7 +114,7 @@ def test_a_disk_without_room_for_both_says_how_much_is_missing(run: Run, disk: P
     store.close()
     ended = run("compact", "--kv-cache-dir", disk)
     assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (4, "", 1)
-    assert "MiB are missing; free them, or write the copy elsewhere with `compact --to`" in ended.stderr
+    assert "MiB are missing; free them, or write the copy elsewhere with `diskprefix backup`" in ended.stderr
     assert run("verify", "--kv-cache-dir", disk).exit_code == 0
-    assert run("compact", "--to", tmp_path / "copy", "--kv-cache-dir", disk).exit_code == 0
+    assert run("backup", tmp_path / "copy", "--kv-cache-dir", disk).exit_code == 0
     assert run("verify", "--kv-cache-dir", tmp_path / "copy").exit_code == 0

@@ -15,7 +15,7 @@ from tests.cli.terminal import Terminal
 from tests.store.building import BLOCK, open_store, prompt, publication
 
 TOOLS = sorted(set(COMMANDS) - {"serve"})
-STORE_TOOLS = sorted(set(TOOLS) - {"clients", "models", "simulate", "warm"})
+STORE_TOOLS = sorted(set(TOOLS) - {"clients", "completion", "init", "models", "simulate", "warm"})
 
 
 @pytest.mark.parametrize("command", TOOLS)
@@ -100,7 +100,7 @@ def test_the_beginning_of_an_id_has_at_least_four_digits(run: Run, folder: Path,
     "args",
     [
         *(["inspect"], ["verify"], ["verify", "--fix"], ["purge", "--all", "--yes"], ["export", "3fa9"], ["compact"]),
-        ["compact", "--to", "copy"],
+        ["backup", "copy"],
     ],
 )
 def test_a_damaged_file_is_one_line_that_says_what_helps(
@@ -120,7 +120,7 @@ def test_a_damaged_file_is_one_line_that_says_what_helps(
 @pytest.mark.parametrize(
     "args",
     [
-        *(["inspect", "--kv-cache-dir", ""], ["compact", "--to", ""], ["export", "3fa9", "-o", ""], ["import", ""]),
+        *(["inspect", "--kv-cache-dir", ""], ["backup", ""], ["export", "3fa9", "-o", ""], ["import", ""]),
         *(["serve", "--kv-cache-dir", ""], ["serve", "--record", ""], ["simulate", "x", "--plot", ""], ["models", ""]),
         *(["simulate", ""], ["warm", "x", "--api-key", ""]),
     ],

@@ -1,0 +1,181 @@
+"""`diskprefix init`: three questions, and a settings file; on request also a systemd unit for the user."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diskprefix.cli.options import PathType, policy_values
+from diskprefix.cli.tooling import json_option, print_json
+from diskprefix.errors import SettingsError
+from diskprefix.settings import (
+    MAX_BUDGET,
+    MIN_BUDGET,
+    Settings,
+    default_kv_cache_dir,
+    find_policy,
+    format_size,
+    parse_size,
+)
+
+PRESETS = ("agent", "chat", "rag", "batch", "none")
+_SHARE, _MOST_BYTES = 10, 64 * 2**30
+"""The part of the free disk that is proposed for the cache, and the most that is."""
+_UNIT = """\
+# diskprefix as a service of this user. Written by `diskprefix init`.
+[Unit]
+Description=diskprefix, a model server that keeps its prefix cache on disk
+
+[Service]
+Type=notify
+ExecStart={command}
+Restart=on-failure
+RestartSec=5s
+# 2 is a wrong setting: another start would fail too.
+RestartPreventExitStatus=2
+# What is pending is written before it ends.
+TimeoutStartSec=15min
+TimeoutStopSec=90s
+UMask=0077
+
+[Install]
+WantedBy=default.target
+"""
+
+
+@click.command(short_help="Write a settings file, and a unit if you like.")
+@click.option("--yes", is_flag=True, help="Ask nothing: take the proposed answers, and those that options give.")
+@click.option("--model", metavar="ID|PATH", help="The model. Without it, the embedded SmolLM2-135M-Instruct.")
+@click.option("--preset", type=click.Choice(PRESETS), help="What the server is for.")
+@click.option("--budget", metavar="SIZE", help="How large the cache on disk may become.")
+@click.option(
+    "--file",
+    metavar="FILE",
+    type=PathType(dir_okay=False),
+    default=lambda: _config_home() / "diskprefix" / "settings.toml",
+    show_default="$XDG_CONFIG_HOME/diskprefix/settings.toml",
+    help="Where the settings go.",
+)
+@click.option("--unit", is_flag=True, help="Also write a systemd unit of the user, which serves with these settings.")
+@click.option("--force", is_flag=True, help="Replace files that are there.")
+@json_option
+def init(
+    yes: bool,
+    model: str | None,
+    preset: str | None,
+    budget: str | None,
+    file: Path,
+    unit: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Ask which model, what for, and how much disk; then write the answers to a settings file.
+
+    The file has the keys of `diskprefix serve --policy FILE`, which reads it. Nothing is fetched or started.
+
+    \b
+    diskprefix init
+    diskprefix init --yes --preset agent --budget 40GiB
+    diskprefix init --yes --unit
+
+    \b
+    Exit codes: 0 done; 2 wrong usage, or a file is there already.
+    """
+    file = file.expanduser().absolute()
+    unit_file = _config_home() / "systemd" / "user" / "diskprefix.service"
+    for target in (file, *([unit_file] if unit else [])):
+        if os.path.lexists(target) and not force:
+            raise SettingsError(f"{target} is there already; replace it with --force, or give another --file")
+    asks = not yes and sys.stdin.isatty()
+    if not yes and not asks:
+        raise SettingsError("standard input is no terminal to ask questions at; add --yes to take the proposed answers")
+    proposed = _proposed_budget()
+    if asks:
+        model = model or click.prompt(
+            "Which model (a hub id, a folder, a .gguf file; empty for the embedded one)", default="", err=True
+        )
+        preset = preset or click.prompt(
+            "What for", type=click.Choice(PRESETS), default="agent", err=True, show_choices=True
+        )
+        budget = budget or click.prompt("How much disk for the cache", default=_size_text(proposed), err=True)
+    text = _settings_text(model or None, preset or "agent", budget or _size_text(proposed))
+    written = [_write(file, text)]
+    if unit:
+        written.append(_write(unit_file, _UNIT.format(command=_command(file))))
+    if as_json:
+        print_json({"files": [str(path) for path in written], "command": _command(file)})
+        return
+    for path in written:
+        click.echo(f"wrote {path}")
+    click.echo(f"check it   diskprefix doctor --policy {shlex.quote(str(file))}")
+    click.echo(f"serve      diskprefix serve --policy {shlex.quote(str(file))}")
+    if unit:
+        click.echo("or         systemctl --user daemon-reload && systemctl --user enable --now diskprefix")
+
+
+def _settings_text(model: str | None, preset: str, budget: str) -> str:
+    """Returns the file. Raises `SettingsError` for a budget or a preset that cannot be."""
+    size = parse_size(budget, param="--budget")
+    if not MIN_BUDGET <= size <= MAX_BUDGET:
+        bounds = f"{format_size(MIN_BUDGET)} to {format_size(MAX_BUDGET)}"
+        raise SettingsError(f"--budget: {budget} is out of range ({bounds})")
+    lines = ["# Settings of diskprefix, for `diskprefix serve --policy FILE`. A flag or a variable overrides them.", ""]
+    if model is not None:
+        lines.append(f"model = {_quoted(model if not Path(model).expanduser().exists() else _absolute(model))}")
+    values: dict[str, Any] = {} if preset == "none" else policy_values(preset)
+    if values:
+        lines.append(f"# From the preset {preset}; {find_policy(preset).name} says why.")
+    for name, value in values.items():
+        if name != "kv_cache_budget":
+            lines.append(f"{name} = {_toml(value)}")
+    lines += ["# The largest size of the store's file.", f"kv_cache_budget = {_quoted(budget)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _absolute(model: str) -> str:
+    return str(Path(model).expanduser().absolute())
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float) else _quoted(str(value))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _proposed_budget() -> int:
+    """Returns a tenth of the free disk, whole GiB, at least the default."""
+    folder = default_kv_cache_dir()
+    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    disk = os.statvfs(place)
+    share = disk.f_bavail * disk.f_frsize // _SHARE // 2**30 * 2**30
+    return max(Settings.kv_cache_budget, min(share, _MOST_BYTES))
+
+
+def _size_text(num_bytes: int) -> str:
+    return format_size(num_bytes).replace(".0 ", "")
+
+
+def _command(file: Path) -> str:
+    """Returns the command line that serves with the settings, by the Python that runs now."""
+    return shlex.join([sys.executable, "-m", "diskprefix", "serve", "--policy", str(file)])
+
+
+def _write(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def _config_home() -> Path:
+    base = os.environ.get("XDG_CONFIG_HOME", "").strip()
+    return Path(base) if base else Path.home() / ".config"
