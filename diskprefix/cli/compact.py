@@ -26,6 +26,7 @@ def compact(kv_cache_dir: Path, as_json: bool) -> None:
 
     \b
     diskprefix compact
+    diskprefix compact --json
     diskprefix purge --salt alice --yes && diskprefix compact
 
     \b

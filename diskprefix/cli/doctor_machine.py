@@ -129,7 +129,7 @@ def _space_finding(settings: Settings, place: Path) -> Finding:
 def store_findings(settings: Settings) -> Iterator[Finding]:
     """What is in the store, whether its times are believable, and whether the disk is fast enough."""
     folder = settings.kv_cache_dir
-    prefill_s_per_byte = None
+    prefill_s_per_byte, newest = None, 0.0
     if not (folder / DATA).is_file():
         yield Finding(check="store", level="ok", text="no store yet; the first request creates it")
     else:
@@ -145,18 +145,23 @@ def store_findings(settings: Settings) -> Iterator[Finding]:
                 saved = sum(one.total.saved_s for one in read_savings(snapshot).values())
                 text = f"{counts['entries']:,} saved prompts in {format_size(snapshot.used_bytes())}"
                 yield Finding(check="store", level="ok", text=f"{text}; {saved:,.0f} s of computing saved until now")
-                yield _clock_finding(snapshot)
+                newest = _newest_use(snapshot)
                 prefill_s_per_byte = _prefill_s_per_byte(snapshot)
         except CacheError as error:
             yield Finding(check="store", level="problem", text=error.message, advice="diskprefix verify --fix")
         finally:
             store.close()
+    yield _clock_finding(time.time(), newest)
     yield _speed_finding(_existing(folder), prefill_s_per_byte)
 
 
-def _clock_finding(snapshot: Snapshot) -> Finding:
-    now = time.time()
-    newest = max((usage.last_used for usage in map(snapshot.usage, snapshot.keys("usage")) if usage), default=0.0)
+def _newest_use(snapshot: Snapshot) -> float:
+    records = snapshot.usages().records
+    return float(records["last_used"].max()) if len(records) else 0.0
+
+
+def _clock_finding(now: float, newest: float) -> Finding:
+    """`newest` is when the store was used last, as it says."""
     if now < _FIRST_TIME:
         return Finding(check="clock", level="problem", text="the clock is years behind", advice="set the time (NTP)")
     if newest > now + 60:

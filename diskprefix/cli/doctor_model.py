@@ -144,7 +144,7 @@ def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[
             "temperature": 0,
             "prefix_cache": {"scope": "full"},
         }
-        replies = []
+        replies: list[dict[str, Any]] = []
         for start in ("loading the model", "loading the model again"):
             say(start)
             with in_this_process(own, say) as call:

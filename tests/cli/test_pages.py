@@ -1,0 +1,154 @@
+"""Every command that the pages show is run, or is listed here with the reason why it is not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from diskprefix.cli import cli
+from tests.cli.conftest import Run
+from tests.server.daemon_process import DaemonProcess
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = (
+    *("README.md", "policies/README.md", "systemd/README.md", "diskprefix/cli/README.md"),
+    *("diskprefix/server/README.md", "diskprefix/README.md"),
+)
+_PROGRAM = re.compile(
+    r"(?:\$ )?((?:\.venv/bin/|tools/|/opt/)?(?:diskprefix|demo|test|python3?|pip|cp|mkdir|systemctl|journalctl|export|"
+    r"echo|chmod|curl|podman|kill)\b.*)"
+)
+_NOT_RUN = {
+    r"tools/(demo|test)": "takes minutes, and tests run in it",
+    r"python3 -m venv|\.venv/bin/pip|\.venv/bin/diskprefix serve$": "installs packages from an index",
+    r"cp systemd/|systemctl |journalctl |export |kill ": "changes the machine's services, as root",
+    r"(echo|chmod) .*/etc/": "writes to /etc, as root",
+    r"podman ": "there is no builder in CI; tests/systemd/test_containerfile.py reads the file",
+    r"diskprefix warm --alone": "loads a model; tests/cli/test_warm.py does it",
+    r"diskprefix doctor": "imports a model's tokenizer and measures the disk; tests/cli/test_doctor.py does it",
+    r"diskprefix simulate .*(--plot|synthetic)": "takes seconds; tests/cli/test_simulate.py does it",
+}
+"""Commands that are not run here, each with the reason."""
+
+
+def commands(page: str) -> Iterator[str]:
+    """The commands in the indented and fenced blocks of a page, without comments. A command may have several lines."""
+    lines = iter((ROOT / page).read_text(encoding="utf-8").splitlines())
+    is_fenced = False
+    for line in lines:
+        if line.startswith("```"):
+            is_fenced = not is_fenced
+            continue
+        block = line.strip() if line.startswith("    ") else line if is_fenced and line.startswith("$ ") else ""
+        match = _PROGRAM.fullmatch(block)
+        if match is None:
+            continue
+        command = match[1]
+        while command.endswith("\\") or command.count("'") % 2:
+            command = command.removesuffix("\\") + ("\n" if command.count("'") % 2 else " ") + next(lines).strip()
+        yield re.sub(r"\s+#\s.*$", "", command).strip()
+
+
+SHOWN = sorted({(page, command) for page in PAGES for command in commands(page)})
+
+
+def reason_not_to_run(command: str) -> str | None:
+    return next((reason for pattern, reason in _NOT_RUN.items() if re.match(pattern, command)), None)
+
+
+def test_commands_are_found_in_the_pages() -> None:
+    found = {command.split()[1] for _, command in SHOWN if command.startswith("diskprefix ")}
+    assert {"serve", "inspect", "verify", "purge", "backup", "export", "warm", "simulate", "init", "doctor"} <= found
+    assert any(command.startswith("curl ") for _, command in SHOWN)
+
+
+def test_each_reason_not_to_run_a_command_is_needed() -> None:
+    unused = [pattern for pattern in _NOT_RUN if not any(re.match(pattern, command) for _, command in SHOWN)]
+    assert unused == []
+
+
+@pytest.fixture(scope="module")
+def place(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the pages speak of, and a copy of a store that a daemon made."""
+    place = tmp_path_factory.mktemp("pages")
+    body = {"messages": [{"role": "user", "content": "What do the birds do when the tide goes out? " * 8}]}
+    asked = body | {"max_tokens": 2, "temperature": 0, "prefix_cache": {"scope": "full", "salt": "pages"}}
+    with daemon.client() as client:
+        assert client.post("/v1/chat/completions", json=asked).status_code == 200
+        state = client.get("/props").json()["full_cache"]["state"]
+    daemon.wait_saved()
+    (place / "request.json").write_text(json.dumps(body | {"prefix_cache": {"salt": "pages"}}))
+    (place / "conversation.json").write_text(json.dumps(body["messages"]))
+    (place / "yesterday.jsonl").write_text(json.dumps(body) + "\n")
+    (place / "system-prompt.txt").write_text("You look after a small library. " * 8)
+    rows = [{"timestamp": at, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]} for at in (0, 1000)]
+    (place / "day.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (place / "source").symlink_to(state["dir"])
+    return place
+
+
+@pytest.fixture
+def at_home(place: Path, run: Run, daemon: DaemonProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh copy of the store, and the environment of somebody who reads the pages."""
+    folder = tmp_path / "kv"
+    assert run("backup", folder, "--kv-cache-dir", (place / "source").resolve()).exit_code == 0
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("DISKPREFIX_KV_CACHE_DIR", str(folder))
+    monkeypatch.setenv("DISKPREFIX_URL", daemon.url)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("page", "command"), [shown for shown in SHOWN if reason_not_to_run(shown[1]) is None], ids=lambda one: one[:60]
+)
+def test_a_command_of_a_page_works(page: str, command: str, at_home: Path, run: Run, daemon: DaemonProcess) -> None:
+    command = command.replace("/mnt/backup", str(at_home / "backup")).replace("/tmp/manual", str(at_home / "manual"))
+    command = re.sub(r"http://127\.0\.0\.1:8642|localhost:8642", daemon.url, command)
+    if command.startswith("curl "):
+        curl = shutil.which("curl")
+        if curl is None:
+            pytest.skip("curl is not installed")
+        subprocess.run([curl, "--fail", "--silent", *shlex.split(command)[1:]], check=True, capture_output=True)
+        return
+    assert command.startswith("diskprefix "), f"{page}: run {command!r} here, or give a reason in _NOT_RUN"
+    args = shlex.split(command)[1:]
+    if "3fa9" in args:
+        entries = json.loads(run("inspect", "--json").stdout)["entries"]
+        args[args.index("3fa9")] = entries[0]["id"][:12]
+    if args[0] == "serve":
+        args.append("--print-config")
+    if args[0] == "restore":
+        assert run("backup", at_home / "backup/kv").exit_code == 0
+        args.append("--yes")
+    if args[0] == "init":
+        args.append("--yes")
+    ended = run(*args)
+    assert ended.exit_code == 0, ended.stderr
+
+
+INLINE = sorted(
+    {
+        (page, re.sub(r"\s+", " ", found))
+        for page in PAGES
+        for found in re.findall(r"`(diskprefix [a-z][^`]*)`", (ROOT / page).read_text(encoding="utf-8"))
+    }
+)
+
+
+@pytest.mark.parametrize(("page", "command"), INLINE, ids=lambda one: one[:60])
+def test_a_command_in_the_text_of_a_page_has_options_that_exist(page: str, command: str) -> None:
+    name, *words = command.split()[1:]
+    found = cli.get_command(click.Context(cli), name)
+    assert found is not None, f"{page}: {command}"
+    known = {text for parameter in found.params for text in (*parameter.opts, *parameter.secondary_opts)}
+    flags = [re.sub(r"[\]=].*", "", word.strip("[]")) for word in words if word.strip("[").startswith("--")]
+    assert set(flags) <= known, f"{page}: {command}"
