@@ -38,6 +38,8 @@ class TokenLayer:
     length = 0
     first = 0
     window: int | None = None
+    sequences: Sequence[TokenLayer] = ()
+    """Of a layer that stands for those of several sequences: theirs, in the order of the step's runs."""
     grow: Callable[[int], None]
 
     def bind(self, part: str, tensor: torch.Tensor, first: int) -> None:
@@ -208,7 +210,7 @@ def packed(layers: Sequence[TokenLayer], step: Step) -> TokenLayer:
     """Returns one layer of several sequences that share a forward: like that of the first one, but each sequence's rows
     go to its own memory, and `update` returns lists of memory, for attention of our own."""
     layer = copy.copy(layers[0])
-    vars(layer)["update"] = partial(_update, layers, step)
+    vars(layer)["update"], vars(layer)["sequences"] = partial(_update, layers, step), layers
     return layer
 
 

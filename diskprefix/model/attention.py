@@ -19,7 +19,7 @@ from diskprefix.model.torch_attention import TorchAttention
 from diskprefix.native import attention as native
 from diskprefix.native.library import operators
 
-_HARMLESS = frozenset({
+HARMLESS = frozenset({
     "position_ids", "use_cache", "cache_position", "is_causal", "dropout", "sliding_window", "position_embeddings",
     "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "past_key_values",
 })  # fmt: skip
@@ -44,8 +44,8 @@ def attend(
     a list of it for several sequences. It ends with the last tile of the step.
     `attention_mask` is a `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for what it cannot do.
     """
-    if not others.keys() <= _HARMLESS:
-        found = [name for name in sorted(others.keys() - _HARMLESS) if others[name] is not None]
+    if not others.keys() <= HARMLESS:
+        found = [name for name in sorted(others.keys() - HARMLESS) if others[name] is not None]
         if found:
             raise NotInvariant(f"attention with {', '.join(found)}")
     step = current_step()
@@ -98,4 +98,4 @@ def _first(end: int, memory: torch.Tensor) -> int:
 def kernel() -> str:
     """Returns what computes it, for the identity: "" if torch does."""
     found = operators()
-    return f"{found.identity}, {native.REVISION}" if found else ""
+    return found.identity if found else ""

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,8 +21,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from diskprefix.model.attention import attend
+from diskprefix.model.fused import Parts
+from diskprefix.model.observed import observing
 from diskprefix.model.patterns import NAME
 from diskprefix.model.rows import in_whole_vectors, is_curve, is_ours, linear, times
+from diskprefix.native.library import described, operators
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
 
@@ -34,37 +38,72 @@ _NUMBER_BY_NUMBER = frozenset({
     *(activations.SqrtSoftplusActivation, activations.XIELUActivation),
 })  # fmt: skip
 
-_installed: WeakKeyDictionary[PreTrainedModel, tuple[Callable[[], None], str]] = WeakKeyDictionary()
-"""What undoes it, and the digest of its products, for each model that was changed."""
+
+@dataclass(frozen=True)
+class _Installed:
+    undo: Callable[[], None]
+    products: str
+
+
+_installed: WeakKeyDictionary[PreTrainedModel, _Installed] = WeakKeyDictionary()
+"""The models that were changed."""
+_ForwardOf: TypeAlias = Callable[[nn.Module], Callable[..., Any] | None]
+_Forwards: TypeAlias = list[tuple[nn.Module, Callable[..., Any]]]
+_forwards: WeakKeyDictionary[PreTrainedModel, dict[str, _Forwards]] = WeakKeyDictionary()
+"""What takes the place of the forwards of a model's modules, by the kernels that it is for."""
 
 
 def install(model: PreTrainedModel, products: str = "") -> None:
     """Gives the model's decoder our attention, experts and products. `products` is the digest of their calls."""
     undo = ExitStack()
-    _installed[model] = undo.close, products
+    _installed[model] = _Installed(undo.close, products)
     config = model.config.get_text_config(decoder=True)
+    forwards = _forwards.setdefault(model, {})
+    if described() not in forwards:
+        forwards[described()] = _forwards_of(model, config)
     for kernel in _KERNELS:
         if hasattr(config, kernel):
             undo.callback(setattr, config, kernel, getattr(config, kernel))
             setattr(config, kernel, NAME)
-    for module in model.modules():
-        forward = _forward_of(module)
-        if forward is not None and "forward" not in vars(module):
-            undo.callback(delattr, module, "forward")
-            vars(module)["forward"] = forward
+    for module, forward in forwards[described()]:
+        undo.callback(delattr, module, "forward")
+        vars(module)["forward"] = forward
+
+
+def _forwards_of(model: PreTrainedModel, config: Any) -> _Forwards:
+    """Returns what takes the place of the forwards of modules. Those that have another one already keep it."""
+    compiled = operators()
+    parts = None if compiled is None or model.device.type != "cpu" else Parts(compiled)
+    found: dict[nn.Module, Callable[..., Any]] = {}
+    try:
+        # What is larger is compared with what its own parts compute.
+        steps: list[_ForwardOf] = [partial(_forward_of, parts)]
+        if parts is not None:
+            steps += [parts.larger, parts.largest]
+        for forward_of in steps:
+            with nullcontext() if parts is None else observing(config):
+                for module in model.modules():
+                    forward = None if "forward" in vars(module) else forward_of(module)
+                    if forward is not None:
+                        found[module] = vars(module)["forward"] = forward
+    finally:
+        for module in found:
+            del vars(module)["forward"]
+    return list(found.items())
 
 
 def uninstall(model: PreTrainedModel) -> bool:
     """Makes the model what transformers made it. Returns whether it was anything else."""
-    undo, _ = _installed.pop(model, (None, ""))
-    if undo is not None:
-        undo()
-    return undo is not None
+    installed = _installed.pop(model, None)
+    if installed is not None:
+        installed.undo()
+    return installed is not None
 
 
 def products_of(model: PreTrainedModel) -> str:
     """Returns the digest of the model's products, "" if they are those of transformers."""
-    return _installed.get(model, (None, ""))[1]
+    installed = _installed.get(model)
+    return installed.products if installed is not None else ""
 
 
 @contextmanager
@@ -79,8 +118,10 @@ def as_it_was(model: PreTrainedModel) -> Iterator[None]:
             install(model, products)
 
 
-def _forward_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+def _forward_of(parts: Parts | None, module: nn.Module) -> Callable[..., Any] | None:
     """Returns what replaces a module's forward, None if that need not change."""
+    if parts is not None and (forward := parts.smallest(module)) is not None:
+        return forward
     if type(module) is torch.nn.Linear:
         return partial(_linear, module._parameters)
     if type(module) in _NUMBER_BY_NUMBER:

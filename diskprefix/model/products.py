@@ -9,6 +9,7 @@ kernel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from diskprefix.model.quants import COLUMNS, ROWS, QuantForm, Quants, unpacked
 from diskprefix.model.rows import is_ours
 from diskprefix.native.library import operators
-from diskprefix.native.quantised import REVISION, QuantisedProduct
+from diskprefix.native.matrix import Matrix, product
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """From rows [.., columns of the matrix] to [.., rows of the matrix], in bfloat16."""
@@ -30,22 +31,29 @@ _int8 = torch.ops.aten._weight_int8pack_mm
 def kernel() -> str:
     """Returns which kernel computes the products, and what decides about its bits."""
     found = operators()
-    return TORCH if found is None else f"{found.identity}, {REVISION}"
+    return TORCH if found is None else found.identity
 
 
-def product_of(packed: torch.Tensor, form: QuantForm, bias: torch.Tensor | None) -> Product:
-    """Returns the product with a matrix that is packed as `quants` describes."""
+def matrix_of(packed: torch.Tensor, form: QuantForm, bias: torch.Tensor | None) -> Matrix | None:
+    """Returns a matrix that is packed as `quants` describes, for the compiled product; None if there is none."""
+    if operators() is None:
+        return None
+    return Matrix(
+        packed,
+        (packed.shape[0] * ROWS, packed.shape[1] * COLUMNS),
+        bits=form.bits,
+        group=form.group,
+        has_zeros=form.has_zeros,
+        scale_type=form.scale_type,
+        bias=bias,
+    )
+
+
+def product_of(packed: torch.Tensor, form: QuantForm, bias: torch.Tensor | None, matrix: Matrix | None) -> Product:
+    """Returns the product with it: the compiled one if there is a `matrix`."""
     found = operators()
-    if found is not None:
-        size = packed.shape[0] * ROWS, packed.shape[1] * COLUMNS
-        return QuantisedProduct(
-            *(found, packed, size),
-            bits=form.bits,
-            group=form.group,
-            has_zeros=form.has_zeros,
-            scale_type=form.scale_type,
-            bias=bias,
-        )
+    if found is not None and matrix is not None:
+        return partial(product, found, matrix=matrix)
     quants = unpacked(packed, form)
     return _of_4_bits(quants, bias) if form.bits == 4 else _of_8_bits(quants, bias)
 

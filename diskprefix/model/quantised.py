@@ -22,8 +22,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from diskprefix.errors import ModelError
 from diskprefix.model.memory import one_thread
-from diskprefix.model.products import Product, kernel, product_of
+from diskprefix.model.products import Product, kernel, matrix_of, product_of
 from diskprefix.model.quants import QuantForm, Quants, can_quantise, quantised, unpacked
+from diskprefix.native.matrix import Matrix
 from diskprefix.progress import Report, progress_bar
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class QuantisedLinear(nn.Module):
         shape = form.packed_shape(self.out_features, self.in_features)
         self.register_buffer("packed", torch.empty(shape, dtype=torch.uint8, device=linear.weight.device))
         self.bias = linear.bias
+        self.matrix: Matrix | None = None
+        """For the compiled operators."""
         self._product: Product | None = None
 
     @property
@@ -65,7 +68,8 @@ class QuantisedLinear(nn.Module):
     def prepare(self) -> None:
         """Makes what the kernel computes with, once the weights are there. They change no more."""
         bias = None if self.bias is None else self.bias.detach()
-        self._product = product_of(self.packed, self.form, bias)
+        self.matrix = matrix_of(self.packed, self.form, bias)
+        self._product = product_of(self.packed, self.form, bias, self.matrix)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         assert self._product is not None, "the model was not prepared"

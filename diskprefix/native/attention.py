@@ -13,15 +13,12 @@ _CALL = struct.Struct("@8q P2q 2P 2d q P")
 _RUN = struct.Struct("@3q P2q P2q")
 """`Attention` and `Run` of `source/interface.h`."""
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-REVISION = 1
-"""The number changes with the bits of the result."""
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def can_attend(dtype: torch.dtype) -> bool:
     """Returns whether the compiled attention takes numbers of that kind."""
-    return dtype in _DTYPES
+    return dtype in DTYPES
 
 
 def attention(
@@ -44,29 +41,32 @@ def attention(
     """
     query = _with_rows(query)
     heads, rows, key_dim = query.shape
-    described = bytearray()
-    kept = []
-    for start, num_rows, first, keys, values in runs:
-        keys, values = _with_rows(keys), _with_rows(values)
-        kept.append((keys, values))
-        key_strides, value_strides = keys.stride(), values.stride()
-        described += _RUN.pack(
-            *(start, num_rows, first),
-            *(keys.data_ptr(), key_strides[0], key_strides[1]),
-            *(values.data_ptr(), value_strides[0], value_strides[1]),
-        )
-    keys, values = kept[0]
+    runs = [
+        (start, num_rows, first, _with_rows(keys), _with_rows(values)) for start, num_rows, first, keys, values in runs
+    ]
+    _, _, _, keys, values = runs[0]
     out = query.new_empty(rows, heads, values.shape[-1])
     query_strides = query.stride()
     call = _CALL.pack(
-        *(_DTYPES[query.dtype], heads, keys.shape[0], key_dim, values.shape[-1], len(kept), window, chunk),
+        *(DTYPES[query.dtype], heads, keys.shape[0], key_dim, values.shape[-1], len(runs), window, chunk),
         *(query.data_ptr(), query_strides[0], query_strides[1], out.data_ptr()),
         *(0 if sinks is None else sinks.data_ptr(), scale, softcap),
         *(torch.get_num_threads(), operators.parallel_for),
     )
-    if operators.attention(call, bytes(described)):
+    if operators.attention(call, b"".join(run_of(*run) for run in runs)):
         raise MemoryError("there is no memory left for attention")
     return out
+
+
+def run_of(start: int, num_rows: int, first: int, keys: torch.Tensor, values: torch.Tensor) -> bytes:
+    """Returns the `Run` of a sequence, as `attention` takes it. The numbers of a token lie side by side in memory."""
+    key_strides, value_strides = keys.stride(), values.stride()
+    assert key_strides[2] == value_strides[2] == 1
+    return _RUN.pack(
+        *(start, num_rows, first),
+        *(keys.data_ptr(), key_strides[0], key_strides[1]),
+        *(values.data_ptr(), value_strides[0], value_strides[1]),
+    )
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:

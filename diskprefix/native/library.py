@@ -18,6 +18,12 @@ log = logging.getLogger("diskprefix")
 VARIANTS = ("amx", "avx512", "avx2", "baseline")
 """For which CPUs there may be operators. `source/library.cpp` says what each needs."""
 
+REVISION = 2
+"""The number changes with the bits of what an operator computes."""
+
+_NUM_ARGUMENTS = {"attention": 2, "product": 1, "norm": 1, "gated": 1, "attention_block": 2, "layer": 2}
+"""The operators in the order of `source/interface.h`."""
+
 _chosen = "auto"
 
 
@@ -33,17 +39,21 @@ class Operators:
     variant: str
     compiler: str
     attention: Any
-    quantised_product: Any
+    product: Any
+    norm: Any
+    gated: Any
+    attention_block: Any
+    layer: Any
     parallel_for: int
 
     @property
     def identity(self) -> str:
-        """What decides about the bits, beside the sources."""
-        return f"{self.variant}, {self.compiler}"
+        """What decides about the bits."""
+        return f"{self.variant}, {self.compiler}, {REVISION}"
 
 
 class _Table(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), ("attention", ctypes.c_void_p), ("quantised_product", ctypes.c_void_p))
+    _fields_ = (("name", ctypes.c_char_p), *((name, ctypes.c_void_p) for name in _NUM_ARGUMENTS))
 
 
 def choose(kernels: str) -> None:
@@ -95,13 +105,15 @@ def _load(kernels: str) -> Operators:
     table = library.diskprefix_operators(ctypes.c_char_p(name))
     if not table:
         raise Unavailable(f"there are no operators {kernels!r} for this CPU" if name else "this CPU is too old")
-    of_two, of_one = (ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_char_p] * count) for count in (2, 1))
+    found = {
+        name: ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_char_p] * count)(getattr(table.contents, name))
+        for name, count in _NUM_ARGUMENTS.items()
+    }
     return Operators(
-        table.contents.name.decode(),
-        library.diskprefix_compiler().decode(),
-        of_two(table.contents.attention),
-        of_one(table.contents.quantised_product),
-        _parallel_for(),
+        variant=table.contents.name.decode(),
+        compiler=library.diskprefix_compiler().decode(),
+        parallel_for=_parallel_for(),
+        **found,
     )
 
 

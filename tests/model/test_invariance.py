@@ -140,11 +140,12 @@ def test_other_calls_of_a_product_give_the_model_another_root(monkeypatch: pytes
         make_exact(model, rehearse(model), identity="this one")
         return Fingerprint.of(model, "").identity(16, 1, "layout")
 
-    first, second, third = (root(tiny_model("llama", torch.bfloat16)) for _ in range(3))
+    # Products of matrices in bfloat16 may be compiled operators.
+    first, second, third = (root(tiny_model("llama", torch.float32)) for _ in range(3))
     assert first == second == third
     safe = calls.safe_calls
     monkeypatch.setattr(calls, "safe_calls", lambda form: safe(form)[1:])
-    assert root(tiny_model("llama", torch.bfloat16)) != first
+    assert root(tiny_model("llama", torch.float32)) != first
 
 
 def run(model: PreTrainedModel, layout: Any, steps: Sequence[int]) -> tuple[bytes, torch.Tensor]:

@@ -162,9 +162,10 @@ def test_a_row_has_the_same_bits_beside_other_sequences(operators: Operators) ->
     assert bits(one.attended(operators, runs)) == bits(expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_rows", [1, 200])
-def test_the_number_of_threads_changes_no_bit(num_rows: int, operators: Operators) -> None:
-    layer = Layer.of(9, 3, 64, 64, dtype=torch.bfloat16)
+def test_the_number_of_threads_changes_no_bit(num_rows: int, dtype: torch.dtype, operators: Operators) -> None:
+    layer = Layer.of(9, 3, 64, 64, dtype=dtype)
     found = set()
     for threads in (1, 2, 3, 7):
         torch.set_num_threads(threads)

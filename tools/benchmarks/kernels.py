@@ -1,5 +1,5 @@
-"""The kernels benchmark: a step of a real model with the compiled attention and with torch's, in turns, and what the
-machine could do.
+"""The kernels benchmark: a step of a real model in bfloat16 with the compiled operators and with torch's, in turns, and
+what the machine could do.
 
 The memory of a sequence is filled with random numbers, so that a long context costs nothing to make.
 """
@@ -23,6 +23,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.model.invariance import make_exact
+from diskprefix.model.invariant import install, uninstall
 from diskprefix.model.loader import load_model
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.model.runner import Rows, run
@@ -72,8 +73,14 @@ class Model:
         rows = [Rows(arena, torch.arange(10, 10 + num_rows).unsqueeze(0)) for arena in arenas]
         took = _ms(lambda: run(self.model, rows))
         for arena, start in zip(arenas, starts, strict=True):
-            arena.truncate(start)
+            arena.take_back(start)
         return took
+
+    def use(self, kernels: str) -> None:
+        """Has the model computed by these kernels from now on. The bits of a product by torch's are not measured."""
+        library.choose(kernels)
+        uninstall(self.model)
+        install(self.model)
 
     def attention_ms(self, arenas: Sequence[KVArena], num_rows: int) -> float:
         """Returns the time of the compiled attention of one layer, all of which are as large as the first."""
@@ -121,12 +128,12 @@ def _case(model: Model, arenas: list[KVArena], tokens: int, num_rows: int, runs:
     steps: dict[str, list[float]] = {kernels: [] for kernels in KERNELS}
     for number in range(runs + 1):
         for kernels in KERNELS:
-            library.choose(kernels)
+            model.use(kernels)
             took = model.step_ms(arenas, num_rows)
             if number:
                 # The first one is slower.
                 steps[kernels].append(took)
-    library.choose("auto")
+    model.use("auto")
     attention_ms = min(model.attention_ms(arenas, num_rows) for _ in range(runs))
     group = arenas[0].memory[0].group
     layers, heads = len(group.specs) // 2, model.model.config.get_text_config(decoder=True).num_attention_heads
@@ -164,7 +171,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 @runs_option(15)
 @JSON
 def main(model: str, runs: int, as_json: bool) -> None:
-    """Measure steps of decoding and prefill with the compiled attention and with torch's, in turns."""
+    """Measure steps of decoding and prefill with the compiled operators and with torch's, in turns."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     progress = Console(stderr=True)
     source = model_folder(model, progress)

@@ -8,10 +8,10 @@
 #pragma once
 
 #include <atomic>
-#include <cstdlib>
 #include <new>
 
 #include "interface.h"
+#include "memory.h"
 #include "product.h"
 
 namespace diskprefix {
@@ -27,40 +27,6 @@ constexpr int64_t ALONE = 8;             // with fewer tiles than this in all, o
 constexpr float NOTHING = -1e30f;        // the maximum of no scores: finite, as infinities have no difference
 constexpr float HIDDEN = -__builtin_inff();
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// Memory that a thread keeps from call to call.
-class Memory {
- public:
-  ~Memory() { free(start_); }
-
-  bool reserve(int64_t bytes) {
-    if (bytes > size_) {
-      free(start_);
-      start_ = (char*)aligned_alloc(64, up_to(bytes, 64));
-      size_ = start_ ? bytes : 0;
-    }
-    used_ = 0;
-    return start_ != nullptr;
-  }
-
-  template <class Number>
-  Number* take(int64_t count) {
-    Number* taken = (Number*)(start_ + used_);
-    used_ += size_of<Number>(count);
-    return taken;
-  }
-
-  template <class Number>
-  static int64_t size_of(int64_t count) {
-    return up_to(count * sizeof(Number), 64);
-  }
-
- private:
-  char* start_ = nullptr;
-  int64_t size_ = 0, used_ = 0;
-};
 
 // What is known of rows: the largest score × log2(e), the sum of weights, and the weighted sums of values. There is room
 // for a multiple of 16 rows.
@@ -138,7 +104,7 @@ class Computation {
   std::atomic<bool> failed_{false};
 
   struct Scratch {
-    Factor *queries, *keys, *values;
+    Factor *queries, *turned, *keys, *values;
     float* scores;  // and in the same rows the weights, as soon as a score is not needed any more
     State state, tile;
     int64_t* positions;
@@ -223,13 +189,15 @@ class Computation {
 
   bool take_scratch(Memory& memory, Scratch& scratch) const {
     const int64_t rows = chunk_;
-    const int64_t bytes = Memory::size_of<Factor>(rows * inner_) + Memory::size_of<Factor>(TILE * inner_) +
+    const int64_t bytes = Memory::size_of<Factor>(rows * inner_) + Memory::size_of<Factor>(16 * inner_) +
+                          Memory::size_of<Factor>(TILE * inner_) +
                           Memory::size_of<Factor>(TILE * columns_) + Memory::size_of<float>(BLOCK * STRIDE) +
                           2 * Memory::size_of<float>(BLOCK) + Memory::size_of<float>(BLOCK * columns_) +
                           2 * Memory::size_of<float>(rows) + Memory::size_of<float>(rows * columns_) +
                           Memory::size_of<int64_t>(rows);
     if (!memory.reserve(bytes)) return false;
     scratch.queries = memory.take<Factor>(rows * inner_);
+    scratch.turned = memory.take<Factor>(16 * inner_);
     scratch.keys = memory.take<Factor>(TILE * inner_);
     scratch.values = memory.take<Factor>(TILE * columns_);
     scratch.scores = memory.take<float>(BLOCK * STRIDE);
@@ -270,7 +238,12 @@ class Computation {
       Product::pack_row(from, call_.key_dim, inner_, scratch.queries + row * inner_);
       scratch.positions[row] = runs_[task.run].start + token;
     }
+    if constexpr (Product::FEW_ROWS > 0)
+      if (has_few(task)) Product::turn_rows(scratch.queries, task.num_rows, inner_, scratch.turned);
   }
+
+  // Keys are then multiplied as they lie in memory.
+  bool has_few(const Task& task) const { return task.num_rows <= Product::FEW_ROWS && call_.key_dim == inner_; }
 
   // The tile has the number `tile` among those of the task.
   void attend_to(const Task& task, int64_t tile, const Scratch& scratch) const {
@@ -279,7 +252,14 @@ class Computation {
     const int64_t present = least(TILE, last + 1 - start), num_keys = up_to(present, KEYS), at = start - run.first;
     const Stored* keys = (const Stored*)run.keys + task.head * run.key_head_stride + at * run.key_token_stride;
     const Stored* values = (const Stored*)run.values + task.head * run.value_head_stride + at * run.value_token_stride;
-    Product::pack_turned(keys, run.key_token_stride, present, num_keys, call_.key_dim, inner_, scratch.keys);
+    const int64_t as_they_lie = has_few(task) ? present / KEYS * KEYS : 0;
+    if constexpr (Product::FEW_ROWS > 0)
+      if (as_they_lie)
+        Product::multiply_tokens(scratch.turned, task.num_rows, inner_, keys, run.key_token_stride, as_they_lie,
+                                 keys + TILE * run.key_token_stride, scratch.scores, STRIDE);
+    if (as_they_lie < num_keys)
+      Product::pack_turned(keys + as_they_lie * run.key_token_stride, run.key_token_stride, present - as_they_lie,
+                           num_keys - as_they_lie, call_.key_dim, inner_, scratch.keys);
     Product::pack_plain(values, run.value_token_stride, present, num_keys, call_.value_dim, columns_, scratch.values);
     for (int64_t row = 0; row < task.num_rows; row += BLOCK) {
       const int64_t num_rows = least(BLOCK, task.num_rows - row), end = scratch.positions[row + num_rows - 1] + 1;
@@ -287,16 +267,17 @@ class Computation {
       if (seen <= 0) continue;
       // Those of few rows, which may be cut into units, have one block.
       const State found = task.of_tiles ? partial(task, tile) : scratch.tile;
-      attend_block(scratch, row, num_rows, start, seen, num_keys, found);
+      attend_block(scratch, row, num_rows, start, as_they_lie, seen, num_keys, found);
       if (!task.of_tiles) scratch.state.from(row).merge(found, num_rows);
     }
   }
 
-  // `seen` of the `num_keys` packed keys are computed.
-  void attend_block(const Scratch& scratch, int64_t row, int64_t num_rows, int64_t start, int64_t seen, int64_t num_keys,
-                    const State& found) const {
-    Product::multiply(scratch.queries + row * inner_, inner_, scratch.keys, inner_, num_keys, scratch.scores, STRIDE,
-                      num_rows, inner_, seen);
+  // `seen` of the `num_keys` keys are computed. The scores of the first `known` are there, the other keys are packed.
+  void attend_block(const Scratch& scratch, int64_t row, int64_t num_rows, int64_t start, int64_t known, int64_t seen,
+                    int64_t num_keys, const State& found) const {
+    if (known < seen)
+      Product::multiply(scratch.queries + row * inner_, inner_, scratch.keys, inner_, num_keys - known,
+                        scratch.scores + known, STRIDE, num_rows, inner_, seen - known);
     float tops[BLOCK];
     for (int64_t i = 0; i < num_rows; ++i) {
       const int64_t position = scratch.positions[row + i];

@@ -35,23 +35,89 @@ struct Attention {
   ParallelFor parallel_for;
 };
 
-// Rows times a quantised matrix. `rows` is bfloat16 [num_rows, matrix_columns], `out` bfloat16 [num_rows, matrix_rows].
-struct QuantisedProduct {
-  int64_t num_rows, matrix_rows, matrix_columns;
-  int64_t bits, group, has_zeros, scale_type;  // the form of its blocks, see model/quants.py
+// A matrix [rows, columns]: in bfloat16 row after row (`bits` is 16), or in blocks of quants, see model/quants.py.
+struct Matrix {
+  int64_t rows, columns, bits, group, has_zeros, scale_type;
+  const void* weights;
+  const float* bias;  // [rows], or null
+};
+
+constexpr int64_t MOST_MATRICES = 3;
+
+// The same rows, bfloat16 [num_rows, columns], times each of several matrices: bfloat16 [num_rows, rows of the matrix].
+struct Product {
+  int64_t num_rows, num_matrices;
   const void* rows;
-  const uint8_t* packed;
-  const float* bias;  // [matrix_rows], or null
+  const Matrix* matrices[MOST_MATRICES];
+  void* outs[MOST_MATRICES];
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// How a norm by the root of the mean square takes its weights: the normed number is rounded first, or it is not, or the
+// weight is one more than what is stored.
+enum NormKind : int64_t { ROUNDED = 0, UNROUNDED = 1, ONE_MORE = 2 };
+
+// Rows of `width` numbers side by side.
+struct Norm {
+  int64_t dtype, kind, num_rows, width;
+  const void* rows;
+  const void* weight;
+  void* out;
+  double epsilon;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Down × (curve(gate × row) × (up × row)), bfloat16 [num_rows, columns of up] to [num_rows, rows of down]. The curve is a
+// table with the value for each of the 65,536 bfloat16 numbers, and one number more.
+struct Gated {
+  int64_t num_rows;
+  const void* rows;
+  const Matrix *gate, *up, *down;
+  const uint16_t* curve;
   void* out;
   int64_t num_threads;
   ParallelFor parallel_for;
+};
+
+// Attention with what is around it, in bfloat16: products that give queries, keys and values, norms of each head or null,
+// rotary embedding, keys and values to memory, attention, and the last product. `cosines` and `sines` are [num_rows,
+// rotary_dim]; the first half of the rotary numbers of a head belongs to the second. In `attention`, `query` and `out` are
+// not set, nor is `dtype` read.
+struct AttentionBlock {
+  int64_t num_rows;
+  const void* rows;
+  const Matrix *query, *key, *value, *last;
+  const void *query_norm, *key_norm;
+  int64_t norm_kind;
+  double norm_epsilon;
+  int64_t rotary_dim;
+  const void *cosines, *sines;
+  void* out;
+  Attention attention;
+};
+
+// Attention and gated products in bfloat16, each added to what it was given. There is a norm before each and may be one
+// behind each: [before attention, behind it, before the gated products, behind them], without weight if it is not there.
+// In the parts, rows and outs are not set.
+struct Layer {
+  const void* rows;
+  void* out;
+  AttentionBlock attention;
+  Gated gated;
+  Norm norms[4];
 };
 
 // The operators, as one variant computes them. They return 0, or 1 if there is not enough memory.
 struct Operators {
   const char* name;
   int32_t (*attention)(const Attention* call, const Run* runs);
-  int32_t (*quantised_product)(const QuantisedProduct* call);
+  int32_t (*product)(const Product* call);
+  int32_t (*norm)(const Norm* call);
+  int32_t (*gated)(const Gated* call);
+  int32_t (*attention_block)(const AttentionBlock* call, const Run* runs);
+  int32_t (*layer)(const Layer* call, const Run* runs);
 };
 
 }  // namespace diskprefix

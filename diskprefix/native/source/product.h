@@ -15,6 +15,7 @@ struct VectorProduct {
   static constexpr int ROWS = 1;   // rows, inner sizes and columns are padded to multiples of these
   static constexpr int INNER = 1;
   static constexpr int COLUMNS = LANES;
+  static constexpr int FEW_ROWS = 0;
   static constexpr int MOST_ROWS = 6;
   static constexpr int MOST_VECTORS = LANES == 16 ? 4 : 2;
 
@@ -119,6 +120,7 @@ struct TileProduct {
   static constexpr int ROWS = 16;
   static constexpr int INNER = 32;
   static constexpr int COLUMNS = 16;
+  static constexpr int FEW_ROWS = 16;  // or fewer may be multiplied with tokens as they lie in memory
 
   // Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the matrix. Another library may use them after us.
   struct Scope {
@@ -130,7 +132,8 @@ struct TileProduct {
       } tiles;
       for (int tile = 0; tile < 8; ++tile) {
         tiles.row_bytes[tile] = 64;
-        tiles.rows[tile] = tile < 6 && num_rows < 16 ? num_rows : 16;
+        const bool is_of_rows = tile == 0 || tile == 1 || tile == 4;
+        tiles.rows[tile] = is_of_rows && num_rows < 16 ? num_rows : 16;
       }
       _tile_loadconfig(&tiles);
     }
@@ -245,6 +248,41 @@ struct TileProduct {
     }
     _tile_stored(0, c, c_stride * 4);
     _tile_stored(1, c + 16, c_stride * 4);
+  }
+
+  // 16 rows or fewer, [rows, inner], as right factors: pairs of inner numbers, in each all rows.
+  static void turn_rows(const uint16_t* rows, int64_t num_rows, int64_t inner, uint16_t* to) {
+    for (int64_t first = 0; first < inner; first += 32, to += 512) {
+      Floats square[16] = {};
+      for (int64_t row = 0; row < num_rows; ++row) square[row] = loaded<Floats>(rows + row * inner + first);
+      transpose(square);
+      for (int64_t pair = 0; pair < 16; ++pair) store(to + pair * 32, square[pair]);
+    }
+  }
+
+  // out [rows, tokens] = rows × tokensᵀ, for 32 tokens at a time as they lie in memory, and what `turn_rows` made of 16
+  // rows or fewer. Each number has the bits that `multiply` gives it. Meanwhile the memory of as many tokens from `next` on is
+  // fetched; there may be none.
+  static void multiply_tokens(const uint16_t* turned, int64_t num_rows, int64_t inner, const uint16_t* tokens,
+                              int64_t stride, int64_t num_tokens, const uint16_t* next, float* out, int64_t out_stride) {
+    alignas(64) Floats sums[2][16];
+    for (int64_t token = 0; token < num_tokens; token += 32, tokens += 32 * stride, next += 32 * stride) {
+      _tile_zero(2); _tile_zero(3);
+      for (int64_t i = 0; i < inner; i += 32) {
+        for (int64_t row = 0; row < 32; ++row) _mm_prefetch(next + row * stride + i, _MM_HINT_T1);
+        _tile_loadd(5, turned + i * 16, 64);
+        _tile_loadd(6, tokens + i, stride * 2);
+        _tile_dpbf16ps(2, 6, 5);
+        _tile_loadd(7, tokens + 16 * stride + i, stride * 2);
+        _tile_dpbf16ps(3, 7, 5);
+      }
+      _tile_stored(2, sums[0], 64);
+      _tile_stored(3, sums[1], 64);
+      for (int half = 0; half < 2; ++half) {
+        transpose(sums[half]);
+        for (int64_t row = 0; row < num_rows; ++row) store(out + row * out_stride + token + 16 * half, sums[half][row]);
+      }
+    }
   }
 
   static void single(const uint16_t* a, int64_t a_stride, const uint16_t* b, float* c, int64_t c_stride,

@@ -1,7 +1,6 @@
 // The operators, compiled once for each kind of CPU: VARIANT is its name.
 
-#include "attention.h"
-#include "quantised.h"
+#include "blocks.h"
 
 #define TEXT_OF(name) #name
 #define TEXT(name) TEXT_OF(name)
@@ -9,6 +8,6 @@
 namespace diskprefix {
 
 extern const Operators VARIANT;
-const Operators VARIANT = {TEXT(VARIANT), attention, quantised_product};
+const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer};
 
 }  // namespace diskprefix

@@ -31,6 +31,8 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t up_to(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
 
 template <class Vector>

@@ -1,8 +1,8 @@
-"""The compiled product with quantised matrices: its weights, and the same bits for a row in every company."""
+"""The compiled product with a matrix: its weights, and the same bits for a row in every company."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 from diskprefix.model.quants import FORMS, QuantForm, Quants
 from diskprefix.native import library
 from diskprefix.native.library import Operators
-from diskprefix.native.quantised import QuantisedProduct
+from diskprefix.native.matrix import Matrix, product, takes_bfloat16
 from tests.model.test_quants import quants_of
 
 ROWS, COLUMNS = 48, 352
@@ -36,16 +36,28 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def product_of(operators: Operators, quants: Quants, bias: torch.Tensor | None = None) -> QuantisedProduct:
+def matrix_of(rows: int, columns: int, bits: int) -> Matrix:
+    form = next(form for form in FORMS if form.bits == bits)
+    return matrix_with(quants_of(form, rows, columns))
+
+
+def matrix_with(quants: Quants, bias: torch.Tensor | None = None) -> Matrix:
     form, size = quants.form, (quants.codes.shape[0], quants.codes.shape[1])
-    return QuantisedProduct(
-        *(operators, quants.packed(), size),
+    return Matrix(
+        *(quants.packed(), size),
         bits=form.bits,
         group=form.group,
         has_zeros=form.has_zeros,
         scale_type=form.scale_type,
         bias=bias,
     )
+
+
+def product_of(
+    operators: Operators, quants: Quants, bias: torch.Tensor | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    matrix = matrix_with(quants, bias)
+    return lambda rows: product(operators, rows, matrix)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -57,16 +69,30 @@ def test_it_computes_with_the_weights_of_the_form(operators: Operators, form: Qu
 
 @pytest.mark.parametrize("form", FORMS[::3], ids=str)
 def test_a_row_has_the_same_bits_beside_any_others(operators: Operators, form: QuantForm) -> None:
-    generator = torch.Generator().manual_seed(4)
-    rows = torch.randn(MOST, COLUMNS, generator=generator).bfloat16()
-    bias = torch.randn(ROWS, generator=generator).bfloat16()
-    product = product_of(operators, quants_of(form, ROWS, COLUMNS), bias)
+    bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()
+    check_company(product_of(operators, quants_of(form, ROWS, COLUMNS), bias))
+
+
+def check_company(product: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    rows = torch.randn(MOST, COLUMNS, generator=torch.Generator().manual_seed(4)).bfloat16()
     whole = product(rows)
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
         for count in (1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 47, 48, 49, MOST):
             for start in {0, 1, MOST - count} if count < MOST else {0}:
                 assert torch.equal(product(rows[start : start + count]), whole[start : start + count])
+
+
+def test_a_matrix_in_bfloat16_is_taken_as_it_lies(operators: Operators) -> None:
+    if not takes_bfloat16(operators):
+        pytest.skip("not by these operators")
+    weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(8)).bfloat16()
+    bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()
+    matrix = Matrix(weight, (ROWS, COLUMNS), bias=bias)
+    check_company(lambda rows: product(operators, rows, matrix))
+    plain, one_by_one = Matrix(weight, (ROWS, COLUMNS)), torch.eye(COLUMNS).bfloat16()
+    assert torch.equal(product(operators, one_by_one, plain).t(), weight)
+    assert torch.equal(torch.cat([product(operators, row[None], plain) for row in one_by_one]).t(), weight)
 
 
 def test_it_is_as_near_to_the_exact_product_as_bfloat16_can_be(operators: Operators) -> None:

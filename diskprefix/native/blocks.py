@@ -1,0 +1,166 @@
+"""The compiled parts of a layer, called with torch's tensors: norms, gated products, attention with its products."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from diskprefix.native.attention import DTYPES
+from diskprefix.native.library import Operators
+from diskprefix.native.matrix import Matrix
+
+_NORM = struct.Struct("@4q 3P d q P")
+_GATED = struct.Struct("@q P 3P P P q P")
+_BLOCK = struct.Struct("@q P 4P 2P q d q 2P P 8q P2q 2P 2d q P")
+"""`Norm`, `Gated` and `AttentionBlock` of `source/interface.h`. A `Layer` is all of them, behind two addresses."""
+_ADDRESSES = struct.Struct("@2P")
+_NO_NORM = bytes(_NORM.size)
+
+NORM_KINDS = (0, 1, 2)
+"""`NormKind` of `source/interface.h`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A norm by the root of the mean square. `weight` has a number for each of a row."""
+
+    weight: torch.Tensor
+    kind: int
+    epsilon: float
+
+    def __call__(self, operators: Operators, rows: torch.Tensor) -> torch.Tensor:
+        """Returns what it makes of rows [.., width], in their dtype, which is that of the weight."""
+        assert rows.dtype is self.weight.dtype
+        assert rows.shape[-1] == len(self.weight)
+        rows = rows.contiguous()
+        out = torch.empty_like(rows)
+        if operators.norm(self.call(operators, rows.numel() // rows.shape[-1], rows.data_ptr(), out.data_ptr())):
+            raise MemoryError("there is no memory left for a norm")
+        return out
+
+    def call(self, operators: Operators, num_rows: int, rows: int = 0, out: int = 0) -> bytes:
+        """Returns what the operator takes. `rows` and `out` are addresses."""
+        return _NORM.pack(
+            *(DTYPES[self.weight.dtype], self.kind, num_rows, len(self.weight), rows, self.weight.data_ptr(), out),
+            *(self.epsilon, torch.get_num_threads(), operators.parallel_for),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Gated:
+    """down × (curve(gate × row) × (up × row)). `curve` holds a value for each bfloat16 number, by its bits, and one
+    more: bfloat16 [65 537]."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    curve: torch.Tensor
+
+    def __call__(self, operators: Operators, rows: torch.Tensor) -> torch.Tensor:
+        """Returns bfloat16 [.., rows of down] for bfloat16 [.., columns of gate and up]."""
+        assert rows.dtype is torch.bfloat16
+        assert rows.shape[-1] == self.gate.columns
+        rows = rows.contiguous()
+        out = rows.new_empty(*rows.shape[:-1], self.down.rows)
+        if operators.gated(self.call(operators, rows.numel() // rows.shape[-1], rows.data_ptr(), out.data_ptr())):
+            raise MemoryError("there is no memory left for a product")
+        return out
+
+    def call(self, operators: Operators, num_rows: int, rows: int = 0, out: int = 0) -> bytes:
+        """Returns what the operator takes. `rows` and `out` are addresses."""
+        return _GATED.pack(
+            *(num_rows, rows, self.gate.address, self.up.address, self.down.address, self.curve.data_ptr(), out),
+            *(torch.get_num_threads(), operators.parallel_for),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where the rows of a step are: the positions' cosines and sines, bfloat16 [1, rows, rotary_dim], what a row sees,
+    and the sequences' memory, with room for the rows, as `attention.run_of` describes it."""
+
+    runs: bytes
+    num_runs: int
+    cosines: torch.Tensor
+    sines: torch.Tensor
+    window: int = 0
+    chunk: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBlock:
+    """Products that give queries, keys and values, a norm of each head or none, rotary embedding, keys and values to
+    memory, attention, and the last product, in bfloat16."""
+
+    query: Matrix
+    key: Matrix
+    value: Matrix
+    last: Matrix
+    key_dim: int
+    value_dim: int
+    scale: float
+    softcap: float
+    query_norm: Norm | None
+    key_norm: Norm | None
+    sinks: torch.Tensor | None
+
+    def __call__(self, operators: Operators, rows: torch.Tensor, place: Place) -> torch.Tensor:
+        """Returns bfloat16 [1, rows, rows of last] for bfloat16 [1, rows, columns of query]."""
+        assert rows.dtype is torch.bfloat16
+        assert rows.shape == (1, rows.shape[1], self.query.columns)
+        rows = rows.contiguous()
+        out = rows.new_empty(1, rows.shape[1], self.last.rows)
+        call = self.call(operators, place, rows.shape[1], rows.data_ptr(), out.data_ptr())
+        if operators.attention_block(call, place.runs):
+            raise MemoryError("there is no memory left for attention")
+        return out
+
+    def call(self, operators: Operators, place: Place, num_rows: int, rows: int = 0, out: int = 0) -> bytes:
+        """Returns what the operator takes. `rows` and `out` are addresses."""
+        norm, of_keys, cosines, sines = self.query_norm, self.key_norm, place.cosines, place.sines
+        assert cosines.dtype is sines.dtype is torch.bfloat16
+        assert cosines.shape == sines.shape == (1, num_rows, self.key_dim)
+        assert cosines.is_contiguous()
+        assert sines.is_contiguous()
+        return _BLOCK.pack(
+            *(num_rows, rows, self.query.address, self.key.address, self.value.address, self.last.address),
+            *(0 if norm is None else norm.weight.data_ptr(), 0 if of_keys is None else of_keys.weight.data_ptr()),
+            *(0 if norm is None else norm.kind, 0.0 if norm is None else norm.epsilon),
+            *(self.key_dim, cosines.data_ptr(), sines.data_ptr(), out),
+            *(0, self.query.rows // self.key_dim, self.key.rows // self.key_dim, self.key_dim, self.value_dim),
+            *(place.num_runs, place.window, place.chunk, 0, 0, 0, 0),
+            *(0 if self.sinks is None else self.sinks.data_ptr(), self.scale, self.softcap),
+            *(torch.get_num_threads(), operators.parallel_for),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Attention and gated products, each with a norm before it, and added to its input. `norms`: before attention,
+    behind it or None, before the gated products, behind them or None. All are in bfloat16."""
+
+    attention: AttentionBlock
+    gated: Gated
+    norms: tuple[Norm, Norm | None, Norm, Norm | None]
+
+    def __call__(self, operators: Operators, rows: torch.Tensor, place: Place) -> torch.Tensor:
+        """Returns bfloat16 [1, rows, width] for bfloat16 of that shape."""
+        num_rows = rows.shape[1]
+        assert rows.dtype is torch.bfloat16
+        assert rows.shape == (1, num_rows, self.attention.query.columns)
+        rows = rows.contiguous()
+        out = torch.empty_like(rows)
+        norms = (_NO_NORM if norm is None else norm.call(operators, num_rows) for norm in self.norms)
+        call = b"".join(
+            (
+                _ADDRESSES.pack(rows.data_ptr(), out.data_ptr()),
+                self.attention.call(operators, place, num_rows),
+                self.gated.call(operators, num_rows),
+                *norms,
+            )
+        )
+        if operators.layer(call, place.runs):
+            raise MemoryError("there is no memory left for a layer")
+        return out

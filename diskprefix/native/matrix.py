@@ -1,0 +1,71 @@
+"""The compiled products with matrices, called with torch's tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+
+from diskprefix.native.library import Operators
+
+_MATRIX = struct.Struct("@6q 2P")
+_PRODUCT = struct.Struct("@2q P 3P 3P q P")
+"""`Matrix` and `Product` of `source/interface.h`."""
+
+_SCALE_TYPES = {torch.float32: 0, torch.float16: 2}
+
+ROWS, COLUMNS = 16, 32
+"""Of a block: a matrix has a multiple of them."""
+
+
+class Matrix:
+    """A matrix [rows, columns] that rows are multiplied with. `address` is where C++ finds it."""
+
+    def __init__(
+        self,
+        weights: torch.Tensor,
+        size: tuple[int, int],
+        *,
+        bits: int = 16,
+        group: int = 0,
+        has_zeros: bool = False,
+        scale_type: torch.dtype = torch.float32,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """`weights` are bfloat16 of that size, or with 4 or 8 bits uint8, packed as `model.quants` describes. `bias`
+        has a number for each row of the matrix."""
+        assert weights.is_contiguous()
+        self.rows, self.columns = size
+        self._kept = weights, None if bias is None else bias.detach().float().contiguous()
+        found = _MATRIX.pack(
+            *(*size, bits, group, int(has_zeros), _SCALE_TYPES[scale_type]),
+            *(weights.data_ptr(), 0 if self._kept[1] is None else self._kept[1].data_ptr()),
+        )
+        self._described = ctypes.create_string_buffer(found, len(found))
+        self.address = ctypes.addressof(self._described)
+
+
+def takes_bfloat16(operators: Operators) -> bool:
+    """Returns whether its products take matrices that are not quantised."""
+    return operators.variant == "amx"
+
+
+def fills_blocks(weight: torch.Tensor) -> bool:
+    """Returns whether a matrix is of whole blocks."""
+    return weight.ndim == 2 and weight.shape[0] % ROWS == 0 and weight.shape[1] % COLUMNS == 0
+
+
+def product(operators: Operators, rows: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    """Returns bfloat16 [.., rows of the matrix] for bfloat16 [.., columns of the matrix]. Raises `MemoryError`."""
+    assert rows.dtype is torch.bfloat16
+    assert rows.shape[-1] == matrix.columns
+    rows = rows.contiguous()
+    out = rows.new_empty(*rows.shape[:-1], matrix.rows)
+    call = _PRODUCT.pack(
+        *(rows.numel() // matrix.columns, 1, rows.data_ptr(), matrix.address, 0, 0, out.data_ptr(), 0, 0),
+        *(torch.get_num_threads(), operators.parallel_for),
+    )
+    if operators.product(call):
+        raise MemoryError("there is no memory left for a product")
+    return out

@@ -1,0 +1,395 @@
+// Products of rows with matrices. A row's result depends on no other row: each number is one sum in a fixed order, whatever
+// the number of rows and of threads, and whatever other matrices are multiplied in the same call.
+//
+// `weights.h` turns blocks of a matrix into factors. For few rows a block is multiplied at once, for many a whole strip is
+// unpacked first.
+
+#pragma once
+
+#include "memory.h"
+#include "weights.h"
+
+namespace diskprefix {
+namespace {
+namespace matrices {
+
+inline SixteenHalves to_bfloat16(Sixteen numbers) {
+  const SixteenWords bits = (SixteenWords)numbers;
+  const SixteenWords rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const SixteenWords is_number = (SixteenWords)(numbers == numbers);
+  return __builtin_convertvector((SixteenWords)((is_number & rounded) | (~is_number & 0x7fc0)), SixteenHalves);
+}
+
+// What is multiplied: `rows` are those of the call as they are, `packed` as `Multiply` wants them.
+struct Part {
+  const Matrix* matrix;
+  Form form;
+  const uint16_t* rows;
+  const uint8_t* packed;
+  int64_t num_rows, blocks, strips;
+  uint16_t* out;
+
+  const uint8_t* strip(int64_t number) const { return (const uint8_t*)matrix->weights + number * form.strip_bytes; }
+
+  void unpack(int64_t number, int64_t block, uint8_t* to) const {
+    form.unpack(strip(number) + block * form.block_bytes, form.stride, to);
+  }
+
+  void put(Sixteen sums, int64_t row, int64_t column) const {
+    if (matrix->bias) sums += loaded<Sixteen>(matrix->bias + column);
+    store(out + row * matrix->rows + column, to_bfloat16(sums));
+  }
+};
+
+#if defined(__AMX_BF16__)
+
+// Tiles 0 to 3 hold sums, 4 and 5 left factors, 6 and 7 right ones. The rows are the left factors, but for few rows and a
+// matrix in bfloat16: its rows are left factors as they lie in memory.
+struct Multiply {
+  static constexpr int64_t FEW_ROWS = 16;
+  static constexpr int64_t AT_ONCE = 8;  // blocks, if there are few rows: a tile is not read right after its store
+
+  struct Scope {
+    // Of left factors, and of right factors and sums, so many rows and columns are used.
+    Scope(int64_t num_rows, int64_t num_columns) {
+      struct {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {};
+        uint8_t rows[16] = {};
+      } tiles;
+      for (int tile = 0; tile < 8; ++tile) {
+        tiles.row_bytes[tile] = tile == 4 || tile == 5 ? 64 : 4 * num_columns;
+        tiles.rows[tile] = tile < 6 ? num_rows : 16;
+      }
+      _tile_loadconfig(&tiles);
+    }
+    ~Scope() { _tile_release(); }
+  };
+
+  static Scope scope_of(const Part& part) {
+    if (part.num_rows > FEW_ROWS) return Scope(16, 16);
+    return part.form.stride ? Scope(16, part.num_rows) : Scope(part.num_rows, 16);
+  }
+
+  // Few rows are taken as they are, and a single one by all.
+  static bool takes_packed(const Part& part) { return part.num_rows > (part.form.stride ? 1 : FEW_ROWS); }
+
+  static int64_t packed_bytes(int64_t num_rows, int64_t columns) { return up_to(num_rows, 16) * columns * 2; }
+
+  // More than 16 rows: 32 columns of 16 rows behind each other. Fewer: pairs of columns, in each all rows.
+  static void pack(const uint16_t* rows, int64_t begin, int64_t end, int64_t num_rows, int64_t columns, uint8_t* packed) {
+    if (num_rows <= FEW_ROWS) return turn(rows, num_rows, columns, packed);
+    for (int64_t row = begin; row < end; ++row) {
+      uint16_t* to = (uint16_t*)packed + (row / 16) * 16 * columns + (row % 16) * INNER;
+      const uint16_t* from = rows + row * columns;
+      for (int64_t column = 0; column < columns; column += INNER, to += 16 * INNER)
+        store(to, loaded<__m512i>(from + column));
+    }
+  }
+
+  static void turn(const uint16_t* rows, int64_t num_rows, int64_t columns, uint8_t* packed) {
+    for (int64_t column = 0; column < columns; column += INNER, packed += BLOCK_BYTES) {
+      Floats square[16] = {};
+      for (int64_t row = 0; row < num_rows; ++row) square[row] = loaded<Floats>(rows + row * columns + column);
+      transpose(square);
+      for (int64_t pair = 0; pair < 16; ++pair) store(packed + 64 * pair, square[pair]);
+    }
+  }
+
+  // What comes two strips later: the memory is read while this is computed. There may be nothing.
+  static void fetch(const uint8_t* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
+  }
+
+  template <int ROWS, int STRIPS>
+  static void add(const void* a, const void* a_next, int64_t stride, int64_t step, const uint8_t* weights,
+                  const uint8_t* next, int64_t blocks) {
+    for (int64_t block = 0; block < blocks; ++block) {
+      _tile_loadd(6, weights + block * BLOCK_BYTES, 64);
+      _tile_loadd(4, (const uint8_t*)a + block * step, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      if (ROWS == 2) {
+        _tile_loadd(5, (const uint8_t*)a_next + block * step, stride);
+        _tile_dpbf16ps(2, 5, 6);
+      }
+      if (STRIPS == 2) {
+        _tile_loadd(7, next + block * BLOCK_BYTES, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        if (ROWS == 2) _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+  }
+
+  template <int ROWS, int STRIPS>
+  static void clear() {
+    _tile_zero(0);
+    if (STRIPS == 2) _tile_zero(1);
+    if (ROWS == 2) _tile_zero(2);
+    if (ROWS == 2 && STRIPS == 2) _tile_zero(3);
+  }
+
+  template <int ROWS, int STRIPS>
+  static void finish(const Part& part, int64_t row, int64_t strip) {
+    alignas(64) float sums[4][256];
+    _tile_stored(0, sums[0], 64);
+    if (STRIPS == 2) _tile_stored(1, sums[1], 64);
+    if (ROWS == 2) _tile_stored(2, sums[2], 64);
+    if (ROWS == 2 && STRIPS == 2) _tile_stored(3, sums[3], 64);
+    for (int tile = 0; tile < ROWS; ++tile)
+      for (int half = 0; half < STRIPS; ++half)
+        for (int64_t i = 0; i < least(16, part.num_rows - row - 16 * tile); ++i)
+          part.put(loaded<Sixteen>(sums[2 * tile + half] + 16 * i), row + 16 * tile + i, STRIP * (strip + half));
+  }
+
+  template <int STRIPS>
+  static void few(const Part& part, int64_t strip, uint8_t* weights) {
+    if (part.form.stride) return few_as_they_lie<STRIPS>(part, strip);
+    const int64_t columns = part.matrix->columns;
+    clear<1, STRIPS>();
+    for (int64_t first = 0; first < part.blocks; first += AT_ONCE) {
+      const int64_t count = least(AT_ONCE, part.blocks - first);
+      for (int half = 0; half < STRIPS; ++half)
+        for (int64_t block = 0; block < count; ++block) {
+          fetch(part.strip(strip + half + 2) + (first + block) * part.form.block_bytes, part.form.block_bytes);
+          part.unpack(strip + half, first + block, weights + (half * AT_ONCE + block) * BLOCK_BYTES);
+        }
+      const uint16_t* rows = part.rows + first * INNER;
+      add<1, STRIPS>(rows, nullptr, columns * 2, INNER * 2, weights, weights + AT_ONCE * BLOCK_BYTES, count);
+    }
+    finish<1, STRIPS>(part, 0, strip);
+  }
+
+  // The factors of the rows: one row is what it should be already.
+  template <int STRIPS>
+  static void few_as_they_lie(const Part& part, int64_t strip) {
+    const int64_t stride = part.form.stride;
+    const bool is_one = part.num_rows == 1;
+    const uint8_t *left = part.strip(strip), *right = is_one ? (const uint8_t*)part.rows : part.packed;
+    clear<STRIPS, 1>();
+    for (int64_t block = 0; block < part.blocks; ++block, left += INNER * 2, right += is_one ? INNER * 2 : BLOCK_BYTES) {
+      for (int64_t row = 0; row < STRIPS * STRIP; ++row) fetch(left + row * stride + 2 * part.form.strip_bytes, INNER * 2);
+      _tile_loadd(6, right, is_one ? 4 : 64);
+      _tile_loadd(4, left, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      if (STRIPS == 2) {
+        _tile_loadd(5, left + STRIP * stride, stride);
+        _tile_dpbf16ps(2, 5, 6);
+      }
+    }
+    alignas(64) Floats sums[2][16];
+    _tile_stored(0, sums[0], is_one ? 4 : 64);
+    if (STRIPS == 2) _tile_stored(2, sums[1], is_one ? 4 : 64);
+    for (int half = 0; half < STRIPS; ++half) {
+      if (!is_one) transpose(sums[half]);
+      for (int64_t row = 0; row < part.num_rows; ++row) part.put((Sixteen)sums[half][row], row, STRIP * (strip + half));
+    }
+  }
+
+  template <int STRIPS>
+  static void many(const Part& part, int64_t row, int64_t strip, const uint8_t* weights) {
+    const int64_t of_tile = part.blocks * 1024;
+    const uint8_t *a = part.packed + row / 16 * of_tile, *next = weights + part.blocks * BLOCK_BYTES;
+    if (row + 16 < part.num_rows) {
+      clear<2, STRIPS>();
+      add<2, STRIPS>(a, a + of_tile, 64, 1024, weights, next, part.blocks);
+      finish<2, STRIPS>(part, row, strip);
+    } else {
+      clear<1, STRIPS>();
+      add<1, STRIPS>(a, nullptr, 64, 1024, weights, next, part.blocks);
+      finish<1, STRIPS>(part, row, strip);
+    }
+  }
+};
+
+#else
+
+// In float32. The factors are bfloat16, so their products are exact, and it does not matter whether they are fused with
+// the addition. Even and odd columns are summed apart, and added up at the end.
+struct Multiply {
+  static constexpr int64_t FEW_ROWS = 4;
+  static constexpr int64_t AT_ONCE = 1;
+
+  struct Scope {
+    ~Scope() {}
+  };
+
+  static Scope scope_of(const Part&) { return Scope(); }
+
+  static bool takes_packed(const Part&) { return true; }
+
+  static int64_t packed_bytes(int64_t num_rows, int64_t columns) { return num_rows * columns * 4; }
+
+  static void pack(const uint16_t* rows, int64_t begin, int64_t end, int64_t, int64_t columns, uint8_t* packed) {
+    for (int64_t i = begin * columns; i < end * columns; ++i) ((float*)packed)[i] = BFloat16::one(rows[i]);
+  }
+
+  template <int ROWS>
+  static void add(const float* rows, int64_t stride, const uint8_t* weights, int64_t blocks, Sixteen (*sums)[2]) {
+    Sixteen kept[ROWS][2];
+    for (int row = 0; row < ROWS; ++row) kept[row][0] = sums[row][0], kept[row][1] = sums[row][1];
+    for (int64_t pair = 0; pair < 16 * blocks; ++pair) {
+      const Sixteen low = loaded<Sixteen>(weights + 128 * pair), high = loaded<Sixteen>(weights + 128 * pair + 64);
+      for (int row = 0; row < ROWS; ++row) {
+        int64_t two;
+        memcpy(&two, rows + row * stride + 2 * pair, 8);
+        const Sixteen factors = (Sixteen)(two - EightLongs{});
+        kept[row][0] += factors * low;
+        kept[row][1] += factors * high;
+      }
+    }
+    for (int row = 0; row < ROWS; ++row) sums[row][0] = kept[row][0], sums[row][1] = kept[row][1];
+  }
+
+  static void add(int64_t count, const float* rows, int64_t stride, const uint8_t* weights, int64_t blocks,
+                  Sixteen (*sums)[2]) {
+    switch (count) {
+      case 1: return add<1>(rows, stride, weights, blocks, sums);
+      case 2: return add<2>(rows, stride, weights, blocks, sums);
+      case 3: return add<3>(rows, stride, weights, blocks, sums);
+      default: return add<4>(rows, stride, weights, blocks, sums);
+    }
+  }
+
+  static void finish(const Part& part, int64_t row, int64_t count, int64_t strip, Sixteen (*sums)[2]) {
+    for (int64_t i = 0; i < count; ++i) {
+      const Sixteen even = __builtin_shufflevector(sums[i][0], sums[i][1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+      const Sixteen odd = __builtin_shufflevector(sums[i][0], sums[i][1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+      part.put(even + odd, row + i, strip * STRIP);
+    }
+  }
+
+  template <int STRIPS>
+  static void few(const Part& part, int64_t strip, uint8_t* weights) {
+    for (int half = 0; half < STRIPS; ++half) {
+      Sixteen sums[FEW_ROWS][2] = {};
+      for (int64_t block = 0; block < part.blocks; ++block) {
+        part.unpack(strip + half, block, weights);
+        add(part.num_rows, (const float*)part.packed + block * INNER, part.matrix->columns, weights, 1, sums);
+      }
+      finish(part, 0, part.num_rows, strip + half, sums);
+    }
+  }
+
+  template <int STRIPS>
+  static void many(const Part& part, int64_t first, int64_t strip, const uint8_t* weights) {
+    const int64_t columns = part.matrix->columns;
+    for (int half = 0; half < STRIPS; ++half)
+      for (int64_t row = first; row < least(first + 32, part.num_rows); row += FEW_ROWS) {
+        const int64_t count = least(FEW_ROWS, part.num_rows - row);
+        Sixteen sums[FEW_ROWS][2] = {};
+        add(count, (const float*)part.packed + row * columns, columns, weights + half * part.blocks * BLOCK_BYTES, part.blocks, sums);
+        finish(part, row, count, strip + half, sums);
+      }
+  }
+};
+
+#endif
+
+// Of unpacked strips, for many rows: as much as stays in the cache of a core while all rows go by.
+constexpr int64_t PANEL_BYTES = 512 * 1024;
+
+class Products {
+ public:
+  explicit Products(const Product& call) : call_(call), columns_(call.matrices[0]->columns) {
+    for (int64_t i = 0; i < call.num_matrices; ++i) {
+      const Matrix& matrix = *call.matrices[i];
+      const int64_t strips = matrix.rows / STRIP;
+      parts_[i] = {&matrix, form_of(matrix), (const uint16_t*)call.rows, nullptr, call.num_rows, columns_ / INNER, strips,
+                   (uint16_t*)call.outs[i]};
+      pairs_ += (strips + 1) / 2;
+    }
+  }
+
+  bool run() {
+    if (!call_.num_rows) return true;
+    static thread_local Memory memory;
+    bool takes_packed = false;
+    for (int64_t i = 0; i < call_.num_matrices; ++i) takes_packed |= Multiply::takes_packed(parts_[i]);
+    if (takes_packed) {
+      const int64_t needed = Multiply::packed_bytes(call_.num_rows, columns_);
+      if (!memory.reserve(needed)) return false;
+      packed_ = memory.take<uint8_t>(needed);
+      for (Part& part : parts_) part.packed = packed_;
+      if (!spread(call_.num_rows, 16, &Products::pack)) return false;
+    }
+    return spread(pairs_, least(pairs_, 4), &Products::multiply) && !failed_;
+  }
+
+ private:
+  const Product& call_;
+  const int64_t columns_;
+  Part parts_[MOST_MATRICES] = {};
+  int64_t pairs_ = 0;
+  uint8_t* packed_ = nullptr;
+  volatile bool failed_ = false;
+  void (Products::*work_)(int64_t, int64_t) = nullptr;
+
+  bool spread(int64_t count, int64_t grain, void (Products::*work)(int64_t, int64_t)) {
+    work_ = work;
+    if (call_.num_threads == 1 || count <= grain) {
+      (this->*work)(0, count);
+      return true;
+    }
+    const Work call = [](int64_t begin, int64_t end, void* self) {
+      Products* products = (Products*)self;
+      (products->*products->work_)(begin, end);
+    };
+    return !call_.parallel_for(0, count, grain, call, this);
+  }
+
+  void pack(int64_t begin, int64_t end) {
+    Multiply::pack((const uint16_t*)call_.rows, begin, end, call_.num_rows, columns_, packed_);
+  }
+
+  // Of all matrices one after the other, the pairs of strips from `begin` to `end`.
+  void multiply(int64_t begin, int64_t end) {
+    for (int64_t i = 0; i < call_.num_matrices; ++i) {
+      const int64_t pairs = (parts_[i].strips + 1) / 2;
+      if (begin < pairs && end > 0) multiply_part(parts_[i], most(begin, 0), least(end, pairs));
+      begin -= pairs, end -= pairs;
+    }
+  }
+
+  void multiply_part(const Part& part, int64_t begin, int64_t end) {
+    static thread_local Memory memory;
+    const bool is_few = call_.num_rows <= Multiply::FEW_ROWS;
+    const int64_t of_pair = 2 * (is_few ? Multiply::AT_ONCE : part.blocks) * BLOCK_BYTES;
+    const int64_t fit = PANEL_BYTES / of_pair, at_once = is_few || fit < 1 ? 1 : fit;
+    const int64_t needed = least(at_once, end - begin) * of_pair;
+    if (!memory.reserve(needed)) {
+      failed_ = true;
+      return;
+    }
+    uint8_t* weights = memory.take<uint8_t>(needed);
+    const auto scope = Multiply::scope_of(part);
+    for (int64_t pair = begin; pair < end; pair += at_once) {
+      const int64_t strip = 2 * pair, last = least(2 * least(pair + at_once, end), part.strips);
+      if (is_few) few(part, strip, last, weights);
+      else many(part, strip, last, weights);
+    }
+  }
+
+  void few(const Part& part, int64_t strip, int64_t last, uint8_t* weights) {
+    if (last - strip == 2) Multiply::few<2>(part, strip, weights);
+    else Multiply::few<1>(part, strip, weights);
+  }
+
+  void many(const Part& part, int64_t first, int64_t last, uint8_t* weights) {
+    for (int64_t strip = first; strip < last; ++strip)
+      for (int64_t block = 0; block < part.blocks; ++block)
+        part.unpack(strip, block, weights + ((strip - first) * part.blocks + block) * BLOCK_BYTES);
+    for (int64_t row = 0; row < call_.num_rows; row += 32)
+      for (int64_t strip = first; strip < last; strip += 2) {
+        const uint8_t* of_strip = weights + (strip - first) * part.blocks * BLOCK_BYTES;
+        if (strip + 1 < last) Multiply::many<2>(part, row, strip, of_strip);
+        else Multiply::many<1>(part, row, strip, of_strip);
+      }
+  }
+};
+
+}  // namespace matrices
+
+int32_t product(const Product* call) { return !matrices::Products(*call).run(); }
+
+}  // namespace
+}  // namespace diskprefix

@@ -1,0 +1,118 @@
+// What stands between the products of a layer: norms, rotary embedding, gates. A row's result depends on no other row.
+
+#pragma once
+
+#include "interface.h"
+#include "vector.h"
+
+namespace diskprefix {
+namespace {
+
+// Calls `work(begin, end)` for parts of [0, count), of `grain` or more each.
+template <class Body>
+inline bool spread(int64_t num_threads, ParallelFor parallel_for, int64_t count, int64_t grain, const Body& body) {
+  if (num_threads == 1 || count <= grain) {
+    body(0, count);
+    return true;
+  }
+  const Work call = [](int64_t begin, int64_t end, void* self) { (*(const Body*)self)(begin, end); };
+  return !parallel_for(0, count, grain, call, (void*)&body);
+}
+
+// The numbers from `from` on, of which `left` are there; the others are 0.
+template <class Type>
+inline Floats some_of(const typename Type::Stored* from, int64_t left) {
+  if (left >= LANES) return Type::load(from);
+  typename Type::Stored padded[LANES] = {};
+  memcpy(padded, from, left * sizeof *from);
+  return Type::load(padded);
+}
+
+template <class Type>
+inline void put_some(typename Type::Stored* to, Floats numbers, int64_t left) {
+  if (left >= LANES) return Type::put(to, numbers);
+  typename Type::Stored padded[LANES];
+  Type::put(padded, numbers);
+  memcpy(to, padded, left * sizeof *to);
+}
+
+// Rounded as it is stored.
+template <class Type>
+inline Floats rounded_to(Floats numbers) {
+  typename Type::Stored stored[LANES];
+  Type::put(stored, numbers);
+  return Type::load(stored);
+}
+
+template <class Type>
+inline void norm_row(const typename Type::Stored* row, const typename Type::Stored* weight, int64_t kind, int64_t width,
+                     float epsilon, typename Type::Stored* to) {
+  Floats sums[4] = {};
+  for (int64_t i = 0; i < width; i += LANES) {
+    const Floats numbers = some_of<Type>(row + i, width - i);
+    Floats& sum = sums[i / LANES % 4];
+    sum = fma(numbers, numbers, sum);
+  }
+  const float mean = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])) / (float)width;
+  const Floats factor = all(1.0f / __builtin_sqrtf(mean + epsilon));
+  for (int64_t i = 0; i < width; i += LANES) {
+    Floats numbers = some_of<Type>(row + i, width - i) * factor, weights = some_of<Type>(weight + i, width - i);
+    if (kind == ROUNDED) numbers = rounded_to<Type>(numbers);
+    if (kind == ONE_MORE) weights += all(1.0f);
+    put_some<Type>(to + i, numbers * weights, width - i);
+  }
+}
+
+template <class Type>
+inline bool norm_of(const Norm& call) {
+  typedef typename Type::Stored Stored;
+  return spread(call.num_threads, call.parallel_for, call.num_rows, 1 + 32768 / call.width, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      norm_row<Type>((const Stored*)call.rows + row * call.width, (const Stored*)call.weight, call.kind, call.width,
+                     (float)call.epsilon, (Stored*)call.out + row * call.width);
+  });
+}
+
+// A head's numbers at one position, in place: number i of the first half and number i of the second turn together. Each
+// product is rounded before the sum.
+inline void turn_head(uint16_t* head, const uint16_t* cosines, const uint16_t* sines, int64_t dim) {
+  const int64_t half = dim / 2;
+  for (int64_t i = 0; i < half; i += LANES) {
+    const int64_t left = half - i;
+    const auto load = [left](const uint16_t* from) { return some_of<BFloat16>(from, left); };
+    const auto times = [](Floats a, Floats b) { return rounded_to<BFloat16>(a * b); };
+    const Floats first = load(head + i), second = load(head + half + i);
+    put_some<BFloat16>(head + i, times(first, load(cosines + i)) + times(-second, load(sines + i)), left);
+    put_some<BFloat16>(head + half + i, times(second, load(cosines + half + i)) + times(first, load(sines + half + i)), left);
+  }
+}
+
+// gate = curve(gate) × up
+inline void gate_row(uint16_t* gate, const uint16_t* up, const uint16_t* curve, int64_t width) {
+  for (int64_t i = 0; i < width; i += LANES) {
+    const int64_t left = least(LANES, width - i);
+    uint16_t found[LANES] = {};
+#if defined(__AVX512F__)
+    if (left == LANES) {
+      const __m512i at = _mm512_cvtepu16_epi32(loaded<__m256i>(gate + i));
+      store(found, _mm512_cvtepi32_epi16(_mm512_i32gather_epi32(at, curve, 2)));
+    } else
+#endif
+      for (int64_t lane = 0; lane < left; ++lane) found[lane] = curve[gate[i + lane]];
+    put_some<BFloat16>(gate + i, BFloat16::load(found) * some_of<BFloat16>(up + i, left), left);
+  }
+}
+
+int32_t norm(const Norm* call) {
+  switch (call->dtype) {
+    case FLOAT32:
+      return !norm_of<Float32>(*call);
+    case FLOAT16:
+      return !norm_of<Float16>(*call);
+    default:
+      return !norm_of<BFloat16>(*call);
+  }
+}
+
+}  // namespace
+}  // namespace diskprefix

@@ -1,0 +1,184 @@
+// The forms of a matrix's weights, and how they become the factors of a product.
+//
+// A quantised weight is code × scale + zero, rounded to bfloat16. `model/quants.py` describes how the matrix lies in
+// memory: strips of 16 rows of the matrix, which are 16 columns of the result, in each one block after the other, of 32
+// columns of the matrix. A matrix in bfloat16 lies row after row, and has blocks of the same size.
+//
+// A block becomes 16 pairs of columns: 16 rows of two bfloat16 side by side are what a tile of AMX takes.
+
+#pragma once
+
+#include <cstdlib>
+
+#include "interface.h"
+#include "vector.h"
+
+namespace diskprefix {
+namespace {
+namespace matrices {
+
+constexpr int64_t STRIP = 16;
+constexpr int64_t INNER = 32;
+
+typedef float Sixteen __attribute__((vector_size(64)));
+typedef uint32_t SixteenWords __attribute__((vector_size(64)));
+typedef int32_t SixteenInts __attribute__((vector_size(64)));
+typedef int8_t SixteenBytes __attribute__((vector_size(16)));
+typedef uint16_t SixteenHalves __attribute__((vector_size(32)));
+typedef int64_t EightLongs __attribute__((vector_size(64)));
+
+template <class Stored>
+struct Scales;
+
+template <>
+struct Scales<float> {
+  static Sixteen load(const uint8_t* from) { return loaded<Sixteen>(from); }
+};
+
+template <>
+struct Scales<uint16_t> {
+  static Sixteen load(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (Sixteen)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#else
+    Sixteen numbers;
+    for (int64_t first = 0; first < 16; first += LANES) {
+      const Floats part = Float16::load((const uint16_t*)from + first);
+      memcpy((char*)&numbers + first * 4, &part, sizeof part);
+    }
+    return numbers;
+#endif
+  }
+};
+
+inline Sixteen rounded(Sixteen numbers) {
+  const SixteenWords bits = (SixteenWords)numbers;
+  return (Sixteen)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+}
+
+#if defined(__AMX_BF16__)
+
+constexpr int64_t BLOCK_BYTES = 1024;  // of factors
+
+inline void put_pair(uint8_t* to, int pair, Sixteen low, Sixteen high) {
+  store(to + 64 * pair, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+
+#else
+
+constexpr int64_t BLOCK_BYTES = 2048;
+
+inline void put_pair(uint8_t* to, int pair, Sixteen low, Sixteen high) {
+  store(to + 128 * pair, rounded(low));
+  store(to + 128 * pair + 64, rounded(high));
+}
+
+#endif
+
+// How a block becomes factors. Its rows are `stride` bytes apart if it is not quantised.
+struct Form {
+  void (*unpack)(const uint8_t* block, int64_t stride, uint8_t* to);
+  int64_t block_bytes, strip_bytes, stride;
+};
+
+#define LOW_PAIRS 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7
+#define HIGH_PAIRS 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15
+
+// Of each of the 16 pairs of columns it makes two vectors: the weights of rows 0 to 7 of the strip and of rows 8 to 15,
+// those of a pair side by side.
+template <int BITS, int GROUP, bool HAS_ZEROS, class Stored>
+struct Block {
+  static constexpr int64_t CODES = STRIP * INNER * BITS / 8;
+  static constexpr int GROUPS = INNER / GROUP;
+  static constexpr int64_t NUMBERS = GROUPS * STRIP * sizeof(Stored);
+  static constexpr int64_t BYTES = CODES + NUMBERS * (HAS_ZEROS ? 2 : 1);
+
+  static void unpack(const uint8_t* block, int64_t, uint8_t* to) {
+    Sixteen scales[GROUPS][2], zeros[GROUPS][2];
+    for (int group = 0; group < GROUPS; ++group) {
+      const uint8_t* at = block + CODES + group * STRIP * sizeof(Stored);
+      spread(Scales<Stored>::load(at), scales[group]);
+      if (HAS_ZEROS) spread(Scales<Stored>::load(at + NUMBERS), zeros[group]);
+    }
+#if defined(__AVX512F__)
+#pragma GCC unroll 16
+#endif
+    for (int pair = 0; pair < 16; ++pair) {
+      const int group = GROUPS == 1 ? 0 : pair / 8;
+      Sixteen parts[2];
+      for (int half = 0; half < 2; ++half) {
+        parts[half] = codes(block, pair, half) * scales[group][half];
+        if (HAS_ZEROS) parts[half] = fused(codes(block, pair, half), scales[group][half], zeros[group][half]);
+      }
+      put_pair(to, pair, parts[0], parts[1]);
+    }
+  }
+
+  static inline __attribute__((always_inline)) void spread(Sixteen numbers, Sixteen* halves) {
+    halves[0] = __builtin_shufflevector(numbers, numbers, LOW_PAIRS);
+    halves[1] = __builtin_shufflevector(numbers, numbers, HIGH_PAIRS);
+  }
+
+  static inline __attribute__((always_inline)) Sixteen codes(const uint8_t* block, int pair, int half) {
+    if constexpr (BITS == 4) {
+      const SixteenWords words = loaded<SixteenWords>(block + 128 * (pair / 8) + 64 * half) >> (4 * (pair % 8));
+#if defined(__AVX512F__)
+      // Looked up by the last four bits, which is faster than converting them.
+      const __m512 numbers = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+      return (Sixteen)_mm512_permutexvar_ps((__m512i)words, numbers);
+#else
+      return __builtin_convertvector((SixteenWords)(words & 15), Sixteen);
+#endif
+    } else {
+      const uint8_t* at = block + 32 * pair + 16 * half;
+#if defined(__AVX512F__)
+      return (Sixteen)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+#else
+      return __builtin_convertvector(__builtin_convertvector(loaded<SixteenBytes>(at), SixteenInts), Sixteen);
+#endif
+    }
+  }
+
+  // A code times a scale is exact where there are zeros, so both ways give the same bits.
+  static inline __attribute__((always_inline)) Sixteen fused(Sixteen code, Sixteen scale, Sixteen zero) {
+#if defined(__AVX512F__)
+    return (Sixteen)_mm512_fmadd_ps((__m512)code, (__m512)scale, (__m512)zero);
+#else
+    return code * scale + zero;
+#endif
+  }
+};
+
+#if defined(__AMX_BF16__)
+
+// Weights in bfloat16 are turned: a row of the block holds 16 pairs.
+inline void unpack_rows(const uint8_t* block, int64_t stride, uint8_t* to) {
+  Floats square[16];
+  for (int64_t row = 0; row < 16; ++row) square[row] = loaded<Floats>(block + row * stride);
+  transpose(square);
+  for (int64_t pair = 0; pair < 16; ++pair) store(to + 64 * pair, square[pair]);
+}
+
+#endif
+
+template <int BITS, int GROUP, bool HAS_ZEROS>
+Form form_of_blocks(const Matrix& matrix) {
+  typedef Block<BITS, GROUP, HAS_ZEROS, uint16_t> Small;
+  typedef Block<BITS, GROUP, HAS_ZEROS, float> Large;
+  const int64_t blocks = matrix.columns / INNER;
+  if (matrix.scale_type == FLOAT16) return {Small::unpack, Small::BYTES, Small::BYTES * blocks, 0};
+  return {Large::unpack, Large::BYTES, Large::BYTES * blocks, 0};
+}
+
+inline Form form_of(const Matrix& matrix) {
+#if defined(__AMX_BF16__)
+  if (matrix.bits == 16) return {unpack_rows, INNER * 2, STRIP * matrix.columns * 2, matrix.columns * 2};
+#endif
+  if (matrix.bits == 4) return form_of_blocks<4, 32, true>(matrix);
+  if (matrix.group == 16) return form_of_blocks<8, 16, false>(matrix);
+  return matrix.has_zeros ? form_of_blocks<8, 32, true>(matrix) : form_of_blocks<8, 32, false>(matrix);
+}
+
+}  // namespace matrices
+}  // namespace
+}  // namespace diskprefix
