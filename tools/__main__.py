@@ -40,6 +40,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "peers": Tool("benchmarks.peers", "The daemon beside transformers, llama.cpp and vLLM."),
         "schemas": Tool("benchmarks.schemas", "Replies to random schemas, and what a mask costs."),
         "kernels": Tool("benchmarks.kernels", "Steps with the compiled attention and with torch's."),
+        "roofline": Tool("benchmarks.roofline", "Decode, prefill and restore against the machine's limits."),
         "replay": Tool("benchmarks.replay", "What is restored of replies that clients format anew."),
         "quality": Tool("benchmarks.quality", "Quantised weights: perplexity, agreement, speed, memory."),
         "store": Tool("benchmarks.store", "The store alone: restores, lookups, codecs, sharing."),

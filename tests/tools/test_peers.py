@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tools.benchmarks.peers import better, measured, plot_figures
+from tools.benchmarks.peers import measured, plot_figures
 from tools.peers.peer import HttpPeer, Peer, PeerError, Process, Reply, WorkerPeer, rate_together
+from tools.peers.results import Figure, Results, UnreadableResults, better
 
 WORKER = """
 import json, sys
@@ -37,8 +38,7 @@ def worker(tmp_path: Path) -> Iterator[WorkerPeer]:
 
 
 def test_every_case_of_a_peer_is_measured_and_it_is_killed_in_between(worker: WorkerPeer) -> None:
-    samples = list(measured("one", worker, (64,), 0))
-    found = {(sample.case, sample.size): sample.value for sample in samples}
+    found = {(figure.case, figure.size): figure.value for figure in measured(worker, (64,), 1)}
     of_a_prompt = {(case, 64) for case in ("cold_s", "rate", "together", "exact_s", "next_s")}
     assert found.keys() == {("ready_s", 0), ("memory_mib", 0), *of_a_prompt}
     assert found["cold_s", 64] == 1
@@ -76,7 +76,8 @@ class Streams(BaseHTTPRequestHandler):
 def served(tmp_path: Path) -> Iterator[Callable[..., Peer]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Streams)
     Thread(target=server.serve_forever, daemon=True).start()
-    peer = HttpPeer(Process(["sleep", "60"], tmp_path / "log"), server.server_port, {"model": "m"}, restores=False)
+    process = Process(["sleep", "60"], tmp_path / "log")
+    peer = HttpPeer(process, server.server_port, {"model": "m"}, restores=False)
     peer.start()
 
     def answering(*chunks: dict[str, Any]) -> Peer:
@@ -115,14 +116,58 @@ def test_the_rate_of_several_counts_where_all_of_them_write() -> None:
     assert rate_together(one_after_the_other) == pytest.approx(2 / 3)
 
 
+def test_several_at_once_ask_what_goes_on_from_one_prompt(worker: WorkerPeer, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    ask = worker.ask
+
+    def recorded(prompts: Sequence[str], max_tokens: int) -> list[Reply]:
+        asked.append(list(prompts))
+        return ask(prompts, max_tokens)
+
+    monkeypatch.setattr(worker, "ask", recorded)
+    list(measured(worker, (64,), 1))
+    (alone,), together = asked[1:3]
+    assert len(set(together)) == 5
+    assert all(prompt.startswith(alone) for prompt in together)
+
+
 def test_more_of_a_rate_and_less_of_a_time_is_better() -> None:
     assert better("rate 64", 20, 10) == 2
     assert better("cold_s 64", 2, 10) == 5
-    assert better("ready_s", None, 10) is None
+
+
+def test_another_run_adds_to_a_file_of_results(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    first = Results(path)
+    first.add("m", "diskprefix", 0, [Figure("rate", 64, 20.0), Figure("rate", 64, 40.0), Figure("ready_s", 0, 3.0)])
+    first.leave_out("m", "other", "it ended")
+    second = Results(path)
+    assert second.has("m", "diskprefix", 0)
+    assert not second.has("m", "diskprefix", 1)
+    assert second.left_out == {"m": {"other": "it ended"}}
+    second.add("m", "other", 0, [Figure("rate", 64, 10.0)])
+    report = json.loads(path.read_text())
+    assert report["left_out"] == {"m": {}}
+    assert report["models"]["m"]["rate 64"] == {
+        "diskprefix": {"min": 20.0, "median": 30.0, "max": 40.0},
+        "other": {"min": 10.0, "median": 10.0, "max": 10.0, "ratio": 3.0},
+    }
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text("[]")
+    with pytest.raises(UnreadableResults, match="not a file of results"):
+        Results(path)
 
 
 def test_a_panel_of_the_plot_has_a_bar_for_each_case_and_peer() -> None:
-    cells = {"a": {"cold_s 64": 1.0, "exact_s 64": 0.1, "ready_s": 9.0}, "b": {"cold_s 64": 2.0}}
-    figures = plot_figures(cells)
-    assert figures["cold_s"] == {"64 tokens": {"a": 1.0, "b": 2.0}}
-    assert figures["restart_s"] == {"same prompt": {"a": 0.1}}
+    results = Results(None)
+    for peer, figures in (
+        ("a", (Figure("cold_s", 64, 1.0), Figure("exact_s", 64, 0.1))),
+        ("b", (Figure("cold_s", 64, 2.0),)),
+    ):
+        results.add("m", peer, 0, figures)
+    panels = plot_figures(results.report())["m"]
+    assert panels["cold_s"] == {"64 tokens": {"a": 1.0, "b": 2.0}}
+    assert panels["restart_s"] == {"same prompt": {"a": 0.1}}

@@ -51,8 +51,9 @@ class Model:
     layout: Layout
 
     @classmethod
-    def of(cls, folder: Path) -> Model:
-        loaded = load_model(Settings(model=str(folder)), lambda _: None)
+    def of(cls, source: Path, weights: str = "auto") -> Model:
+        """`source` is a model's folder or .gguf file, `weights` as for `diskprefix serve`."""
+        loaded = load_model(Settings(model=str(source), weights=weights), lambda _: None)
         identity = str(Fingerprint.of(loaded.model, loaded.weights_digest))
         layout, reason = make_exact(loaded.model, rehearse(loaded.model, identity=identity), identity=identity)
         if reason:

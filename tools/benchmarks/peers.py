@@ -1,5 +1,8 @@
 """The daemon beside other programs that serve a model: same machine, same prompts, one after the other in each round.
 
+    tools/bench peers --results peers.json                                  # everything, three rounds
+    tools/bench peers --results peers.json --peer llama.cpp --rounds 1      # a part of it; the file has them all
+
 Every figure is the client's. A program is alone on the machine while it is measured; a product of matrices and a copy
 are timed before each, which says how even the machine was.
 """
@@ -12,8 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,38 +26,41 @@ from rich.console import Console
 
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON
-from tools.measuring.report import machine, median, new_table, print_report, say, short, show_machine
+from tools.measuring.report import machine, new_table, print_report, say, short, show_machine
 from tools.measuring.workspace import model_folder
 from tools.models import real
 from tools.peers.environments import NotInstalled, python_of
 from tools.peers.known import PEERS, Model
 from tools.peers.peer import Peer, PeerError, rate_together
+from tools.peers.results import MACHINE, Figure, Results
 
+MODELS = (real.DEFAULT, "qwen2.5-coder-0.5b")
 SIZES = (64, 4000, 16000)
 TOGETHER_SIZES = (64, 4000)
-"""Five long prompts take the slowest peers half an hour."""
+"""Five longer prompts take too long for those that compute them five times."""
 RESTART_SIZE = 4000
 NUM_TOGETHER = 5
 REPLY_TOKENS = 64
 NEW_WORDS = 23
-OURS = "diskprefix"
 _ROOM = 256
 _PROBE_SIZE = 2048
 _PROBE_REPEATS = 5
 _PLOT = Path(__file__).parents[1] / "peers" / "workers" / "plot.py"
 
 WORDS = (Path(__file__).parents[1] / "prompts" / "words.txt").read_text(encoding="utf-8").split()
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One figure. `case` is `ready_s`, `memory_mib`, `cold_s`, `rate`, `together`, `exact_s` or `next_s`; `size` is the
-    length of the prompt in words, about as many tokens."""
-
-    peer: str
-    case: str
-    size: int
-    value: float
+TITLES = {
+    "ready_s": "ready, s",
+    "memory_mib": "memory, MiB",
+    "cold_s": "cold, s",
+    "rate": "tokens/s",
+    "together": f"{NUM_TOGETHER} at once, tokens/s",
+    "exact_s": "restart, same prompt, s",
+    "next_s": "restart, next turn, s",
+    "bf16_gflops": "product in bf16, GFLOPS",
+    "copy_gb_s": "copy, GB/s",
+}
+PANELS = {"cold_s": "cold_s", "exact_s": "restart_s", "next_s": "restart_s", "rate": "rate", "together": "together"}
+"""The panel of the plot that a case is in."""
 
 
 def prompt_text(size: int, name: str) -> str:
@@ -67,48 +72,57 @@ def extended(prompt: str) -> str:
     return prompt + "".join(f" {word}" for word in WORDS[:NEW_WORDS])
 
 
-def measured(name: str, peer: Peer, sizes: Sequence[int], round_: int) -> Iterator[Sample]:
+def measured(peer: Peer, sizes: Sequence[int], round_: int) -> Iterator[Figure]:
     """Yields what one peer shows in one round. It is killed at the end. Raises `PeerError`."""
     try:
-        # The first start of all may convert the model, and reads files that the next one finds in memory.
-        peer.start()
-        peer.kill()
-        yield Sample(name, "ready_s", 0, peer.start())
+        if round_ == 0:
+            # The first start of all may convert the model, and reads files that the next one finds in memory.
+            peer.start()
+            peer.kill()
+        yield Figure("ready_s", 0, peer.start())
         peer.ask([prompt_text(32, f"first-{round_}")], 2)
         for size in sizes:
-            yield from _alone(name, peer, size, round_)
+            yield from _alone(peer, size, round_)
         for size in (size for size in TOGETHER_SIZES if size in sizes):
-            prompts = [prompt_text(size, f"together-{round_}-{i}") for i in range(NUM_TOGETHER)]
-            yield Sample(name, "together", size, rate_together(peer.ask(prompts, REPLY_TOKENS)))
-        yield Sample(name, "memory_mib", 0, peer.memory_bytes() / 2**20)
+            yield from _together(peer, size, round_)
+        yield Figure("memory_mib", 0, peer.memory_bytes() / 2**20)
         if peer.restores:
-            yield from _restarted(name, peer, min(RESTART_SIZE, max(sizes)), round_)
+            yield from _restarted(peer, min(RESTART_SIZE, max(sizes)), round_)
     finally:
         peer.kill()
 
 
-def _alone(name: str, peer: Peer, size: int, round_: int) -> Iterator[Sample]:
+def _alone(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
     reply = peer.ask([prompt_text(size, f"alone-{round_}")], REPLY_TOKENS)[0]
-    yield Sample(name, "cold_s", size, reply.ttft_s)
-    yield Sample(name, "rate", size, reply.decode_rate)
+    yield Figure("cold_s", size, reply.ttft_s)
+    yield Figure("rate", size, reply.decode_rate)
 
 
-def _restarted(name: str, peer: Peer, size: int, round_: int) -> Iterator[Sample]:
-    prompt = prompt_text(size, f"restart-{round_}")
-    peer.ask([prompt], 2)
+def _together(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
+    """The prompts begin with one that was answered before: decoding is measured, and who can need not prefill."""
+    prompts = [prompt_text(size, f"alone-{round_}") + f" {word}" for word in WORDS[:NUM_TOGETHER]]
+    yield Figure("together", size, rate_together(peer.ask(prompts, REPLY_TOKENS)))
+
+
+def _restarted(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
+    """Asks for a prompt that was answered before."""
+    prompt = prompt_text(size, f"alone-{round_}")
     for case, text in (("exact_s", prompt), ("next_s", extended(prompt))):
         peer.kill()
         peer.start()
-        yield Sample(name, case, size, peer.ask([text], 2)[0].ttft_s)
+        yield Figure(case, size, peer.ask([text], 2)[0].ttft_s)
 
 
-def probe() -> dict[str, float]:
+def probe() -> list[Figure]:
     """Returns what the machine does at this moment: products of bf16 matrices, and copies between warm buffers."""
     weights = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=torch.bfloat16)
     target = torch.empty_like(weights)
     product_s, copy_s = _seconds(lambda: weights @ weights), _seconds(lambda: target.copy_(weights))
     num_bytes = 2 * weights.numel() * weights.itemsize
-    return {"bf16_gflops": 2 * _PROBE_SIZE**3 / product_s / 1e9, "copy_gb_s": num_bytes / copy_s / 1e9}
+    return [
+        Figure("bf16_gflops", 0, 2 * _PROBE_SIZE**3 / product_s / 1e9),
+        Figure("copy_gb_s", 0, num_bytes / copy_s / 1e9),
+    ]
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -120,123 +134,72 @@ def _seconds(work: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def measure(model: Model, names: Sequence[str], rounds: int, folder: Path | None, console: Console) -> dict[str, Any]:
-    """Returns the report as JSON values. A peer that fails is left out with its reason."""
-    samples: list[Sample] = []
-    probes: list[dict[str, float]] = []
-    left_out: dict[str, str] = {}
+def measure(
+    model: Model, names: Sequence[str], rounds: int, results: Results, folder: Path | None, console: Console
+) -> list[str]:
+    """Adds what is not there yet. Returns the peers that failed, which are left out with their reasons."""
     sizes = [size for size in SIZES if size + REPLY_TOKENS + _ROOM <= model.context]
+    failed: list[str] = []
     for round_ in range(rounds):
         for name in names:
-            if name in left_out:
+            if name in failed or results.has(model.name, name, round_):
                 continue
             with (
-                step(console, f"round {round_ + 1} of {rounds}: {name}") as note,
+                step(console, f"{model.name}, round {round_ + 1} of {rounds}: {name}") as note,
                 TemporaryDirectory(prefix="diskprefix-peers-", dir=folder) as workspace,
             ):
-                probes.append(probe())
+                results.add(model.name, MACHINE, round_, probe())
                 try:
-                    samples += measured(name, PEERS[name](model, Path(workspace), note), sizes, round_)
+                    figures = list(measured(PEERS[name](model, Path(workspace), note), sizes, round_))
                 except (PeerError, NotInstalled) as error:
-                    left_out[name] = str(error)
+                    failed.append(name)
+                    results.leave_out(model.name, name, str(error))
                     note(f"left out: {error}")
-    cells = _cells(samples)
-    return {
-        "benchmark": "peers",
-        "model": model.name,
-        "rounds": rounds,
-        "sizes": sizes,
-        "machine": machine(),
-        "noise": {name: _spread([one[name] for one in probes]) for name in probes[0]},
-        "peers": cells,
-        "left_out": left_out,
-        "plot": plot_figures(cells),
-        "samples": [asdict(sample) for sample in samples],
-    }
+                else:
+                    results.add(model.name, name, round_, figures)
+    return failed
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"min": round(min(values), 1), "median": median(values), "max": round(max(values), 1)}
-
-
-def _cells(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """Returns the medians: for each peer, by the name of the case with its size."""
-    values: dict[str, dict[str, list[float]]] = {}
-    for one in samples:
-        values.setdefault(one.peer, {}).setdefault(cell_name(one.case, one.size), []).append(one.value)
-    return {peer: {cell: median(found) for cell, found in cells.items()} for peer, cells in values.items()}
-
-
-def cell_name(case: str, size: int) -> str:
-    return f"{case} {size}" if size else case
-
-
-def plot_figures(cells: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns the figures of each panel of the plot: by what a bar says, then by peer."""
-
-    def of(case: str, label: str = "") -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {}
-        for peer, figures in cells.items():
-            for cell, value in figures.items():
-                if cell.split()[0] == case:
-                    found.setdefault(label or f"{cell.split()[1]} tokens", {})[peer] = value
-        return found
-
-    restart = of("exact_s", "same prompt") | of("next_s", "next turn")
-    return {"cold_s": of("cold_s"), "restart_s": restart, "rate": of("rate"), "together": of("together")}
+def plot_figures(report: dict[str, Any]) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+    """Returns the medians by model, panel, what a bar says, and peer."""
+    labels = {"exact_s": "same prompt", "next_s": "next turn"}
+    found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    for model, cells in report["models"].items():
+        panels = found.setdefault(model, {})
+        for cell, of_peers in cells.items():
+            case, *size = cell.split()
+            if case in PANELS:
+                label = labels.get(case) or f"{size[0]} tokens"
+                panels.setdefault(PANELS[case], {})[label] = {
+                    peer: spread["median"] for peer, spread in of_peers.items()
+                }
+    return found
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    cells = report["peers"]
-    titles = {
-        "ready_s": "ready, s",
-        "memory_mib": "memory, MiB",
-        "cold_s": "cold, s",
-        "rate": "tokens/s",
-        "together": f"{NUM_TOGETHER} at once, tokens/s",
-        "exact_s": "restart, same prompt, s",
-        "next_s": "restart, next turn, s",
-    }
-    names = sorted({cell for of_peer in cells.values() for cell in of_peer}, key=_order(list(titles)))
-    table = new_table(
-        f"{report['model']}, medians of {report['rounds']}; in brackets {OURS} against it, above 1 is better",
-        left=("",),
-        right=tuple(cells),
-    )
-    for name in names:
-        case, *size = name.split()
-        title = f"{titles[case]}{f', {size[0]}' if size else ''}"
-        table.add_row(title, *(_cell(name, peer, cells) for peer in cells))
-    console.print(table)
-    for peer, reason in report["left_out"].items():
-        say(console, f"{peer} was left out: {reason}")
-    spreads = (f"{name} {s['min']} / {s['median']} / {s['max']}" for name, s in report["noise"].items())
-    say(console, f"machine, min / median / max: {', '.join(spreads)}")
+    for model, cells in report["models"].items():
+        title = f"{model}; ratio: how many times better diskprefix is"
+        table = new_table(title, left=("", "peer"), right=("min", "median", "max", "ratio"))
+        for cell in sorted(cells, key=_order):
+            case, *size = cell.split()
+            for i, (peer, spread) in enumerate(cells[cell].items()):
+                name = "" if i else ", ".join([TITLES[case], *size])
+                ratio = f"{spread['ratio']:.2g}" if "ratio" in spread else ""
+                table.add_row(name, peer, *(_shown(spread[of]) for of in ("min", "median", "max")), ratio)
+        console.print(table)
+    for model, reasons in report["left_out"].items():
+        for peer, reason in reasons.items():
+            say(console, f"{model}: {peer} was left out: {reason}")
     show_machine(report["machine"], console)
 
 
-def _order(cases: Sequence[str]) -> Callable[[str], tuple[int, int]]:
-    def key(name: str) -> tuple[int, int]:
-        case, *size = name.split()
-        return cases.index(case), int(size[0]) if size else 0
-
-    return key
+def _order(cell: str) -> tuple[int, int]:
+    case, *size = cell.split()
+    return list(TITLES).index(case), int(size[0]) if size else 0
 
 
-def _cell(name: str, peer: str, cells: Mapping[str, Mapping[str, float]]) -> str:
-    value = cells[peer].get(name)
-    if value is None:
-        return "–"
-    figure = short(value) if value >= 10 else f"{value:.3g}"
-    ratio = better(name, cells.get(OURS, {}).get(name), value)
-    return figure if peer == OURS or ratio is None else f"{figure} ({ratio:.2g})"
-
-
-def better(name: str, ours: float | None, theirs: float) -> float | None:
-    """Returns how many times better `ours` is: more of a rate, less of everything else."""
-    if not ours:
-        return None
-    return ours / theirs if name.split()[0] in ("rate", "together") else theirs / ours
+def _shown(value: float) -> str:
+    return short(value) if value >= 10 else f"{value:.3g}"
 
 
 def known_model(name: str, progress: Console) -> Model:
@@ -251,8 +214,8 @@ def known_model(name: str, progress: Console) -> Model:
 def draw(report: dict[str, Any], path: Path, progress: Console) -> None:
     """Writes a plot as SVG. Raises `NotInstalled`, or `PeerError` with what the program that draws it said."""
     with step(progress, f"plot {path}") as note, TemporaryDirectory() as folder:
-        source = Path(folder) / "report.json"
-        source.write_text(json.dumps(report), encoding="utf-8")
+        source = Path(folder) / "figures.json"
+        source.write_text(json.dumps(plot_figures(report)), encoding="utf-8")
         command = [str(python_of("plot", note)), str(_PLOT), str(source), str(path)]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode:
@@ -260,24 +223,57 @@ def draw(report: dict[str, Any], path: Path, progress: Console) -> None:
 
 
 @click.command()
-@click.option("--model", type=click.Choice(real.NAMES), default=real.DEFAULT, show_default=True)
-@click.option("--peer", "names", multiple=True, type=click.Choice(list(PEERS)), help="Only these; repeatable.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Figures are medians of them.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=MODELS,
+    type=click.Choice(real.NAMES),
+    show_default=True,
+    help="Repeatable.",
+)
+@click.option(
+    "--peer",
+    "names",
+    multiple=True,
+    default=tuple(PEERS),
+    type=click.Choice(list(PEERS)),
+    help="Only these; repeatable.",
+)
+@click.option("--rounds", type=click.IntRange(min=0), default=3, show_default=True, help="0: show what the file has.")
+@click.option(
+    "--results",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Add to this file each round that it has not yet, and show all that it has.",
+)
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot here, as SVG.")
 @FOLDER
 @JSON
 def main(
-    model: str, names: tuple[str, ...], rounds: int, plot: Path | None, folder: Path | None, as_json: bool
+    models: tuple[str, ...],
+    names: tuple[str, ...],
+    rounds: int,
+    results: Path | None,
+    plot: Path | None,
+    folder: Path | None,
+    as_json: bool,
 ) -> None:
     """Measure the daemon beside transformers, llama.cpp and vLLM.
 
     Each is installed on first use, in an environment of its own; llama.cpp is compiled, which takes minutes. A round
-    of all of them takes 10 to 40 minutes. Nothing else should run on the machine. Exits with 1 if one was left out.
+    of all takes half an hour; one that is stopped goes on with `--results`. Nothing else should run on the machine.
+    Exits with 1 if a peer was left out.
     """
     progress = Console(stderr=True)
     torch.set_num_threads(machine()["cpus"])
-    report = measure(known_model(model, progress), names or tuple(PEERS), rounds, folder, progress)
+    found = Results(results)
+    failed = [
+        name
+        for model in (models if rounds else ())
+        for name in measure(known_model(model, progress), names, rounds, found, folder, progress)
+    ]
+    report = found.report()
     print_report(report, as_json, show)
     if plot is not None:
         draw(report, plot, progress)
-    sys.exit(1 if report["left_out"] else 0)
+    sys.exit(1 if failed else 0)

@@ -132,7 +132,7 @@ def _decode_s(work: Sequence[tuple[memoryview, Piece]], outs: Sequence[Bytes]) -
 # Restores
 
 
-class _Restore:
+class Restore:
     """One prompt, in a store for each codec, which is restored many times."""
 
     def __init__(self, plan: Plan) -> None:
@@ -191,7 +191,7 @@ class _Restore:
 
 
 def _measure_restore(plan: Plan, console: Console) -> dict[str, Any]:
-    restore = _Restore(plan)
+    restore = Restore(plan)
     megabytes = restore.num_bytes / 1e6
     with step(console, f"saving {len(restore.prompt)} tokens, {megabytes:.0f} MB, with every codec"):
         for codec in CODECS:

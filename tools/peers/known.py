@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -32,12 +34,18 @@ class Model:
     context: int
 
 
-def diskprefix(model: Model, workspace: Path, report: Report, *flags: str) -> Peer:
+def diskprefix(model: Model, workspace: Path, report: Report, flags: Sequence[str] = ()) -> Peer:
     del report
     port = free_port()
     command = [sys.executable, "-P", "-m", "diskprefix", "serve", "--port", str(port), "--model", str(model.gguf)]
     command += ["--kv-cache-dir", str(workspace / "kv"), "--disk-prefix-cache", "full", *flags]
-    return HttpPeer(Process(command, workspace / "server.log"), port, _USAGE, restores=True, settle=_all_is_saved)
+    return HttpPeer(
+        Process(command, workspace / "server.log"),
+        port,
+        _USAGE,
+        restores=True,
+        settle=_all_is_saved,
+    )
 
 
 def _all_is_saved(client: httpx.Client) -> None:
@@ -46,9 +54,9 @@ def _all_is_saved(client: httpx.Client) -> None:
         time.sleep(0.05)
 
 
-def llama_cpp(model: Model, workspace: Path, report: Report) -> Peer:
+def llama_cpp(model: Model, workspace: Path, report: Report, flash_attention: str = "auto") -> Peer:
     command = [str(python_of("llama.cpp", report)), str(_WORKERS / "llama_cpp_worker.py")]
-    command += [str(model.gguf), str(model.context), str(workspace)]
+    command += [str(model.gguf), str(model.context), str(workspace), flash_attention]
     return WorkerPeer(Process(command, workspace / "server.log"), restores=True)
 
 
@@ -60,7 +68,7 @@ def generate(model: Model, workspace: Path, report: Report) -> Peer:
 def transformers_serve(model: Model, workspace: Path, report: Report) -> Peer:
     port = free_port()
     python = python_of("transformers", report)
-    command = [str(python.with_name("transformers")), "serve", str(model.folder), "--continuous-batching"]
+    command = [str(python.with_name("transformers")), "serve", str(model.folder)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu", "--dtype", "bfloat16"]
     fields = {"model": str(model.folder)}
     return HttpPeer(Process(command, workspace / "server.log"), port, fields, restores=False)
@@ -70,18 +78,34 @@ def vllm(model: Model, workspace: Path, report: Report) -> Peer:
     port = free_port()
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     extra = {"kv_connector_extra_config": {"shared_storage_path": str(workspace / "kv")}}
-    command = [str(python_of("vllm", report).with_name("vllm")), "serve", str(model.folder), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", str(model.context)]
+    command = [str(python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
+    command += [
+        "--model",
+        str(model.folder),
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        str(model.context),
+    ]
     command += ["--served-model-name", "model", "--kv-transfer-config", json.dumps(connector | extra)]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": str(_VLLM_MEMORY_GIB)}
+    # By itself it leaves a core to its other processes, and another one to a connector.
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    environment = {"VLLM_CPU_KVCACHE_SPACE": str(_VLLM_MEMORY_GIB), "VLLM_CPU_OMP_THREADS_BIND": cores}
     fields = {"model": "model", "ignore_eos": True, **_USAGE}
     return HttpPeer(Process(command, workspace / "server.log", environment), port, fields, restores=True)
 
 
 PEERS: Mapping[str, Callable[[Model, Path, Report], Peer]] = {
     "diskprefix": diskprefix,
+    "diskprefix int4": partial(diskprefix, flags=("--weights", "int4")),
+    "diskprefix bf16": partial(diskprefix, flags=("--weights", "native")),
     "generate": generate,
     "transformers serve": transformers_serve,
     "llama.cpp": llama_cpp,
+    "llama.cpp -fa off": partial(llama_cpp, flash_attention="off"),
     "vllm": vllm,
 }

@@ -141,7 +141,8 @@ def _proportional_bytes(pid: int) -> int:
 
 def _clean_environment() -> dict[str, str]:
     """Settings of the person who runs this must not change what is measured; nothing may depend on a hub."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISKPREFIX_", "PYTHON"))}
+    own = ("DISKPREFIX_", "PYTHON", "OMP_", "VLLM_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     return kept | {"HF_HUB_OFFLINE": "1"}
 
 

@@ -1,7 +1,7 @@
 """llama.cpp through the low-level functions of llama-cpp-python: sequences that decode together, state in a file.
 
-The file has the state of the last prompt that was computed alone. It is used for a prompt that begins with it, as
-llama.cpp's own server does with a slot that was saved.
+A file has the state of a prompt that was computed alone. It is used for a prompt that begins with it, as llama.cpp's
+own server does with a slot that was saved.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ RESERVE = 256
 
 
 class Worker:
-    def __init__(self, gguf: str, context: int, folder: str) -> None:
+    def __init__(self, gguf: str, context: int, folder: str, flash_attention: str) -> None:
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(gguf.encode(), params)
         self.vocab = llama_cpp.llama_model_get_vocab(self.model)
         self.num_words = llama_cpp.llama_vocab_n_tokens(self.vocab)
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx = context
+        settings.n_ctx = MOST_SEQUENCES * context
         settings.n_batch = settings.n_ubatch = BATCH
         settings.n_seq_max = MOST_SEQUENCES
-        settings.kv_unified = True
+        # Each sequence has memory of its own: five of them are several times faster so.
+        settings.kv_unified = False
+        if flash_attention == "off":
+            settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         settings.n_threads = settings.n_threads_batch = THREADS
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
-        self.state, self.names = Path(folder) / "state.bin", Path(folder) / "tokens.json"
+        self.folder = Path(folder)
 
     def tokens(self, text: str) -> list[int]:
         room = (llama_cpp.llama_token * (len(text) + 8))()
@@ -61,13 +64,15 @@ class Worker:
         return int(logits.argmax())
 
     def restored(self, ids: list[int]) -> int:
-        """Loads the state in the file if the prompt begins with its tokens; returns how many tokens that are."""
-        known = json.loads(self.names.read_text()) if self.names.exists() else []
-        if not known or ids[: len(known)] != known:
+        """Loads the longest state of a file that the prompt begins with; returns how many tokens that are."""
+        states = {path: json.loads(path.with_suffix(".json").read_text()) for path in self.folder.glob("*.state")}
+        fitting = {path: known for path, known in states.items() if ids[: len(known)] == known}
+        if not fitting:
             return 0
+        path, known = max(fitting.items(), key=lambda of_file: len(of_file[1]))
         room, count = (llama_cpp.llama_token * len(known))(), ctypes.c_size_t()
-        path = str(self.state).encode()
-        if not llama_cpp.llama_state_seq_load_file(self.context, path, 0, room, len(room), ctypes.byref(count)):
+        name = str(path).encode()
+        if not llama_cpp.llama_state_seq_load_file(self.context, name, 0, room, len(room), ctypes.byref(count)):
             raise RuntimeError("llama_state_seq_load_file failed")
         if len(known) == len(ids):
             # The logits are not in the file: the last token is computed again.
@@ -76,8 +81,10 @@ class Worker:
 
     def save(self, ids: list[int]) -> None:
         array = (llama_cpp.llama_token * len(ids))(*ids)
-        llama_cpp.llama_state_seq_save_file(self.context, str(self.state).encode(), 0, array, len(ids))
-        self.names.write_text(json.dumps(ids))
+        path = self.folder / f"{len(list(self.folder.glob('*.state')))}.state"
+        path.with_suffix(".json").write_text(json.dumps(ids))
+        if not llama_cpp.llama_state_seq_save_file(self.context, str(path).encode(), 0, array, len(ids)):
+            raise RuntimeError("llama_state_seq_save_file failed")
 
     def prefill(self, ids: list[int], sequence: int, begin: int) -> int:
         for at in range(begin, len(ids), BATCH):
@@ -91,8 +98,15 @@ class Worker:
         all_ids = [self.tokens(prompt) for prompt in prompts]
         latest: list[int] = []
         times: list[list[float]] = [[] for _ in prompts]
+        shared = next((at for at, ids in enumerate(zip(*all_ids, strict=False)) if len(set(ids)) > 1), 0)
         for sequence, ids in enumerate(all_ids):
-            latest.append(self.prefill(ids, sequence, self.restored(ids) if len(prompts) == 1 else 0))
+            if sequence == 0:
+                begin = self.restored(ids)
+            else:
+                begin = min(shared, len(ids) - 1)
+                llama_cpp.llama_memory_seq_cp(self.memory, 0, sequence, 0, -1)
+                llama_cpp.llama_memory_seq_rm(self.memory, sequence, begin, -1)
+            latest.append(self.prefill(ids, sequence, begin))
             times[sequence].append(time.perf_counter() - began)
         if len(prompts) == 1:
             paused = time.perf_counter()
@@ -109,8 +123,8 @@ class Worker:
 
 
 def main() -> None:
-    model, context, folder = sys.argv[1:]
-    worker = Worker(model, int(context) + RESERVE, folder)
+    model, context, folder, flash_attention = sys.argv[1:]
+    worker = Worker(model, int(context) + RESERVE, folder, flash_attention)
     print("{}", flush=True)
     for line in sys.stdin:
         question = json.loads(line)
