@@ -20,7 +20,7 @@ from tools.peers.peer import HttpPeer, Peer, Process, WorkerPeer, free_port
 _WORKERS = Path(__file__).parent / "workers"
 _USAGE = {"stream_options": {"include_usage": True}}
 _SAVE_DEADLINE_S = 120.0
-_VLLM_MEMORY_GIB = 4
+_VLLM_MEMORY_GIB = 2
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,8 @@ def vllm(model: Model, workspace: Path, report: Report) -> Peer:
         str(model.context),
     ]
     command += ["--served-model-name", "model", "--kv-transfer-config", json.dumps(connector | extra)]
+    # The connector saves what the first step of a prompt computes, so a step must hold a prompt.
+    command += ["--max-num-batched-tokens", str(model.context)]
     # By itself it leaves a core to its other processes, and another one to a connector.
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     environment = {"VLLM_CPU_KVCACHE_SPACE": str(_VLLM_MEMORY_GIB), "VLLM_CPU_OMP_THREADS_BIND": cores}
