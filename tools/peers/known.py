@@ -79,19 +79,9 @@ def vllm(model: Model, workspace: Path, report: Report) -> Peer:
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     extra = {"kv_connector_extra_config": {"shared_storage_path": str(workspace / "kv")}}
     command = [str(python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
-    command += [
-        "--model",
-        str(model.folder),
-        "--port",
-        str(port),
-        "--host",
-        "127.0.0.1",
-        "--dtype",
-        "bfloat16",
-        "--max-model-len",
-        str(model.context),
-    ]
-    command += ["--served-model-name", "model", "--kv-transfer-config", json.dumps(connector | extra)]
+    command += ["--model", str(model.folder), "--served-model-name", "model", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(model.context)]
+    command += ["--kv-transfer-config", json.dumps(connector | extra)]
     # The connector saves what the first step of a prompt computes, so a step must hold a prompt.
     command += ["--max-num-batched-tokens", str(model.context)]
     # By itself it leaves a core to its other processes, and another one to a connector.
