@@ -6,6 +6,7 @@
     │   └── ContextTooLong              400          prompt plus reply exceed the model's positions
     ├── ModelNotFound                   404          the request names a model that is not served
     ├── ResponseNotFound                404          the request names a response that is not stored
+    ├── EntryNotFound                   404          the request names a saved prompt that is not stored
     ├── QueueFull                       503          too many requests wait; Retry-After is sent
     │   └── ShareFull                   429          too many of one API key's requests wait; Retry-After is sent
     ├── NotReady                        503          the model is still loading, or the daemon is stopping
@@ -68,6 +69,12 @@ class ResponseNotFound(DiskPrefixError):
     http_status = 404
     error_type = "invalid_request_error"
     code = "response_not_found"
+
+
+class EntryNotFound(DiskPrefixError):
+    http_status = 404
+    error_type = "invalid_request_error"
+    code = "entry_not_found"
 
 
 class QueueFull(DiskPrefixError):

@@ -116,6 +116,7 @@ EXPECTED_PAGES = {
         "diskprefix/native/README.md",
     ),
     *("diskprefix/store/README.md", "diskprefix/prefix_cache/README.md", "diskprefix/policy/README.md"),
+    *("diskprefix/server/dashboard/README.md", "diskprefix/cli/top/README.md"),
     *("diskprefix/simulate/README.md", "diskprefix/chat/output/README.md", "diskprefix/browse/README.md"),
 }
 

@@ -14,6 +14,7 @@ from diskprefix.errors import DiskPrefixError
 COMMANDS = (
     "serve",
     "clients",
+    "top",
     "models",
     "inspect",
     "doctor",

@@ -18,7 +18,7 @@ from diskprefix.cli.tooling import print_json, progress, status
 from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.printable import printable_only
-from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, format_size, parse_size
+from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, format_size, parse_duration, parse_size
 from diskprefix.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare
 from diskprefix.simulate.formats import ReadBody, read_trace
 from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
@@ -108,6 +108,9 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     show_default=f"as recorded, else {_TOKENS_PER_S:.0f}",
     help="The speed of prefill. Only the time saved depends on it.",
 )
+@option(
+    "--last", metavar="DURATION", show_default="all of it", help="Only the end of each workload: 90s, 15m, 12h, 7d."
+)
 @setting_option(
     "model",
     envvar=None,
@@ -132,6 +135,7 @@ def simulate(
     bytes_per_token: str | None,
     state_bytes: str | None,
     tokens_per_s: float | None,
+    last: str | None,
     model: str | None,
     chat_template: Path | None,
     json: bool,
@@ -173,6 +177,7 @@ def simulate(
         raise SettingsError("--tokens-per-s: it must be a number above 0")
     if plot is not None:
         check_plot(plot)
+    last_s = None if last is None else parse_duration(last, param="--last")
     cases_of = partial(
         _cases,
         scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope)),
@@ -189,7 +194,8 @@ def simulate(
     )
     # An error in an option is reported before the traces are read, and one in a trace before the first is replayed.
     cases_of(None)
-    planned = [(trace, cases_of(trace.daemon)) for trace in _read(traces, _lazy_reader(model, chat_template))]
+    read = _read(traces, _lazy_reader(model, chat_template))
+    planned = [(trace if last_s is None else trace.last(last_s), cases_of(trace.daemon)) for trace in read]
     with progress("simulating", sum(len(trace) * len(runs) for trace, runs in planned), in_bytes=False) as advance:
         rows = [row for trace, runs in planned for row in compare(trace, runs, advance)]
     if plot is not None:

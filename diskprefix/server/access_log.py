@@ -16,7 +16,7 @@ from diskprefix.server.recent import RecentRequests
 
 log = logging.getLogger("diskprefix")
 
-_QUIET_ROUTES = frozenset({"/health", "/metrics"})
+_QUIET_ROUTES = frozenset({"/health", "/metrics", "/dashboard/state", "/dashboard/entries"})
 """Logged at debug, because machines poll them every few seconds."""
 
 _LOGGED_PATH_CHARS = 200

@@ -15,6 +15,7 @@ from diskprefix.server.access_log import AccessLog
 from diskprefix.server.auth import OPEN_PATHS, Auth
 from diskprefix.server.browser_guard import BrowserGuard
 from diskprefix.server.daemon import Daemon, EngineLoader
+from diskprefix.server.dashboard import routes as dashboard
 from diskprefix.server.described import OUTSIDE_FASTAPI
 from diskprefix.server.errors import HANDLERS
 from diskprefix.server.keys import ApiKeys
@@ -57,6 +58,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
         exception_handlers=HANDLERS,
     )
     app.state.daemon = daemon
+    app.state.dashboard = dashboard.Dashboard(daemon)
     app.add_middleware(Auth, keys=keys)
     app.add_middleware(BrowserGuard, host=settings.host)
     app.add_middleware(AccessLog, metrics=daemon.metrics, recent=daemon.recent)
@@ -66,6 +68,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.include_router(models.router)
     app.include_router(tokenizing.router)
     app.include_router(status.router)
+    app.include_router(dashboard.router)
     _complete_openapi(app, with_keys=keys is not None)
     return app
 

@@ -17,7 +17,7 @@ from diskprefix.tenant import SHARED, Tenant, short_tenant
 log = logging.getLogger("diskprefix")
 
 ADMIN = "admin"
-"""The name of the key that may read `/props` and `/metrics`."""
+"""The name of the key that may read `/props`, `/metrics` and the dashboard."""
 
 MIN_KEY_CHARS = 16
 """Names are shorter, so that a key is never taken for a name and logged."""
@@ -29,7 +29,8 @@ _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request: a name for the log, a tenant for the cache, and whether `/props` and `/metrics` answer it."""
+    """Who sent a request: a name for the log, a tenant for the cache, and whether the caller may see everybody's
+    figures."""
 
     name: str | None = None
     tenant: Tenant = SHARED
@@ -72,7 +73,7 @@ class ApiKeys:
 
     def _log(self, done: str) -> None:
         admin = any(caller.sees_all for caller in self._callers.values())
-        hint = "" if admin else f"; none is named {ADMIN}, so /props and /metrics answer nobody"
+        hint = "" if admin else f"; none is named {ADMIN}, so /props, /metrics and the dashboard answer nobody"
         log.info("[auth] %d API keys %s from %s%s", len(self._callers), done, self._path, hint)
 
 

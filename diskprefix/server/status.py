@@ -1,4 +1,4 @@
-"""The routes that show the daemon's state: `/`, `/health`, `/props` and `/metrics`."""
+"""The routes that show the daemon's state: `/health`, `/props` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Props(BaseModel):
     startup_s: dict[str, float] = Field(description="Where the time to ready went, in seconds.")
 
 
-async def _require_admin(request: Request) -> None:
+async def require_admin(request: Request) -> None:
     """Raises `HTTPException` 403 for other callers: figures over all requests show one tenant what another does."""
     if not log_context(request).caller.sees_all:
         raise HTTPException(403, f"this shows figures of everybody's requests: only the key named {ADMIN} may read it")
@@ -96,7 +96,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(content.model_dump(), status_code)
 
 
-@router.get("/props", summary="Properties", responses=_NOT_READY | _ADMIN_ONLY, dependencies=[Depends(_require_admin)])
+@router.get("/props", summary="Properties", responses=_NOT_READY | _ADMIN_ONLY, dependencies=[Depends(require_admin)])
 async def props(request: Request) -> Props:
     """The model, the cache with its settings and counts, all settings and the start-up times."""
     daemon = _daemon(request)
@@ -138,23 +138,9 @@ def _model_props(serving: Serving) -> dict[str, Any]:
         200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text."},
         **_ADMIN_ONLY,
     },
-    dependencies=[Depends(_require_admin)],
+    dependencies=[Depends(require_admin)],
 )
 async def metrics(request: Request) -> Response:
     """Counters and histograms in Prometheus' text format; available while loading too."""
     daemon = _daemon(request)
     return Response(await daemon.metrics.render(daemon.serving), media_type=CONTENT_TYPE_LATEST)
-
-
-class Welcome(BaseModel):
-    """Who answers here."""
-
-    name: str = "diskprefix"
-    docs: str = "/docs"
-
-
-@router.head("/", include_in_schema=False)
-@router.get("/", summary="Welcome")
-async def welcome() -> Welcome:
-    """200 as soon as the daemon listens: some clients look here first."""
-    return Welcome()

@@ -75,6 +75,13 @@ class Trace:
     def __iter__(self) -> Iterator[TraceRequest]:
         return self.replay()
 
+    def last(self, seconds: float) -> Trace:
+        """The requests of its last so many seconds."""
+        times = [request.when for request in self]
+        start = max(times, default=0.0) - seconds
+        num_requests = sum(when >= start for when in times)
+        return Trace(self.name, num_requests, lambda: (one for one in self if one.when >= start), self.daemon)
+
     def head(self, num_requests: int) -> Trace:
         """The first `num_requests` of it, or all of them."""
         fewer = min(num_requests, self.num_requests)

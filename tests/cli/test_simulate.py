@@ -232,6 +232,15 @@ def record(path: Path, *, block_size: int, state_bytes: int = 0, bytes_per_token
     return path
 
 
+def test_only_the_end_of_a_workload_is_replayed_if_that_is_wanted(run: Run) -> None:
+    def requests(*flags: str) -> set[int]:
+        return {row["requests"] for row in rows(run("simulate", "synthetic:interleaved:20", *SHORT, *flags, "--json"))}
+
+    assert requests() == requests("--last", "7d") == {20}
+    assert requests("--last", "0s") == {1}
+    assert run("simulate", "synthetic:interleaved:20", "--last", "soon").exit_code == 2
+
+
 def test_a_recording_says_what_its_daemon_and_its_model_were(run: Run, tmp_path: Path) -> None:
     cut = record(tmp_path / "cut.jsonl", block_size=32)
     states = record(tmp_path / "states.jsonl", block_size=64, state_bytes=5 * MIB)

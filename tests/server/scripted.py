@@ -131,7 +131,7 @@ class ScriptedEngine:
         self.identity = {"root": "0123456789abcdef0123456789abcdef"}
         self.startup_timings = {"weights": 0.5}
         self.cache = ScriptedCache(self)
-        self.pool = SimpleNamespace(stats=lambda: dict(KV_MEMORY))
+        self.pool = SimpleNamespace(stats=lambda: dict(KV_MEMORY), slots=[])
 
     def load(self, settings: Settings, progress: Callable[[str], None]) -> Engine:
         """Stands in for `app.load_engine`."""

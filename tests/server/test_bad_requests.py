@@ -56,7 +56,9 @@ def error_of(path: str, answer: httpx.Response) -> dict[str, Any]:
 
 def test_the_table_has_every_route_that_takes_a_body(client: httpx.Client) -> None:
     paths = client.get("/openapi.json").json()["paths"]
-    assert {path for path, methods in paths.items() if "post" in methods} == ROUTES.keys()
+    found = {path for path, methods in paths.items() if "post" in methods}
+    # That one needs a recording: tests/server/dashboard has its bodies.
+    assert found - {"/dashboard/simulation"} == ROUTES.keys()
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -1,0 +1,215 @@
+"""The daemon's state as texts and tables for a terminal. Everything is told by words and shapes too, not by colours
+alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from diskprefix.cli.tooling import plain
+from diskprefix.printable import printable_only, shown
+from diskprefix.settings import format_size
+
+State = dict[str, Any]
+
+_BAR, _COMPUTED, _REST = "█", "▒", "·"
+"""What was restored (or is used), what was computed, and what is left."""
+_SHOWN = 50
+_ROOMY, _WHY = 84, 17
+"""The width of a table that has room for all columns, and that of the longest reason."""
+_STYLES = {"error": "bold red", "warning": "bold yellow", "hint": "bold"}
+
+
+def header(state: State | None, name: str, trouble: str | None) -> Text:
+    """One line: who is watched, and how it is."""
+    if trouble is not None:
+        return Text.assemble(("diskprefix ", "bold"), (printable_only(trouble), "bold red"))
+    if state is None:
+        return Text.assemble(("diskprefix ", "bold"), "no daemon: the store alone · ", plain(name))
+    model = state["model"]["name"] if state["model"] else "…"
+    said = f": {state['message']}" if state["message"] else ""
+    good = state["status"] == "ok"
+    return Text.assemble(
+        ("diskprefix ", "bold"),
+        plain(f"{model} · {state['scope']} ·"),
+        (f" {printable_only(state['status'] + said)} ", "bold green" if good else "bold yellow"),
+        plain(f"· {name}"),
+    )
+
+
+def figures(state: State, ended: Sequence[State], width: int) -> RenderableType:
+    """What the cache is worth, and how full memory and disk are."""
+    replies = [one for one in ended if one["timings"]]
+    cold, warm = (_ttft(replies, restored=restored) for restored in (False, True))
+    prompt = sum(one["prompt_tokens"] for one in replies)
+    restored = sum(one["prefix_cache"]["restored"] for one in replies)
+    savings = (state["cache"] or {}).get("savings")
+    today, in_all = (duration(savings[name]["saved_s"] if savings else None) for name in ("today", "total"))
+    faster = f" ({cold / warm:.0f}×)" if cold and warm else ""
+    lines = [
+        f"compute saved {today} today, {in_all} in all · restored {share(restored, prompt)}",
+        f"first token {duration(cold)} cold, {duration(warm)} restored{faster}",
+    ]
+    meters = Table.grid(padding=(0, 1))
+    for cells in _meters(state, max(8, width // 4)):
+        meters.add_row(*cells)
+    said = [Text(" · ".join(lines))] if width >= 110 else [Text(line) for line in lines]
+    return Group(*said, meters)
+
+
+def _meters(state: State, bar_width: int) -> list[tuple[RenderableType, ...]]:
+    memory, cache = state["memory"], state["cache"]
+    if memory is None or cache is None:
+        return []
+    waiting = sum(one["state"] == "waiting" for one in state["requests"]) + state["arriving"]
+    running = f"{memory['running']} of {memory['max_running']} run, {waiting} wait"
+    stored = f"{cache['entries']:,} prompts, {cache['evicted_blocks']:,} evicted"
+    written = f"{cache['pending']:,} wait, {cache['dropped']:,} dropped"
+    return [
+        _meter("memory", memory["used_bytes"], memory["limit_bytes"], bar_width, running),
+        _meter("store", cache["used_bytes"], cache["budget_bytes"], bar_width, stored),
+        _meter("writer", cache["pending_bytes"], cache["buffer_bytes"], bar_width, written),
+    ]
+
+
+def _meter(name: str, used: int, whole: int, bar_width: int, note: str) -> tuple[RenderableType, ...]:
+    sizes = f"{format_size(used)} of {format_size(whole)}"
+    return Text(name, "bold"), bar([used], whole, bar_width), Text(sizes), Text(note)
+
+
+def requests(state: State, width: int) -> RenderableType:
+    """The requests in the engine and its queue."""
+    if not state["requests"]:
+        return Text("nothing runs", "dim")
+    table = _table("state", "prompt", "tokens:", "TTFT:", "reply:", "tok/s:", "time:")
+    bar_width = max(8, width - 58)
+    for one in state["requests"]:
+        computed = max(0, one["ready_tokens"] - one["restored_tokens"])
+        table.add_row(
+            one["state"],
+            bar([one["restored_tokens"], computed], one["prompt_tokens"], bar_width),
+            f"{one['ready_tokens']:,}/{one['prompt_tokens']:,}",
+            duration(one["ttft_s"]),
+            f"{one['reply_tokens']:,}",
+            f"{one['tokens_per_s']:.1f}" if one["tokens_per_s"] is not None else "–",
+            duration(one["elapsed_s"]),
+        )
+    return table
+
+
+def decisions(ended: Sequence[State], now: float, width: int) -> RenderableType:
+    """What the cache decided for the last requests, and why. The latest comes first."""
+    if not ended:
+        return Text("no request has ended since the start", "dim")
+    more = ["tok/s:"] if width >= _ROOMY else []
+    table = _table("ago", "prompt:", "restored:", "why", "kept:", "why ", "TTFT:", *more)
+    for one in reversed(ended[-_SHOWN:]):
+        cache = one["prefix_cache"]
+        if cache is None:
+            said = f"{one['status']} {one['error'] or 'the client left'}"
+            table.add_row(age(one["ended_at"], now), "–", "–", Text(shown(said, _WHY)), style="red")
+            continue
+        speed = [f"{one['timings']['decode_tokens_per_s']:.0f}"] if more else []
+        table.add_row(
+            age(one["ended_at"], now),
+            f"{one['prompt_tokens']:,}",
+            share(cache["restored"], one["prompt_tokens"]),
+            _words(cache.get("miss_reason") or cache.get("source", "")),
+            f"{cache['boundary']:,}",
+            _words(cache["boundary_reason"]),
+            duration(one["timings"]["ttft_ms"] / 1e3),
+            *speed,
+        )
+    return table
+
+
+def hottest(trees: Sequence[State], previews: dict[str, str], now: float, width: int) -> RenderableType:
+    """The parts of the prefix trees that were restored most often."""
+    nodes = sorted((node for tree in trees for node in tree["nodes"]), key=lambda node: -node["hits"])
+    nodes = [node for node in nodes if node["hits"]][:_SHOWN]
+    if not nodes:
+        return Text("nothing was restored yet", "dim")
+    table = _table("hits:", "tokens:", "shared:", "used", "text")
+    for node in nodes:
+        text = next((previews[one] for one in node["entries"] if one in previews), "")
+        numbers = (f"{node[name]:,}" for name in ("hits", "end", "num_entries"))
+        table.add_row(*numbers, age(node["last_used_at"], now), shown(end_of(text).plain, max(8, width - 34)))
+    return table
+
+
+def problems(state: State) -> RenderableType:
+    """What is wrong, and what to do about it."""
+    if not state["problems"]:
+        return Text("nothing", "dim")
+    lines = Text()
+    for one in state["problems"]:
+        times = f" ({one['count']:,} times)" if one["count"] > 1 else ""
+        lines.append(f"{one['level']}  ", _STYLES[one["level"]])
+        lines.append(f"{printable_only(one['what'])}{times}\n")
+        lines.append(f"→ {printable_only(one['todo'])}\n\n", "dim")
+    return lines
+
+
+def bar(parts: Sequence[float], whole: float, width: int) -> Text:
+    """Returns a bar of one or two parts: `████▒▒▒···`."""
+    text, filled, total = Text(), 0, 0.0
+    for part, char, style in zip(parts, (_BAR, _COMPUTED), ("green", "cyan"), strict=False):
+        total += part
+        end = min(width, round(width * total / whole)) if whole else 0
+        text.append(char * (end - filled), style)
+        filled = end
+    return text.append(_REST * (width - filled), "dim")
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms"
+    for unit, length, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800)):
+        if seconds < most:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds / 86400:.1f} d"
+
+
+def age(when: float, now: float) -> str:
+    """Returns how long ago that was, for example `3 min`."""
+    seconds = max(0.0, now - when)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "–"
+
+
+def end_of(preview: str) -> Text:
+    """Returns the end of a prompt's text. Prompts of one agent begin alike."""
+    text: Text = plain(preview.rpartition("…")[2] or preview)
+    text.truncate(200)
+    return text
+
+
+def _ttft(replies: Sequence[State], *, restored: bool) -> float | None:
+    found = [one["timings"]["ttft_ms"] / 1e3 for one in replies if (one["prefix_cache"]["restored"] > 0) is restored]
+    return median(found) if found else None
+
+
+def _words(code: str) -> str:
+    return code.replace("_", " ")
+
+
+def _table(*titles: str) -> Table:
+    """A table without lines. A title that ends with a colon is that of numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for title in titles:
+        justify: Literal["left", "right"] = "right" if title.endswith(":") else "left"
+        table.add_column(title.rstrip(": "), justify=justify, no_wrap=True, overflow="ellipsis")
+    return table

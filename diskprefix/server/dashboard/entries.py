@@ -1,0 +1,62 @@
+"""The saved prompts and their tree, for those who look, and deleting one of them.
+
+Reading the tree takes a thread, and Python's lock, which the engine needs too. So it is read only when it is asked for,
+and not again before a hundred times as long has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from diskprefix.browse.flat import listing
+from diskprefix.browse.outline import Outline, outline
+from diskprefix.errors import EntryNotFound
+from diskprefix.printable import shown
+from diskprefix.store.maintenance.purge import Purged, PurgeFilter, purge
+from diskprefix.store.store import Store
+
+_REST = 100
+"""Reading takes at most one part in so many of the time."""
+
+
+class Browser:
+    """Reads and deletes, one at a time. For the event loop."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._outline: Outline | None = None
+        self._again_at = 0.0
+
+    async def entries(self, store: Store, *, with_texts: bool) -> dict[str, Any]:
+        """Returns the `listing` of the store, without their texts if those are private. Raises `CacheError`."""
+        async with self._lock:
+            if self._outline is None or time.monotonic() >= self._again_at:
+                started = time.monotonic()
+                self._outline = await asyncio.to_thread(_read, store)
+                self._again_at = time.monotonic() + _REST * (time.monotonic() - started)
+            return await asyncio.to_thread(listing, self._outline, with_texts=with_texts)
+
+    async def delete(self, store: Store, entry_id: str) -> Purged:
+        """Raises `EntryNotFound`, and `CacheError` if the store cannot be written."""
+        async with self._lock:
+            purged = await asyncio.to_thread(_delete, store, entry_id)
+            self._again_at = 0.0
+        return purged
+
+
+def _read(store: Store) -> Outline:
+    with store.snapshot() as snapshot:
+        return outline(snapshot)
+
+
+def _delete(store: Store, entry_id: str) -> Purged:
+    try:
+        chosen = PurgeFilter(entries=frozenset({bytes.fromhex(entry_id)}))
+    except ValueError:
+        chosen = None
+    purged = purge(store, chosen, store.clock(), lambda _bytes: None) if chosen is not None else Purged()
+    if not purged.entries:
+        raise EntryNotFound(f"there is no saved prompt with the id {shown(entry_id)!r}")
+    return purged

@@ -1,0 +1,72 @@
+"""The page at `/`: one HTML document with its style and its scripts in it. It holds no data, and loads nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+_FOLDER = Path(__file__).with_name("page")
+_SCRIPTS = ("format.js", "daemon.js", "chart.js", "tree.js", "sections.js", "main.js")
+"""In the order in which they run; each uses what those before it define."""
+
+
+def page_response() -> Response:
+    """Returns the page. No script runs in it but its own, and it talks to its own address only."""
+    html, policy = _page()
+    headers = {
+        "Content-Security-Policy": policy,
+        "Cache-Control": "no-cache",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Vary": "Accept",
+    }
+    return Response(html, media_type="text/html", headers=headers)
+
+
+def wants_page(headers: Headers) -> bool:
+    """Whether a client asks for a page rather than for JSON: a browser names `text/html`, a program does not.
+
+    A client that names both gets what it likes better, and the page if it likes them the same.
+    """
+    likes = _likes(headers.get("accept", ""))
+    html = likes.get("text/html", 0.0)
+    return html > 0 and html >= likes.get("application/json", 0.0)
+
+
+def _likes(accept: str) -> dict[str, float]:
+    """Returns the media types of an `Accept` header with their weights. What is malformed has the weight 0."""
+    likes: dict[str, float] = {}
+    for part in accept.lower().split(","):
+        media_type, *parameters = (piece.strip() for piece in part.split(";"))
+        weight = next((text[2:] for text in parameters if text.startswith("q=")), "1")
+        try:
+            likes[media_type] = float(weight)
+        except ValueError:
+            likes[media_type] = 0.0
+    return likes
+
+
+@cache
+def _page() -> tuple[bytes, str]:
+    """Returns the document and its Content-Security-Policy, which names style and script by their hashes."""
+    style = _read("style.css")
+    script = "\n".join(["'use strict';", *map(_read, _SCRIPTS)])
+    html = _read("index.html").replace("/*style*/", style).replace("/*script*/", script)
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html.encode(), policy
+
+
+def _read(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,0 +1,128 @@
+// Starts the page, and keeps it up to date.
+
+const state = { now: null, ended: [] };
+const MOST_ENDED = 400, RETRY_MS = 2000, ENTRIES_MS = 5000;
+
+function onState(now) {
+  const last = state.ended.length ? state.ended[state.ended.length - 1].number : 0;
+  // After a restart of the daemon the numbers begin anew, and the first event has all that it remembers.
+  state.ended = (state.fresh ? now.ended : [...state.ended, ...now.ended.filter((one) => one.number > last)]).slice(-MOST_ENDED);
+  state.now = now;
+  if (now.ended.length || state.fresh) drawTtft(find("#ttft"), state.ended);
+  state.fresh = false;
+  drawHeader(now);
+  drawProblems(now.problems);
+  drawTiles(now, state.ended);
+  drawLive(now.requests);
+  drawEnded(state.ended, now.now);
+  drawMeters(now);
+  drawMisses(now.cache);
+  find("#not-recording").hidden = now.recording;
+  find("#simulation").hidden = !now.recording;
+}
+
+// What is stored is read again when requests ended since, because reading it takes the daemon longer.
+let readAfter = -1, isReading = false;
+
+async function readEntries() {
+  if (isReading) return;
+  isReading = true;
+  try {
+    readAfter = state.now.cache?.saved_bytes ?? 0;
+    showEntries(await ask("GET", "/dashboard/entries"));
+  } catch (error) {
+    find("#icicle").replaceChildren(make("p", { class: "quiet" }, error.message));
+  } finally {
+    isReading = false;
+  }
+}
+
+async function readClients() {
+  const found = await ask("GET", "/dashboard/clients");
+  const show = () => setText(find("#recipe"), found[find("#client").selectedIndex]?.text ?? "");
+  find("#client").replaceChildren(...found.map((one) => make("option", { value: one.name }, one.title)));
+  find("#client").onchange = show;
+  show();
+}
+
+async function follow() {
+  let knowsClients = false;
+  for (;;) {
+    state.fresh = true;
+    try {
+      await watch((now) => {
+        const isFirst = find("#all").hidden;
+        find("#all").hidden = false;
+        find("#login").hidden = true;
+        onState(now);
+        if (isFirst || (now.cache && readAfter < 0)) now.model && readEntries();
+        if (now.model && !knowsClients) { knowsClients = true; readClients(); }
+      });
+      setText(find("#status"), "the daemon has ended; trying again …");
+    } catch (error) {
+      if (error.status === 401 || error.status === 403) return askForKey(error);
+      setText(find("#status"), "no answer; trying again …");
+    }
+    find("#status").className = "bad";
+    readAfter = -1;
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+function askForKey(error) {
+  find("#all").hidden = true;
+  find("#login").hidden = false;
+  find("#status").className = "bad";
+  setText(find("#status"), "locked");
+  setText(find("#login-why"), sessionStorage.getItem(KEY) ? error.message : "This daemon has API keys, and shows everybody's requests only to the key named admin.");
+  find("#key").focus();
+}
+
+find("#login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, find("#key").value.trim());
+  find("#key").value = "";
+  follow();
+});
+
+find("#simulation").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const button = find("#simulation button");
+  button.disabled = true;
+  find("#simulated").replaceChildren(make("p", { class: "quiet" }, "simulating …"));
+  try {
+    drawSimulated(await ask("POST", "/dashboard/simulation", { hours: Number(find("#hours").value) }), state.now.scope);
+  } catch (error) {
+    find("#simulated").replaceChildren(make("p", {}, error.message));
+  }
+  button.disabled = false;
+});
+
+find("#more-ended").addEventListener("click", ({ target }) => {
+  target.setAttribute("aria-expanded", target.getAttribute("aria-expanded") !== "true");
+  drawEnded(state.ended, state.now.now);
+});
+
+find("#tree-of").addEventListener("change", () => {
+  tree.chosen = find("#tree-of").selectedIndex;
+  tree.selected = null;
+  drawTree();
+});
+
+find("#copy").addEventListener("click", async () => {
+  try {
+    await navigator.clipboard.writeText(find("#recipe").textContent);
+    setText(find("#copied"), "copied");
+  } catch {
+    // Without HTTPS there is no clipboard on other addresses than this machine's.
+    getSelection().selectAllChildren(find("#recipe"));
+    setText(find("#copied"), "selected: press Ctrl+C");
+  }
+});
+
+setInterval(() => {
+  const cache = state.now?.cache;
+  if (!document.hidden && cache && readAfter >= 0 && cache.pending === 0 && cache.saved_bytes !== readAfter) readEntries();
+}, ENTRIES_MS);
+new ResizeObserver(() => state.now && drawTtft(find("#ttft"), state.ended)).observe(find("#ttft"));
+follow();

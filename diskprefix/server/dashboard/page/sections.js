@@ -1,0 +1,141 @@
+// Draws the sections of the page from the daemon's state.
+
+function drawHeader(now) {
+  const model = now.model ? `${now.model.name} · ${now.model.dtype} on ${now.model.device} · exact at ${now.model.exact_at ?? "–"} · ` : "";
+  setText(find("#served"), `${model}scope ${now.scope}`);
+  const status = find("#status");
+  status.className = { ok: "", loading: "loading", stopping: "loading" }[now.status] ?? "bad";
+  setText(status, now.message ? `${now.status}: ${now.message}` : now.status);
+  setText(find("#version"), `diskprefix ${now.version}`);
+}
+
+function drawProblems(problems) {
+  find("#problems").hidden = !problems.length;
+  whenChanged("problems", problems, () => {
+    const items = problems.map((one) =>
+      make("li", { class: one.level }, make("span", { class: "level" }, one.level), `${one.what}${one.count > 1 ? ` (${count(one.count)} times)` : ""}`,
+        make("span", { class: "todo" }, one.todo)),
+    );
+    find("#problems ul").replaceChildren(...items);
+  });
+}
+
+function drawTiles(now, ended) {
+  const replies = ended.filter((one) => one.timings), cache = now.cache ?? {}, savings = cache.savings;
+  const ttft = (warm) => median(replies.filter((one) => one.prefix_cache.restored > 0 === warm).map((one) => one.timings.ttft_ms / 1000));
+  const [cold, warm] = [ttft(false), ttft(true)];
+  const prompt = replies.reduce((sum, one) => sum + one.prompt_tokens, 0), restored = replies.reduce((sum, one) => sum + one.prefix_cache.restored, 0);
+  const speed = now.requests.reduce((sum, one) => sum + (one.tokens_per_s ?? 0), 0);
+  const waiting = now.arriving + now.requests.filter((one) => one.state === "waiting").length;
+  const tiles = [
+    ["compute saved today", savings ? seconds(savings.today.saved_s) : "–", savings ? `${seconds(savings.total.saved_s)} in all` : "nothing yet"],
+    ["restored share", percent(restored, prompt), `of ${plural(prompt, "prompt token")}`],
+    ["first token, cold", seconds(cold), "median, nothing restored"],
+    ["first token, restored", seconds(warm), cold && warm ? `${(cold / warm).toFixed(1)} times as fast` : "median"],
+    ["requests", count(now.requests.length - now.requests.filter((one) => one.state === "waiting").length), `${count(waiting)} wait`],
+    ["tokens a second", speed ? speed.toFixed(1) : "–", "all replies together"],
+  ];
+  whenChanged("tiles", tiles, () =>
+    find("#tiles").replaceChildren(...tiles.map(([name, value, note]) =>
+      make("div", {}, make("dt", {}, name), make("dd", {}, value), make("dd", { class: "note" }, note)))),
+  );
+}
+
+const rows = new Map();
+
+function drawLive(requests) {
+  const body = find("#live tbody"), ids = new Set(requests.map((one) => one.id));
+  for (const [id, row] of rows) if (!ids.has(id)) { row.remove(); rows.delete(id); }
+  for (const one of requests) {
+    const cells = liveCells(one);
+    const row = rows.get(one.id) ?? make("tr", {}, ...cells.map((_, index) => make("td", { class: index > 3 && "extra" })));
+    cells.forEach((cell, index) => row.cells[index].replaceChildren(cell));
+    rows.set(one.id, row);
+    if (!row.isConnected) body.append(row);
+  }
+  find("#idle").hidden = requests.length > 0;
+}
+
+function liveCells(one) {
+  const computed = Math.max(0, one.ready_tokens - one.restored_tokens);
+  const label = `Prompt: ${count(one.ready_tokens)} of ${plural(one.prompt_tokens, "token")}, ${count(one.restored_tokens)} restored`;
+  const progress = make("div", {},
+    bar("progressbar", label, [["restored", one.restored_tokens], ["computed", computed]], one.prompt_tokens),
+    make("div", { class: "under" }, `${count(one.ready_tokens)} of ${count(one.prompt_tokens)}, ${count(one.restored_tokens)} restored`));
+  const speed = one.tokens_per_s === null ? "–" : `${one.tokens_per_s.toFixed(1)} tok/s`;
+  return [one.state, progress, seconds(one.ttft_s), plural(one.reply_tokens, "token"), speed, seconds(one.elapsed_s)];
+}
+
+const FEW_ROWS = 8, MANY_ROWS = 50;
+
+function drawEnded(ended, now) {
+  const more = find("#more-ended"), isMore = more.getAttribute("aria-expanded") === "true";
+  more.hidden = ended.length <= FEW_ROWS;
+  setText(more, isMore ? "Show fewer" : "Show more");
+  const shown = ended.slice(isMore ? -MANY_ROWS : -FEW_ROWS).reverse();
+  find("#none-ended").hidden = shown.length > 0;
+  const marks = shown.map((one) => [one.number, ago(one.ended_at, now)]);
+  whenChanged("ended", marks, () => find("#ended tbody").replaceChildren(...shown.map((one) => endedRow(one, now))));
+}
+
+function endedRow(one, now) {
+  const when = make("td", { title: new Date(one.ended_at * 1000).toLocaleString("en-GB") }, ago(one.ended_at, now));
+  if (!one.prefix_cache) {
+    const why = one.error ?? "the client left";
+    return make("tr", { class: one.status >= 400 || one.error ? "failed" : "" }, when, make("td", { class: "say", colspan: 5 }, `${one.status} ${one.route} · ${why}`));
+  }
+  const cache = one.prefix_cache, restored = cache.restored;
+  const why = restored ? `${percent(restored, one.prompt_tokens)} from ${cache.source}` : words(cache.miss_reason);
+  const label = `${count(restored)} of ${plural(one.prompt_tokens, "prompt token")} restored`;
+  return make("tr", {}, when, make("td", {}, count(one.prompt_tokens)),
+    make("td", {}, bar("meter", label, [["restored", restored]], one.prompt_tokens), make("div", { class: "under" }, why)),
+    make("td", { class: "extra" }, count(cache.boundary), make("div", { class: "under" }, `${words(cache.boundary_reason)}, ${cache.saved}`)),
+    make("td", {}, seconds(one.timings.ttft_ms / 1000)),
+    make("td", { class: "extra" }, plural(one.reply_tokens, "token"), make("div", { class: "under" }, `${one.timings.decode_tokens_per_s.toFixed(1)} tok/s`)));
+}
+
+function drawMeters(now) {
+  const { memory, cache } = now;
+  const meters = [];
+  if (memory) {
+    meters.push(meter("Memory of requests", memory.used_bytes, memory.limit_bytes, `${count(memory.running)} of ${count(memory.max_running)} run, ${count(memory.entries)} may go on`));
+    const titles = memory.slots.map((slot) => make("span", { class: slot.busy ? "busy" : "idle", title: `${plural(slot.tokens, "token")}, ${bytes(slot.num_bytes)}, ${slot.busy ? "runs" : "may be gone on from"}` }));
+    meters.push(make("div", { class: "slots", role: "img", "aria-label": `${plural(memory.slots.length, "slot")}, ${count(memory.running)} of them busy` }, ...titles), make("br"));
+  }
+  if (cache) {
+    const kept = `${plural(cache.entries, "prompt")}, ${plural(cache.blocks, "block")}, ${cache.codec}; ${count(cache.evicted_blocks)} evicted`;
+    meters.push(meter("Store", cache.used_bytes, cache.budget_bytes, kept));
+    meters.push(meter("Waits to be written", cache.pending_bytes, cache.buffer_bytes, `${plural(cache.pending, "publication")}, ${bytes(cache.saved_bytes)} written, ${count(cache.dropped)} dropped`));
+  }
+  whenChanged("meters", [memory, cache && { ...cache, savings: null, gate: null }], () => find("#meters").replaceChildren(...meters));
+}
+
+function meter(name, used, limit, note) {
+  const label = `${name}: ${bytes(used)} of ${bytes(limit)}`;
+  const head = make("p", {}, make("b", {}, name), make("span", {}, `${bytes(used)} of ${bytes(limit)}`));
+  return make("div", { class: "meter" }, head, bar("meter", label, [["", used]], limit, used > 0.9 * limit ? "plain high" : "plain"), make("p", { class: "under" }, note));
+}
+
+function drawMisses(cache) {
+  if (!cache) return;
+  whenChanged("misses", [cache.hits, cache.misses], () => {
+    const misses = Object.entries(cache.misses).sort((a, b) => b[1] - a[1]);
+    const all = cache.hits + misses.reduce((sum, [, number]) => sum + number, 0);
+    const line = (name, number) => make("div", { class: "meter" },
+      make("p", {}, make("b", {}, name), make("span", {}, `${count(number)}, ${percent(number, all)}`)),
+      bar("meter", `${name}: ${count(number)} of ${count(all)}`, [["", number]], all, name === "restored" ? "plain" : ""));
+    const lines = [["restored", cache.hits], ...misses.map(([reason, number]) => [words(reason), number])];
+    find("#misses").replaceChildren(...(all ? lines.map(([name, number]) => line(name, number)) : [make("p", { class: "quiet" }, "No request since the start.")]));
+  });
+}
+
+function drawSimulated(found, current) {
+  const rowsOf = found.scopes.map((one) =>
+    make("tr", {}, make("th", { scope: "row" }, one.scope === current ? `${one.scope} (now)` : words(one.scope)),
+      make("td", {}, bar("meter", `${one.scope}: restored share`, [["restored", one.restored_tokens]], one.prompt_tokens), make("div", { class: "under" }, percent(one.restored_tokens, one.prompt_tokens))),
+      make("td", {}, seconds(one.seconds_saved)), make("td", {}, bytes(one.written_bytes)), make("td", {}, count(one.evictions))));
+  const head = ["scope", "restored", "compute saved", "written", "evictions"].map((name) => make("th", { scope: "col" }, name));
+  const caption = make("p", { class: "quiet" }, `${plural(found.scopes[0].requests, "request")} of the last ${found.hours} hours, with this daemon's budget, from an empty store.`);
+  const table = make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rowsOf));
+  find("#simulated").replaceChildren(caption, make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Simulated scopes" }, table));
+}

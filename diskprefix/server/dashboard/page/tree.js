@@ -1,0 +1,115 @@
+// The prefix tree as an icicle: tokens from left to right, a lane for each saved prompt, trunks as high as they are shared.
+
+const LANE = 22, MOST_LANES = 60;
+
+const tree = { found: null, chosen: 0, selected: null, lanes: [], byId: new Map() };
+
+function showEntries(found) {
+  tree.found = found;
+  const choice = find("#tree-of");
+  whenChanged("trees", found.trees.map((one) => [one.root, one.model, one.tenant]), () => {
+    choice.replaceChildren(
+      ...found.trees.map((one, index) => make("option", { value: index }, [one.model, one.tenant && `tenant ${one.tenant}`].filter(Boolean).join(", "))),
+    );
+    tree.chosen = 0;
+  });
+  find("#tree-choice").hidden = found.trees.length < 2;
+  drawTree();
+}
+
+function drawTree() {
+  const box = find("#icicle"), shown = tree.found?.trees[tree.chosen];
+  if (!shown) return box.replaceChildren(make("p", { class: "quiet" }, "Nothing is stored yet."));
+  const nodes = placed(shown.nodes);
+  tree.byId = new Map(nodes.map((node) => [node.id, node]));
+  const visible = nodes.filter((node) => node.lane < MOST_LANES);
+  const most = Math.max(...visible.map((node) => node.end)), entries = new Map(tree.found.entries.map((one) => [one.id, one]));
+  const focused = document.activeElement?.dataset?.trunk;
+  const lanes = Math.min(MOST_LANES, Math.max(...nodes.map((node) => node.lane + node.lanes)));
+  box.style.setProperty("height", `${lanes * LANE}px`);
+  const active = tree.byId.has(tree.selected) ? tree.selected : visible[0].id;
+  box.replaceChildren(...visible.map((node) => buttonOf(node, most, entries, node.id === active, shown)));
+  if (focused) box.querySelector(`[data-trunk="${focused}"]`)?.focus();
+  const left = nodes.filter((node) => node.lane >= MOST_LANES && node.entries.length).length;
+  find("#more-lanes").hidden = !left;
+  setText(find("#more-lanes"), `${plural(left, "more prompt")}: diskprefix inspect --tree shows all.`);
+  if (!tree.byId.has(tree.selected)) find("#trunk").replaceChildren();
+}
+
+// Gives each node its lanes: a node is as high as all that continues it. Nodes come after their parents.
+function placed(nodes) {
+  const own = nodes.map((node) => ({ ...node, children: [], lanes: 0, lane: 0 }));
+  const byId = new Map(own.map((node) => [node.id, node]));
+  for (const node of own) if (node.parent) byId.get(node.parent).children.push(node);
+  for (const node of [...own].reverse()) node.lanes = node.children.reduce((sum, child) => sum + child.lanes, 0) || 1;
+  let next = 0;
+  for (const node of own) {
+    if (!node.parent) { node.lane = next; next += node.lanes; }
+    let lane = node.lane;
+    for (const child of node.children) { child.lane = lane; lane += child.lanes; }
+  }
+  return own;
+}
+
+const heat = (hits) => (hits === 0 ? 0 : hits < 3 ? 1 : hits < 10 ? 2 : 3);
+
+function buttonOf(node, most, entries, isActive, shown) {
+  const preview = node.entries.map((id) => entries.get(id)?.preview).find(Boolean);
+  const shared = node.num_entries > 1 ? `${plural(node.num_entries, "prompt")} · ` : "";
+  const isLeaf = !node.children.length;
+  // Prompts of one agent begin alike: their ends tell them apart.
+  const label = preview && isLeaf ? preview.split("…").pop().trim() || preview : `${shared}${count(node.end - node.start)} tokens`;
+  const height = Math.min(node.lanes, MOST_LANES - node.lane) * LANE;
+  const style = { left: `${(100 * node.start) / most}%`, width: `${(100 * (node.end - node.start)) / most}%`, top: `${node.lane * LANE}px`, height: `${height}px` };
+  const told = `Tokens ${count(node.start)} to ${count(node.end)}, ${plural(node.num_entries, "saved prompt")}, ${bytes(node.stored_bytes)}, ${plural(node.hits, "hit")}`;
+  const attributes = { type: "button", "data-trunk": node.id, class: `heat${heat(node.hits)}${isLeaf ? " leaf" : ""}`, title: told, "aria-label": preview ? `${told}. ${preview}` : told };
+  return make("button", { ...attributes, style, tabindex: isActive ? 0 : -1, "aria-pressed": node.id === tree.selected, onclick: () => selectTrunk(node, entries, shown), onkeydown: (event) => moveInTree(event, node) }, label);
+}
+
+function moveInTree(event, node) {
+  const siblings = node.parent ? tree.byId.get(node.parent).children : [...tree.byId.values()].filter((one) => !one.parent);
+  const place = siblings.findIndex((one) => one.id === node.id);
+  const moves = { ArrowLeft: tree.byId.get(node.parent), ArrowRight: node.children[0], ArrowUp: siblings[place - 1], ArrowDown: siblings[place + 1] };
+  if (!(event.key in moves)) return;
+  event.preventDefault();
+  const there = moves[event.key] && find(`[data-trunk="${moves[event.key].id}"]`);
+  if (!there) return;
+  event.target.tabIndex = -1;
+  there.tabIndex = 0;
+  there.focus();
+}
+
+function selectTrunk(node, entries, shown) {
+  tree.selected = node.id;
+  for (const button of find("#icicle").querySelectorAll("button")) button.setAttribute("aria-pressed", button.dataset.trunk === node.id);
+  const now = Date.now() / 1000;
+  const figures = {
+    tokens: `${count(node.start)} to ${count(node.end)}, ${plural(node.num_blocks, "block")}${node.generated ? ", generated" : ""}`,
+    "shared by": plural(node.num_entries, "saved prompt"),
+    "on disk": bytes(node.stored_bytes),
+    restored: `${plural(node.hits, "time")}, last used ${ago(node.last_used_at, now)}`,
+    "time to compute": node.prefill_s ? seconds(node.prefill_s) : "not measured",
+    model: shown.model,
+  };
+  const list = make("dl", {}, ...Object.entries(figures).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
+  find("#trunk").replaceChildren(list, ...node.entries.map((id) => entryOf(id, entries.get(id))));
+}
+
+function entryOf(id, entry) {
+  const text = make("p", {}, make("code", {}, id.slice(0, 12)), ` ${entry?.preview ?? "texts are not shown here"}`);
+  if (!state.now?.may_delete) return text;
+  const remove = make("button", { type: "button", class: "danger", onclick: () => deleteEntry(id, entry, remove) }, "Delete this prompt");
+  return make("div", {}, text, remove);
+}
+
+async function deleteEntry(id, entry, button) {
+  if (!confirm(`Delete the saved prompt ${id.slice(0, 12)} (${entry ? count(entry.num_tokens) : "?"} tokens)? The next such prompt is computed.`)) return;
+  button.disabled = true;
+  try {
+    await ask("DELETE", `/dashboard/entries/${id}`);
+    tree.selected = null;
+    await readEntries();
+  } catch (error) {
+    button.replaceWith(make("p", { role: "alert" }, error.message));
+  }
+}

@@ -1,0 +1,226 @@
+"""The JSON that the dashboard and `diskprefix top` show, as models for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from pydantic import BaseModel, Field
+
+from diskprefix.engine.activity import RequestState
+from diskprefix.server.daemon import Status
+from diskprefix.server.protocols.strict import Body
+
+Level: TypeAlias = Literal["error", "warning", "hint"]
+
+
+class Running(BaseModel):
+    """A request that waits or runs. Times are in seconds, `elapsed_s` since its arrival; null is not known yet."""
+
+    id: str
+    state: RequestState
+    scope: str
+    prompt_tokens: int
+    restored_tokens: int
+    ready_tokens: int = Field(description="Of the prompt: restored or computed.")
+    reply_tokens: int
+    elapsed_s: float
+    queue_s: float | None
+    ttft_s: float | None
+    tokens_per_s: float | None
+
+
+class EndedRequest(BaseModel):
+    """A request that ended. `prefix_cache` and `timings` are those of its response, null if it failed."""
+
+    number: int = Field(description="Counts the requests that ended, from 1.")
+    ended_at: float = Field(description="Seconds since 1970.")
+    elapsed_s: float
+    id: str
+    route: str
+    caller: str | None = Field(description="The name of the API key.")
+    status: int
+    error: str | None
+    prompt_tokens: int
+    reply_tokens: int
+    prefix_cache: dict[str, Any] | None
+    timings: dict[str, Any] | None
+
+
+class Problem(BaseModel):
+    """Something that its owner should know."""
+
+    level: Level
+    what: str
+    todo: str = Field(description="What to do about it.")
+    count: int = 1
+    last_at: float | None = Field(default=None, description="Of requests: when the last of them ended.")
+
+
+class Slot(BaseModel):
+    """The memory of one sequence."""
+
+    tokens: int
+    num_bytes: int
+    busy: bool = Field(description="Whether a request runs in it; otherwise its next turn may go on from it.")
+    used_at: float = Field(description="Seconds since 1970; of a busy one, when it began.")
+
+
+class Model(BaseModel):
+    """What is served."""
+
+    name: str
+    device: str
+    dtype: str
+    max_positions: int
+    exact_at: str | None
+
+
+class Memory(BaseModel):
+    """The state of requests in memory, in bytes: of those that run, and of `entries` that ended and may be gone on
+    from. `entry_tokens` are the tokens of those."""
+
+    limit_bytes: int
+    used_bytes: int
+    running: int
+    max_running: int
+    entries: int
+    max_entries: int
+    entry_tokens: int
+    slots: list[Slot]
+
+
+class State(BaseModel):
+    """The daemon now. What is not known while the model loads is null or empty."""
+
+    now: float = Field(description="Seconds since 1970.")
+    version: str
+    status: Status
+    message: str | None = Field(description="The current step while the model loads.")
+    started_at: float | None = Field(description="When the model was ready, in seconds since 1970.")
+    model: Model | None
+    scope: str
+    arriving: int = Field(description="Requests that are being read.")
+    requests: list[Running] = Field(description="Those in the engine and its queue, in order of arrival.")
+    ended: list[EndedRequest] = Field(description="Those that ended, oldest first, as many as are remembered.")
+    memory: Memory | None
+    cache: dict[str, Any] | None = Field(
+        description="`full_cache.state` and `gate` of `/props`: the store, what waits to be written, `savings`."
+    )
+    problems: list[Problem] = Field(description="The worst first.")
+    recording: bool = Field(description="Whether the daemon records its workload (`--record`).")
+    may_delete: bool = Field(description="Whether the caller may delete, and is shown texts of prompts.")
+
+
+class Entry(BaseModel):
+    """A saved prompt, as `diskprefix inspect --json` has it. `preview` is null where texts are not shown."""
+
+    id: str
+    model: str
+    num_tokens: int
+    raw_bytes: int
+    stored_bytes: int
+    shared_bytes: int
+    checkpoints: list[int]
+    checkpoint_bytes: int
+    generated_tokens: int
+    hits: int
+    created_at: float
+    last_used_at: float
+    ttl_s: int | None
+    default_ttl: bool
+    scope: str
+    tenant: str
+    preview: str | None
+
+
+class TreeNode(BaseModel):
+    """Blocks of the tokens from `start` to `end`, which nothing branches off. `entries` are the ids of the saved
+    prompts that end there, `num_entries` counts those and all behind it."""
+
+    id: str
+    parent: str | None
+    start: int
+    end: int
+    num_blocks: int
+    stored_bytes: int
+    generated: bool
+    hits: int
+    last_used_at: float
+    prefill_s: float
+    entries: list[str]
+    num_entries: int
+
+
+class Tree(BaseModel):
+    """What one tenant of one model has stored. A node comes after its parent."""
+
+    root: str
+    model: str
+    tenant: str
+    stored_bytes: int
+    num_entries: int
+    nodes: list[TreeNode]
+
+
+class Entries(BaseModel):
+    """The saved prompts, the most recently used first, and the trees of their blocks."""
+
+    total: int = Field(description="Saved prompts; `entries` has those that were used last.")
+    entries: list[Entry]
+    trees: list[Tree]
+
+
+class DeletedEntry(BaseModel):
+    """What was deleted. `left_blocks` are those that others continue, or that are damaged."""
+
+    id: str
+    deleted: Literal[True] = True
+    entries: int
+    blocks: int
+    prompts: int
+    notes: int
+    roots: int
+    stored_bytes: int
+    left_blocks: int
+
+
+class SimulationBody(Body):
+    """What is to be simulated."""
+
+    hours: float = Field(default=24.0, gt=0, le=24 * 365, description="The last so many hours of the recording.")
+
+
+class SimulatedScope(BaseModel):
+    """What a scope would have done. `upper-bound` is what no rule exceeds."""
+
+    scope: str
+    requests: int
+    hits: int
+    prompt_tokens: int
+    restored_tokens: int
+    restored_share: float
+    written_bytes: int
+    evictions: int
+    seconds_saved: float
+
+
+class Simulated(BaseModel):
+    """What the last `hours` of the recording would have been under other scopes, with the daemon's budget."""
+
+    hours: float
+    scopes: list[SimulatedScope]
+
+
+class ClientSettings(BaseModel):
+    """The settings of one client, as text."""
+
+    name: str
+    title: str
+    text: str
+
+
+class Welcome(BaseModel):
+    """Who answers here."""
+
+    name: str = "diskprefix"
+    docs: str = "/docs"

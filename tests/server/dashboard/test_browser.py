@@ -1,0 +1,107 @@
+"""The page in a real browser: Debian's chromium, where it is installed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.server.daemon_process import DaemonProcess
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = shutil.which("chromium")
+CHAT = "/v1/chat/completions"
+WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
+    """The page once it shows the daemon's state. What the browser complains about fails the test."""
+    context = browser.new_context(**({"viewport": WIDE} | options))
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(url)
+    page.wait_for_selector("#tiles div")
+    yield page
+    context.close()
+    assert complaints == []
+
+
+def ask(daemon: DaemonProcess, text: str, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0} | fields
+    with daemon.client() as client:
+        return client.post(CHAT, json=body)
+
+
+def violations(page: Page) -> list[str]:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    found = axe.Axe().run(page).response["violations"]
+    return [f"{one['id']} ({one['impact']}): {one['nodes'][0]['html'][:200]}" for one in found]
+
+
+def test_the_page_follows_the_requests(browser: Browser, daemon: DaemonProcess) -> None:
+    text = "the page follows this prompt, which is long enough to be saved <b>and</b> has markup in it " * 3
+    ask(daemon, text)
+    daemon.wait_saved()
+    with opened(browser, daemon.url) as page:
+        assert page.inner_text("#status") == "ok"
+        rows = page.locator("#ended tbody tr")
+        assert rows.count() > 0
+        ask(daemon, text)
+        page.locator("#ended tbody tr:first-child", has_text="% from").wait_for()
+        ask(daemon, "wrong", top_p=7)
+        page.wait_for_selector("#ended tr.failed")
+        assert "top_p" in page.inner_text("#problems")
+        page.wait_for_selector("#ttft svg")
+        trunk = page.locator("#icicle button", has_text="has markup in it").first
+        trunk.click()
+        assert "<b>and</b>" in page.inner_text("#trunk")
+        trunk.press("ArrowLeft")
+        assert "YOUR-KEY" not in page.inner_text("#recipe")
+        page.locator("#client").select_option(label="Codex")
+        assert daemon.url in page.inner_text("#recipe")
+        assert "--record" in page.inner_text("#not-recording")
+
+
+def test_a_prompt_is_deleted_after_a_question_only(browser: Browser, daemon: DaemonProcess) -> None:
+    ask(daemon, "the page deletes this prompt, which is long enough to be saved, when it is told to. " * 3)
+    daemon.wait_saved()
+    with opened(browser, daemon.url) as page:
+        trunk = page.locator("#icicle button", has_text="deletes this prompt").first
+        trunk.click()
+        page.once("dialog", lambda dialog: dialog.dismiss())
+        page.click("#trunk button.danger")
+        assert trunk.count() == 1
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.click("#trunk button.danger")
+        trunk.wait_for(state="detached")
+
+
+@pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
+def test_nothing_keeps_people_from_using_it(
+    browser: Browser, daemon: DaemonProcess, viewport: dict[str, int], scheme: str
+) -> None:
+    ask(daemon, "a prompt for the page to show, which is long enough to be saved and to have a trunk. " * 3)
+    with opened(browser, daemon.url, viewport=viewport, color_scheme=scheme) as page:
+        page.wait_for_selector("#icicle button")
+        assert violations(page) == []
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= viewport["width"]
