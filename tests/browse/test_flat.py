@@ -6,6 +6,7 @@ import json
 
 from diskprefix.browse.flat import listing
 from diskprefix.browse.outline import Outline, RootOutline, Trunk
+from diskprefix.store.listing import EntryInfo
 
 
 def trunk(
@@ -71,3 +72,20 @@ def test_a_tree_may_be_as_deep_as_a_conversation_is_long() -> None:
     for number in range(5000, 0, -1):
         deepest = trunk(str(number), number - 1, number, deepest, entries=(str(number),))
     assert len(of(deepest)) == 5001
+
+
+def test_texts_can_be_left_out() -> None:
+    info = EntryInfo(
+        **dict.fromkeys(("id", "model", "scope", "tenant"), "x"),
+        **dict.fromkeys(("num_tokens", "raw_bytes", "stored_bytes", "shared_bytes", "generated_tokens", "hits"), 1),
+        checkpoints=(),
+        checkpoint_bytes=0,
+        created_at=1.0,
+        last_used_at=1.0,
+        ttl_s=None,
+        default_ttl=True,
+        preview="what somebody wrote",
+    )
+    found = Outline(roots=[], entries={"x": info})
+    assert listing(found)["entries"][0]["preview"] == "what somebody wrote"
+    assert "somebody" not in json.dumps(listing(found, with_texts=False))

@@ -43,7 +43,7 @@ def test_each_request_has_its_progress_and_its_figures_on_one_line_of_a_small_te
 
 
 def test_a_decision_tells_what_was_restored_and_kept_and_why_and_the_latest_comes_first() -> None:
-    failed = ended(3, status=400, error="top_p: too large\x1b[31m", prefix_cache=None, timings=None)
+    failed = ended(3, status=400, error="top_p: too large\x1b[31m" * 9, prefix_cache=None, timings=None)
     lines = words(live.decisions([ended(1), ended(2, restored=0), failed], NOW, 76))
     assert lines[0] == ["ago", "prompt", "restored", "why", "kept", "why", "TTFT"]
     assert lines[1][:4] == ["1", "min", "–", "–"]
@@ -51,6 +51,7 @@ def test_a_decision_tells_what_was_restored_and_kept_and_why_and_the_latest_come
     assert lines[2] == ["1", "min", "1,000", "0.0%", "not", "stored", "990", "continues", "4.0", "s"]
     assert lines[3] == ["1", "min", "1,000", "90.0%", "disk", "990", "continues", "200", "ms"]
     assert words(live.decisions([ended(1)], NOW, 90))[1][-1] == "30"
+    assert "\x1b" not in said(live.decisions([failed], NOW, 76))
 
 
 def test_the_longest_reasons_fit_into_a_small_terminal() -> None:

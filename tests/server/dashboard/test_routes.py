@@ -176,5 +176,9 @@ def test_without_keys_other_machines_neither_read_texts_nor_delete(chat_model: P
 
     assert is_private("127.0.0.1")
     assert is_private("::1")
-    assert not is_private("0.0.0.0")
     assert is_private("0.0.0.0", Path("keys"))
+    with scripted_app(chat_model, host="0.0.0.0") as server, server.client() as client:
+        assert client.get("/dashboard/state").json()["may_delete"] is False
+        refused = client.delete("/dashboard/entries/00")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+        assert "diskprefix purge" in refused.json()["error"]["message"]
