@@ -23,7 +23,8 @@ function drawTree() {
   const nodes = placed(shown.nodes);
   tree.byId = new Map(nodes.map((node) => [node.id, node]));
   const visible = nodes.filter((node) => node.lane < MOST_LANES);
-  const most = Math.max(...visible.map((node) => node.end)), entries = new Map(tree.found.entries.map((one) => [one.id, one]));
+  // Some room is left on the right for the texts of the longest prompts.
+  const most = Math.max(...visible.map((node) => node.end)) * (box.clientWidth < 600 ? 1.5 : 1.25), entries = new Map(tree.found.entries.map((one) => [one.id, one]));
   const focused = document.activeElement?.dataset?.trunk;
   const lanes = Math.min(MOST_LANES, Math.max(...nodes.map((node) => node.lane + node.lanes)));
   box.style.setProperty("height", `${lanes * LANE}px`);
