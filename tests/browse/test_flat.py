@@ -76,14 +76,22 @@ def test_a_tree_may_be_as_deep_as_a_conversation_is_long() -> None:
 
 def test_texts_can_be_left_out() -> None:
     info = EntryInfo(
-        **dict.fromkeys(("id", "model", "scope", "tenant"), "x"),
-        **dict.fromkeys(("num_tokens", "raw_bytes", "stored_bytes", "shared_bytes", "generated_tokens", "hits"), 1),
+        id="x",
+        model="m",
+        num_tokens=1,
+        raw_bytes=1,
+        stored_bytes=1,
+        shared_bytes=1,
         checkpoints=(),
         checkpoint_bytes=0,
+        generated_tokens=0,
+        hits=1,
         created_at=1.0,
         last_used_at=1.0,
         ttl_s=None,
         default_ttl=True,
+        scope="full",
+        tenant="",
         preview="what somebody wrote",
     )
     found = Outline(roots=[], entries={"x": info})
