@@ -91,7 +91,7 @@ def _lines(details: EntryDetails) -> list[tuple[str, str]]:
         ("shared", format_size(info.shared_bytes)),
         ("checkpoints", _checkpoints_text(info)),
         ("generated", f"{info.generated_tokens:,} tokens" if info.generated_tokens else "none"),
-        ("hits", f"{info.hits:,}{_hits_text(details.hit_times, info.created_at)}"),
+        ("hits", f"{info.hits:,} to its end{_hits_text(details.hit_times, info.created_at)}"),
         ("created", age(info.created_at)),
         ("last used", age(info.last_used_at)),
         ("kept for", _ttl_text(info)),
@@ -106,13 +106,13 @@ def _hits_text(times: tuple[float, ...], created_at: float) -> str:
     now = time.time()
     begin = max(created_at, times[0]) if len(times) > 1 and times[0] > created_at else created_at
     span = now - begin
-    if len(times) < 2 or span <= 0:
+    if not times or span <= 0:
         return ""
     counts = [0] * _NUM_BARS
     for when in times:
         counts[min(_NUM_BARS - 1, max(0, int((when - begin) / span * _NUM_BARS)))] += 1
     bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // max(counts))] for count in counts)
-    return f", the last {len(times)} since {age(begin)}: |{bars}|"
+    return f", {len(times):,} to one of its blocks since {age(begin)}: |{bars}|"
 
 
 def _chain(nodes: tuple[NodeInfo, ...]) -> list[str]:

@@ -85,16 +85,10 @@ def why_missed(cache: CacheResources, prompt: Prompt, restored: Restored, select
     return "diverged"
 
 
-def note_savings(
-    cache: CacheResources, namespace: TenantNamespace, prompt: Prompt, restored: Restored, token_s: float | None
-) -> None:
-    """Counts a request that asked the cache. `token_s` is how long computing one of its tokens took, if any was."""
-    num_tokens, computed = restored.num_tokens, len(prompt.token_ids) - restored.num_tokens
-    usual_s = cache.cost_model.prefill_s_per_token
-    if usual_s is None:
-        # One computed token takes what a step takes, which tells nothing about many.
-        usual_s = token_s if token_s is not None and 2 * computed >= cache.settings.block_size else 0.0
-    saved_s = num_tokens * usual_s - restored.restore_ms / 1e3
+def note_savings(cache: CacheResources, namespace: TenantNamespace, prompt: Prompt, restored: Restored) -> None:
+    """Counts a request that asked the cache."""
+    num_tokens, token_s = restored.num_tokens, cache.cost_model.measured_s_per_token or 0.0
+    saved_s = num_tokens * token_s - restored.restore_ms / 1e3
     blocks = [node.name for node in restored.blocks if node.end <= num_tokens]
     counts = Tally(
         requests=1,

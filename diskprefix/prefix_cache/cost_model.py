@@ -38,6 +38,8 @@ _ENOUGH = 4
 """Samples of each kind before anything is decided: the first ones include what happens only once."""
 _FEWEST_TOKENS = 16
 """Computing fewer tokens takes what a step takes, whatever its size."""
+_TELLING_TOKENS = 128
+"""One prefill of so many tokens tells about how long others take."""
 _FAR_APART = 2
 """Samples whose sizes differ by less than this factor say more about noise than about the slope."""
 _LET_THROUGH = 16
@@ -126,6 +128,14 @@ class CostModel:
     def prefill_s_per_token(self) -> float | None:
         """Seconds that computing a token takes; None while too little was measured."""
         return self._prefill.s_per_unit if self._prefill is not None else None
+
+    @property
+    def measured_s_per_token(self) -> float | None:
+        """The same where too little was measured to decide: of the longest prefill of some length; None without one."""
+        if self._prefill is not None:
+            return self._prefill.s_per_unit
+        size, seconds = max(self._prefills, default=(0, 0.0))
+        return seconds / size if size >= _TELLING_TOKENS else None
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """`num_tokens` were computed in one go. To be told of every prefill that came to its end."""

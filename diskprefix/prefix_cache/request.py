@@ -257,7 +257,7 @@ class CachedRequest:
             self.cache.misses[self._miss_reason] += 1
         if self._bypass is None and self.cache.has_own_threads:
             # What is kept beside another model's state was no request of its own.
-            note_savings(self.cache, self.namespace, self.prompt, restored, self._token_s)
+            note_savings(self.cache, self.namespace, self.prompt, restored)
         report = CacheReport(
             selection=self.selection,
             restored=restored.num_tokens,

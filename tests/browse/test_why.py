@@ -65,6 +65,7 @@ def test_a_changed_date_is_named_with_the_text_around_it(chats: SavedChats, snap
         (chat(QUESTION, prefix_cache={"salt": "bob"}), "tenant"),
         (chat("Only there?", "Kept by an older build alone. " * 12), "build"),
         (chat("Go on.", "Another agent says other things. " * 12), "not-kept"),
+        (chat("Go back.", "Another agent says other things. " * 12), "not-kept"),
         (chat(QUESTION, "A note that was not there before.\n" + SYSTEM), "inserted"),
         ({"prompt": "zebras"}, "unlike"),
     ],

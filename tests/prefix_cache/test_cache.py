@@ -28,8 +28,10 @@ from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prompt import Prompt
 from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
+from diskprefix.store.savings import read_savings
 from diskprefix.store.schema import Kind, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model
@@ -541,3 +543,22 @@ def test_what_a_restore_goes_on_from_stays_while_it_is_extended(tmp_path: Path) 
     cached.close()
     assert not runner.cache.store.evictor.pinned()
     runner.close()
+
+
+def test_what_requests_saved_outlives_the_process(runner: Runner) -> None:
+    prompt = random_prompt(41, 10 * BLOCK)
+    runner.run(prompt, "full", reply=2)
+    runner.cache.cost_model.note_prefill(1000, 5.0)
+    assert runner.run(prompt, "full", reply=2).report.restored > 0
+    saved = runner.cache.stats()["savings"]
+    total = saved["total"]
+    assert (total["requests"], total["hits"], total["prompt_tokens"]) == (2, 1, 2 * len(prompt))
+    assert 0 < total["saved_s"] <= 0.005 * total["restored_tokens"]
+    assert saved["today"] == total
+    runner.reopen()
+    assert runner.cache.stats()["savings"] == saved
+    with runner.cache.store.snapshot() as snapshot:
+        (entry,) = list_entries(snapshot)
+        (hit,) = read_savings(snapshot)[runner.cache.root].hits
+        assert snapshot.entry(bytes.fromhex(entry.id)).reason == "full"  # type: ignore[union-attr]
+        assert hit.block in PrefixTree(snapshot).entry(bytes.fromhex(entry.id))

@@ -550,3 +550,16 @@ def test_the_report_can_be_read_while_measurements_come_in() -> None:
     stopped.set()
     reader.join()
     assert failures == []
+
+
+def test_what_a_token_takes_is_told_from_one_long_prefill_until_more_are_measured() -> None:
+    model = CostModel("auto", lambda tokens: 100 * tokens)
+    told = [model.measured_s_per_token]
+    # The first one is short: it tells what a step takes.
+    for size, seconds in ((20, 1.0), (1000, 2.0)):
+        model.note_prefill(size, seconds)
+        told.append(model.measured_s_per_token)
+    assert told == [None, None, 0.002]
+    for size in (500, 1500, 2000):
+        model.note_prefill(size, size / 1000)
+    assert model.measured_s_per_token == model.prefill_s_per_token
