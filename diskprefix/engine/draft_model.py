@@ -18,7 +18,6 @@ import torch
 
 from diskprefix.engine.device import raise_if_lost, synchronize
 from diskprefix.engine.job import Choice, DraftSequence
-from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVPool
 from diskprefix.model import runner
@@ -164,10 +163,7 @@ class DraftModel:
         found = self.pool.find(owner, prompt.token_ids)
         if found is not None and found.is_worth_waiting_for:
             return None
-        try:
-            slot = self.pool.go_on(found, choice.num_known) if found else self.pool.take(choice.num_known)
-        except ContextTooLong:
-            return None
+        slot = self.pool.go_on(found, choice.num_known) if found else self.pool.take(choice.num_known)
         if slot is None:
             return None
         slot.owner, slot.token_ids, slot.num_exact = owner, prompt.token_ids, len(prompt.token_ids)
