@@ -142,7 +142,7 @@ def restoring(model: Model, runs: int, folder: Path) -> Iterator[Case]:
         firsts.append(first)
         agains.append(again)
     limit = restore.num_bytes / statistics.median(copies)
-    for name, taken in (("the first of a process", firsts), ("later", agains)):
+    for name, taken in (("first", firsts), ("later", agains)):
         yield Case(f"restore of {RESTORE:,}, {name}", restore.num_bytes, limit, statistics.median(taken), {})
 
 
@@ -160,8 +160,8 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 def show(report: dict[str, Any], console: Console) -> None:
     for name, cases in report["models"].items():
-        right = ("moved", "limit", "at the limit", "measured", "share")
-        table = new_table(f"{name}, --weights {report['weights']}", left=("",), right=(*right, "of which"))
+        right = ("moved", "limit", "at it, ms", "ms", "share")
+        table = new_table(f"{name}, --weights {report['weights']}", left=("",), right=right)
         for case in cases:
             unit, per_s = ("GFLOP", "TFLOPS") if case["name"].startswith("prefill") else ("MB", "GB/s")
             scale = (1e9, 1e12) if unit == "GFLOP" else (1e6, 1e9)
@@ -169,12 +169,14 @@ def show(report: dict[str, Any], console: Console) -> None:
                 case["name"],
                 f"{case['moved'] / scale[0]:,.0f} {unit}",
                 f"{case['limit'] / scale[1]:.2f} {per_s}",
-                f"{short(case['moved'] / case['limit'] * 1e3)} ms",
-                f"{short(case['seconds'] * 1e3)} ms",
+                short(case["moved"] / case["limit"] * 1e3),
+                short(case["seconds"] * 1e3),
                 f"{case['share']:.0%}",
-                ", ".join(f"{part} {short(taken * 1e3)} ms" for part, taken in case["parts"].items()),
             )
         console.print(table)
+        for case in (case for case in cases if case["parts"]):
+            parts = ", ".join(f"{part} {short(taken * 1e3)} ms" for part, taken in case["parts"].items())
+            say(console, f"{case['name']}: {parts}")
     say(console, f"kernels: {report['kernels']}")
     show_machine(report["machine"], console)
 
