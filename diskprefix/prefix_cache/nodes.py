@@ -44,6 +44,8 @@ class PromptNodes:
         self.layout = layout
         self._secret = secret
         self._bytes = token_ids.tobytes()
+        self._blocks: dict[int, Node] = {}
+        """Of what was asked for, by number: names take long, and each block is asked for several times."""
 
     @property
     def num_blocks(self) -> int:
@@ -52,7 +54,12 @@ class PromptNodes:
 
     def block(self, parent: bytes, index: int, *, generated: bool = False) -> Node:
         """The full block number `index`, which continues `parent`."""
-        return self._node(parent, index * self.block_size, (index + 1) * self.block_size, Kind.BLOCK, generated)
+        known = self._blocks.get(index)
+        if known is not None and known.parent == parent and known.generated == generated:
+            return known
+        start = index * self.block_size
+        self._blocks[index] = node = self._node(parent, start, start + self.block_size, Kind.BLOCK, generated)
+        return node
 
     def partial_block(self, parent: bytes, end: int) -> Node:
         """The block that continues `parent` and ends at `end`, before it is full."""

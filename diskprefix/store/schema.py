@@ -27,6 +27,8 @@ FORMAT_VERSION = 6
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "history", "notes")
 
 _HEADER = struct.Struct("<16s16sIIBBHxxxxQQ")
+_PLACE = struct.Struct("<32xI4xBB")
+"""Of the header: the position, the kind and the flags."""
 _KIND_AT = 40
 _GENERATED = 1
 _CHECKSUM = struct.Struct("<Q")
@@ -50,7 +52,8 @@ class Kind(IntEnum):
 
 
 _KINDS = frozenset(Kind)
-_NAME_MARKS = {Kind.BLOCK: b"", Kind.TAIL: b"t", Kind.CHECKPOINT: b"c"}
+_NAME_MARKS = (b"", b"t", b"c")
+"""By kind."""
 
 
 def node_name(secret: int, parent: bytes, token_ids: TokenIds | bytes, kind: Kind, *, generated: bool = False) -> bytes:
@@ -197,9 +200,10 @@ def is_node(
     """
     if len(value) != _TOKENS_AT + len(token_ids):
         return False
-    there = _HEADER.unpack_from(value)
-    same_place = (there[0], there[2], there[4], bool(there[5])) == (parent, position, kind, generated)
-    return same_place and bytes(value[_TOKENS_AT:]) == token_ids
+    there = bytes(value)
+    same_tokens = there.startswith(parent) and there.endswith(token_ids)
+    position_there, kind_there, flags = _PLACE.unpack_from(there)
+    return same_tokens and (position_there, kind_there, flags != 0) == (position, kind, generated)
 
 
 def node_root(value: bytes | memoryview) -> bytes:
