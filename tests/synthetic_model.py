@@ -14,6 +14,7 @@ import torch
 
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group, LayerSpec, Layout, TensorSpec
+from diskprefix.kv.transfer import populate
 from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prefix_cache.restore import READER_THREADS, Restoration, Restored
 from diskprefix.store.changes import NewNode
@@ -97,6 +98,8 @@ class Restorer:
         """`capacity` is the size of the arena in tokens."""
         self.arena = KVArena(model.layout, torch.device("cpu"))
         self.arena.reserve(capacity)
+        # As a daemon does at its start: the first restore is measured, not the making of pages.
+        populate([memory.tensor for memory in self.arena.memory])
         self._model = model
         self._writer = writer
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
