@@ -144,8 +144,8 @@ class LiveServer:
         `note` is called with the newest line of the server's log when there is a new one.
         """
         started = time.perf_counter()
-        lines = _NewLines(self.log_path, note)
         self.launch()
+        lines = _NewLines(self.log_path, note)
         self._wait(lambda: self._is_ready(lines), START_DEADLINE_S, "the server did not become ready")
         return time.perf_counter() - started
 
