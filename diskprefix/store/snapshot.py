@@ -65,7 +65,7 @@ class Snapshot:
 
         Raises `StoreCorrupt` if there is a node of this name that is another.
         """
-        value = self._txn.get(name, None, self._databases["nodes"])
+        value = self.record("nodes", name)
         if value is None:
             return False
         if not is_node(value, parent, position, kind, token_ids, generated=generated):
