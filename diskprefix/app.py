@@ -25,10 +25,10 @@ def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the `DiskPrefixError` that kept the daemon from serving."""
     if settings.standby:
         # This process stays small: each worker imports the server itself.
-        from diskprefix.server.listener import listen
+        from diskprefix.server.listener import open_listeners
         from diskprefix.server.supervisor import supervise
 
-        listeners = listen(settings.host, settings.port)
+        settings, listeners = open_listeners(settings)
         supervise(partial(prepare, settings), partial(_serve, settings, listeners))
     else:
         _serve(settings)

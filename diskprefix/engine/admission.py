@@ -45,7 +45,7 @@ def new_job(served: ServedModel, ticket: Ticket, num_arrived: int) -> Job:
     """Returns the job of a request, without memory. `num_arrived` choices came before."""
     request = ticket.request
     ids = torch.from_numpy(request.prompt.token_ids).to(served.model.device, torch.long).unsqueeze(0)
-    job = Job(ticket, served.cache.begin(request.prompt, request.cache), ids)
+    job = Job(ticket, served.cache.begin(request.prompt, request.cache), served.figures, ids)
     choices = [_choice(served, job, index, num_arrived + index + 1) for index in range(request.sampling.n)]
     job.choices, job.unforked = choices[:1], choices[1:]
     return job

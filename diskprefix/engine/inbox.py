@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from diskprefix.engine.activity import Activity
+from diskprefix.engine.pulse import Pulse
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull, ShareFull
 from diskprefix.model.media import prepared_bytes
@@ -78,7 +79,7 @@ class Inbox:
         self._serve = serve
         self._on_fatal = on_fatal
         self._lost: DeviceLost | None = None
-        self._max_queue = max_queue
+        self.max_queue = max_queue
         self._max_running = max_running
         self._waiting: list[Ticket] = []
         self._running: dict[Ticket, float] = {}
@@ -87,6 +88,8 @@ class Inbox:
         self._has_news = False
         self._stopping = False
         self._mean_s = 1.0
+        self.pulse = Pulse()
+        """Of that thread."""
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self.running_activities: Callable[[], list[Activity]] = list
         """What those that run are doing, for any thread. The engine says it."""
@@ -113,7 +116,7 @@ class Inbox:
         """Adds a request. Raises `QueueFull` or, while stopping, `NotReady`."""
         ticket = Ticket(request, emit)
         with self._changed:
-            self._check_room(len(self._still_waiting()), self._max_queue)
+            self._check_room(len(self._still_waiting()), self.max_queue)
             self._check_media(request)
             self._waiting.append(ticket)
             self._tell()
@@ -128,9 +131,9 @@ class Inbox:
         with self._changed:
             free = max(0, self._max_running - len(self._running))
             ahead = [*(ticket.request.cache.tenant for ticket in self._still_waiting()), *arriving]
-            self._check_room(len(ahead), self._max_queue + free)
+            self._check_room(len(ahead), self.max_queue + free)
             num_own = sum(tenant.ids[:1] == caller.ids for tenant in ahead)
-            if caller != SHARED and num_own >= max(1, self._max_queue // 2) + free:
+            if caller != SHARED and num_own >= max(1, self.max_queue // 2) + free:
                 raise ShareFull(
                     f"{num_own} requests with this API key are waiting already, and the rest of the queue is kept for "
                     "others; try again later or raise --max-queue",
@@ -139,6 +142,7 @@ class Inbox:
 
     def waiting(self) -> list[Ticket]:
         """Returns the requests that wait, in order of arrival. Those that were cancelled are forgotten."""
+        self.pulse.beat()
         with self._changed:
             self._has_news = False
             return list(self._still_waiting())
@@ -171,6 +175,7 @@ class Inbox:
         """Waits until something has changed since the last call of `waiting`. Returns False when the inbox is stopped
         and nothing runs any more."""
         with self._changed:
+            self.pulse.rest()
             self._changed.wait_for(lambda: self._has_news or (self._stopping and not self._running))
             return self._has_news or bool(self._running)
 

@@ -12,6 +12,7 @@ import torch
 
 from diskprefix.engine.activity import Activity, RequestState
 from diskprefix.engine.detokenize import TextStream
+from diskprefix.engine.figures import EngineFigures
 from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.request import GenerateRequest, ProgressEvent, Timings, Usage
 from diskprefix.engine.sampler import Sampler
@@ -105,6 +106,7 @@ class Job:
 
     ticket: Ticket
     cached: CachedRequest
+    figures: EngineFigures
     prompt_ids: torch.Tensor
     """int64 of shape [1, prompt_tokens], on the model's device."""
     num_adopted: int = 0
@@ -174,9 +176,12 @@ class Job:
         return "decoding" if has_reply else "prefilling"
 
     def count_token(self) -> None:
-        self.last_token_at = time.perf_counter()
-        if not self.num_generated:
-            self.first_token_at = self.last_token_at
+        now = time.perf_counter()
+        if self.num_generated:
+            self.figures.gap_s.add(now - self.last_token_at)
+        else:
+            self.first_token_at = now
+        self.last_token_at = now
         self.num_generated += 1
 
     def end_without_tokens(self) -> None:

@@ -179,9 +179,12 @@ class Loop:
         step = self._with_memory(step)
         if not step:
             return
+        self._inbox.pulse.beat(sum(chunk.num_rows for chunk in step))
         started = self._served.clock()
         results = forward(self._model, step)
         elapsed, num_rows = self._served.clock() - started, sum(chunk.num_rows for chunk in step)
+        self._inbox.pulse.beat()
+        self._served.figures.add_step(num_rows, elapsed)
         decoding = [chunk.sequence for chunk in step if chunk.sequence.packs and chunk.sequence.is_decoding]
         if self._served.speculation is not None and len(decoding) == len(step):
             num_drafted = sum(chunk.num_drafted for chunk in step)
@@ -209,6 +212,7 @@ class Loop:
     def _preempt(self, choice: Choice) -> None:
         log.info("[engine] %s waits: others need its memory", choice.job.request.id)
         assert choice.slot is not None
+        self._served.figures.preemptions += 1
         self._scheduler.remove(choice)
         self._pool.release(choice.slot, keep=False)
         choice.slot = choice.state = None

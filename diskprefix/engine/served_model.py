@@ -15,6 +15,7 @@ from diskprefix.engine.constraint import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.draft_model import DraftModel, LoadedDraft
 from diskprefix.engine.drafting import ModelDrafter
+from diskprefix.engine.figures import EngineFigures
 from diskprefix.engine.job import Choice, Job
 from diskprefix.engine.request import FinishReason, GenerateRequest, TextEvent, TokenLogprob
 from diskprefix.engine.scheduler import MAX_ROWS
@@ -67,6 +68,7 @@ class ServedModel:
         """The processor of images and sounds, None for a model of text alone."""
         self.model_name = loaded.name
         self.cache = cache
+        self.figures = EngineFigures()
         self.recorder = recorder
         self.identity = identity or {}
         self.max_positions = _max_positions(self.model)

@@ -149,6 +149,7 @@ class PrefixCache(CacheResources):
             "bytes_per_token": self.layout.bytes_per_token,
             "state_bytes": self.layout.state_bytes,
             **{name: self.counters[name] for name in ("hits", "restored_tokens", "restored_bytes", "errors")},
+            "hits_by_tier": dict(self.hits_by_tier),
             "misses": dict(self.misses),
             "saved_tokens": self.writer.written_tokens,
             "saved_bytes": self.writer.written_bytes,

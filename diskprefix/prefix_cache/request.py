@@ -251,6 +251,7 @@ class CachedRequest:
         restored = self.restored
         if restored.num_tokens:
             self.cache.counters["hits"] += 1
+            self.cache.hits_by_tier[restored.source] += 1
             self.cache.counters["restored_tokens"] += restored.num_tokens
             self.cache.counters["restored_bytes"] += restored.num_bytes
         elif self._miss_reason is not None:

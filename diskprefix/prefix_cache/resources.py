@@ -64,6 +64,7 @@ class CacheResources:
             self.writer, self.readers, self.capturer = beside.writer, beside.readers, beside.capturer
         self.counters: Counter[str] = Counter()
         self._counting = threading.Lock()
+        self.hits_by_tier: Counter[str] = Counter(memory=0, disk=0)
         self.misses: Counter[str] = Counter()
 
     def count(self, what: str) -> None:

@@ -70,7 +70,7 @@ class AccessLog:
 
     def _close(self, scope: Scope, record: LogContext, elapsed_s: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.count_request(route, record.status)
+        self._metrics.count_request(route, record)
         self._recent.note(record, scope["method"], route, elapsed_s)
         level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
         caller = f" · key {record.caller.name}" if record.caller.name else ""

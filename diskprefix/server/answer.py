@@ -89,6 +89,7 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     """
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
+    context.wants_reply = True
     with ExitStack() as place:
         place.enter_context(daemon.arriving(context.caller.tenant))
         body = await read_json(request, dialect.body, daemon.settings.max_body_bytes)

@@ -52,7 +52,7 @@ class Daemon:
         self.prior_s = 0.0
         """Age of the process in seconds when this object was made; part of the start-up times."""
         self.doing = "starting"
-        """The current step of the load, one line for `/health` and systemd."""
+        """One line for `/health` and systemd: the current step of the load, then what is served."""
         self.on_ready: Callable[[Serving, dict[str, Any]], None] = lambda _serving, _stats: None
         """Called with the counts of the cache, too."""
         self.on_failure: Callable[[DiskPrefixError], None] = lambda _error: None
@@ -85,6 +85,11 @@ class Daemon:
         if self.serving is None:
             return "loading"
         return "degraded" if self.serving.engine.cache.health[0] == "degraded" else "ok"
+
+    @property
+    def inbox(self) -> Inbox:
+        """The requests of the engine, which is not there while the model loads."""
+        return self._inbox
 
     @property
     def num_arriving(self) -> int:
@@ -142,6 +147,7 @@ class Daemon:
     def start_loading(self) -> None:
         """Starts the thread that loads; `on_ready` or `on_failure` is called on the running event loop."""
         self._loop = loop = asyncio.get_running_loop()
+        self._progressed(f"loading {self.settings.model or 'the embedded model'}")
         self._thread = threading.Thread(target=self._load, args=(loop,), name="load", daemon=True)
         self._thread.start()
 
@@ -157,6 +163,8 @@ class Daemon:
         await self.drain(0)
         self._media_thread.shutdown(wait=False, cancel_futures=True)
         serving, self.serving = self.serving, None
+        if serving is not None:
+            notify(STATUS="stopping: writing what is not on disk yet")
         if serving is not None and not await asyncio.to_thread(serving.engine.close):
             log.warning("[disk-cache] not everything could be written in time; what was written is intact")
 

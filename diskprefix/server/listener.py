@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from dataclasses import replace
 
 from diskprefix.errors import SettingsError
+from diskprefix.settings import Settings
 
 STALLED_S = 60
 """Time after which the kernel closes a connection whose client is gone, or takes none of what waits for it."""
@@ -14,6 +16,49 @@ STALLED_S = 60
 _KEEPALIVE_S, _KEEPALIVE_PROBES = 15, 4
 _BACKLOG = 2048
 _ABSENT_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
+_FIRST_PASSED = 3
+"""The number of the first descriptor that systemd passes (sd_listen_fds(3))."""
+
+
+def open_listeners(settings: Settings) -> tuple[Settings, list[socket.socket]]:
+    """Returns the sockets that systemd listens on for this process, or else new ones on `--host` and `--port`.
+
+    The settings come back with the address of the passed sockets. Raises `SettingsError`.
+    """
+    passed = passed_sockets()
+    if not passed:
+        return settings, listen(settings.host, settings.port)
+    addresses = [one.getsockname() for one in passed if one.family != socket.AF_UNIX]
+    return (replace(settings, host=addresses[0][0], port=addresses[0][1]) if addresses else settings), passed
+
+
+def passed_sockets() -> list[socket.socket]:
+    """Returns the sockets of systemd's socket activation, none without it. Raises `SettingsError` for others than
+    streams that listen, on an address or a path."""
+    count, process = (os.environ.pop(name, "") for name in ("LISTEN_FDS", "LISTEN_PID"))
+    os.environ.pop("LISTEN_FDNAMES", None)
+    if not count.isdigit() or process != str(os.getpid()):
+        return []
+    passed = []
+    for number in range(_FIRST_PASSED, _FIRST_PASSED + int(count)):
+        os.set_inheritable(number, False)
+        passed.append(_passed(number))
+    return passed
+
+
+def _passed(number: int) -> socket.socket:
+    try:
+        one = socket.socket(fileno=number)
+        is_listening = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+    except OSError as error:
+        raise SettingsError(f"LISTEN_FDS: descriptor {number} is no socket: {error.strerror}") from error
+    families = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
+    if not is_listening or one.type != socket.SOCK_STREAM or one.family not in families:
+        raise SettingsError(
+            f"LISTEN_FDS: descriptor {number} is no stream that listens; the .socket unit needs ListenStream= and "
+            "Accept=no"
+        )
+    return one if one.family == socket.AF_UNIX else _configured(one)
 
 
 def listen(host: str, port: int) -> list[socket.socket]:

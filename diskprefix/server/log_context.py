@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
 
 from starlette.requests import HTTPConnection
 
@@ -12,6 +13,10 @@ from diskprefix.server.keys import NOBODY, Caller
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left. Only the access log and the metrics show it."""
+
+Outcome: TypeAlias = Literal["completed", "cancelled", "rejected", "invalid", "failed"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+_REJECTED = (429, 503)
 
 
 @dataclass
@@ -24,7 +29,22 @@ class LogContext:
     error: str | None = None
     generation_id: str | None = None
     """The id of the reply, once the engine has the request."""
+    wants_reply: bool = False
+    """Whether the engine is to generate something."""
     done: DoneEvent | None = None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How a request for a reply ended; None of others. A stream that failed has status 200."""
+        if not self.wants_reply:
+            return None
+        if self.done is not None:
+            return "completed"
+        if self.status == CLIENT_CLOSED_REQUEST:
+            return "cancelled"
+        if self.status in _REJECTED:
+            return "rejected"
+        return "invalid" if 400 <= self.status < 500 else "failed"
 
 
 def log_context(connection: HTTPConnection) -> LogContext:

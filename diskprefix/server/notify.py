@@ -18,6 +18,11 @@ def notify_through(channel: socket.socket) -> None:
     _supervisor = channel
 
 
+def is_heard() -> bool:
+    """Whether there is anybody who is told."""
+    return _supervisor is not None or bool(os.environ.get("NOTIFY_SOCKET"))
+
+
 def notify(**state: str | int) -> None:
     """Sends assignments such as `READY=1, STATUS="serving"`. Logs a warning if the socket cannot be reached."""
     message = "\n".join(f"{name}={value}" for name, value in state.items()).encode()

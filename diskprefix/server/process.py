@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -23,8 +24,9 @@ import uvicorn
 from diskprefix.errors import DeviceLost, DiskPrefixError
 from diskprefix.server.entrance import Entrance
 from diskprefix.server.keys import ApiKeys
-from diskprefix.server.listener import listen
-from diskprefix.server.notify import notify, watchdog_s
+from diskprefix.server.listener import open_listeners
+from diskprefix.server.notify import notify
+from diskprefix.server.signs_of_life import give_signs_of_life, status_of
 from diskprefix.settings import Settings, format_size
 
 if TYPE_CHECKING:
@@ -61,16 +63,16 @@ def run(
     `listeners` are the sockets that a supervisor holds, `began_at` is when the turn of this process began, on the clock
     of `time.perf_counter`. Without them, the process opens its own, and began when it was started.
     """
+    # The log tells where each thread was when the process crashed, or was ended by the watchdog's SIGABRT.
+    faulthandler.enable()
     # Until the server handles it: nothing has been started that must be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
-    if keys is not None:
-        # They have just been read. Once the server runs, the signal reads them again.
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # They have just been read. Once the server runs, the signal reads them again.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if listeners is None:
-        listeners = listen(settings.host, settings.port)
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    address = f"http://{host}:{listeners[0].getsockname()[1]}"
+        settings, listeners = open_listeners(settings)
+    address = _address_of(listeners[0], settings.host)
     log.info("listening on %s; /health tells when the model is loaded", address)
     # What is imported and loaded stays. To look through it for garbage takes a fifth of the time to ready.
     gc.disable()
@@ -84,6 +86,7 @@ def run(
         return app
 
     def on_ready(serving: Serving, stats: dict[str, Any]) -> None:
+        server.daemon.doing = f"serving {serving.model_name} on {address}"
         _announce(serving, stats, settings, address)
         gc.freeze()
         gc.enable()
@@ -96,16 +99,18 @@ def run(
 
 def _import_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | None, address: str) -> FastAPI:
     """Returns the application. Its libraries and routes are imported here, while the port answers already."""
-    import prometheus_client
-
     from diskprefix.server.app import create_app
     from diskprefix.server.browser_guard import is_loopback
 
     if keys is None and not is_loopback(settings.host):
         log.warning("no API keys (--api-keys): everybody who reaches %s is served", address)
-    # The creation times of the series would double the length of a scrape.
-    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     return create_app(settings, load_engine, keys)
+
+
+def _address_of(listener: socket.socket, host: str) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
@@ -150,10 +155,26 @@ class _Server(uvicorn.Server):
             timer.start()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._keys is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._keys.read_again)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
         await super().startup(sockets)
-        self._signs_of_life = asyncio.create_task(_give_signs_of_life())
+        self._signs_of_life = asyncio.create_task(self._give_signs_of_life())
+
+    async def _give_signs_of_life(self) -> None:
+        with suppress(Exception):
+            # If it raises, the server ends and tells so.
+            await self._entrance.app()
+            await give_signs_of_life(self.daemon)
+
+    def _reload(self) -> None:
+        """Reads the keys again. No request notices. systemd is not told of it before it has heard that all is ready."""
+        daemon: Daemon | None = getattr(self, "daemon", None)
+        is_ready = daemon is not None and daemon.serving is not None
+        if is_ready:
+            notify(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000, STATUS="reading the API keys again")
+        if self._keys is not None:
+            self._keys.read_again()
+        if daemon is not None and is_ready:
+            notify(READY=1, STATUS=status_of(daemon))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -174,18 +195,10 @@ class _Server(uvicorn.Server):
         await self._entrance.app()
         if self.daemon.failure is None:
             log.info("stopping: a running request gets %.0f s to finish", GRACE_S)
-        notify(STOPPING=1, STATUS="stopping")
+        notify(STOPPING=1, STATUS=f"stopping: {self.daemon.inbox.num_running} running requests may end")
         drain = asyncio.create_task(self.daemon.drain(GRACE_S))
         await super().shutdown(sockets)
         await drain
-
-
-async def _give_signs_of_life() -> None:
-    """Tells systemd's watchdog, if there is one, that requests can be answered."""
-    limit_s = watchdog_s()
-    while limit_s is not None:
-        notify(WATCHDOG=1)
-        await asyncio.sleep(limit_s / 4)
 
 
 def _end(daemon: Daemon) -> None:

@@ -28,6 +28,8 @@ GO = b"go"
 IMPORTED = "SPARE=1"
 """What a spare says when it has imported everything."""
 
+_PASSED_ON = ("READY=", "STATUS=", "RELOADING=", "MONOTONIC_USEC=")
+"""What systemd hears of a worker. The rest it hears of the supervisor itself."""
 _SETTLED_S = 60.0
 """A worker that served for so long did not die because of its start."""
 _MOST_DELAY_S = 60.0
@@ -223,12 +225,12 @@ class Supervisor:
             log.info("[standby] a spare is ready; it takes %s of memory", format_size(private_bytes(child.pid)))
         if child is not self._worker:
             return
-        if "READY=1" in lines:
+        if "READY=1" in lines and child.ready_at is None:
             child.ready_at = self.clock()
             self._spare_at = self.clock()
-        status = next((line.removeprefix("STATUS=") for line in lines if line.startswith("STATUS=")), None)
-        if status is not None and not self._is_stopping:
-            notify(**({"READY": 1} if "READY=1" in lines else {}), STATUS=status)
+        told = dict(line.split("=", 1) for line in lines if line.startswith(_PASSED_ON))
+        if told and not self._is_stopping:
+            notify(**told)
 
     # What is done about it.
 

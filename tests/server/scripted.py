@@ -20,6 +20,7 @@ import uvicorn
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.constraint import ConstraintCompiler
 from diskprefix.engine.engine import Engine
+from diskprefix.engine.figures import EngineFigures
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, TextEvent, Timings, Usage
 from diskprefix.policy.scope import Scope
@@ -53,6 +54,7 @@ STATS: dict[str, Any] = {
     "pending": 1,
     "buffer_bytes": 50,
     "hits": 6,
+    "hits_by_tier": {"memory": 2, "disk": 4},
     "misses": {"not_stored": 7, "diverged": 8},
     "restored_tokens": 9,
     "restored_bytes": 10,
@@ -131,7 +133,8 @@ class ScriptedEngine:
         self.identity = {"root": "0123456789abcdef0123456789abcdef"}
         self.startup_timings = {"weights": 0.5}
         self.cache = ScriptedCache(self)
-        self.pool = SimpleNamespace(stats=lambda: dict(KV_MEMORY), slots=[])
+        self.figures = EngineFigures()
+        self.pool = SimpleNamespace(slots=[])
 
     def load(self, settings: Settings, progress: Callable[[str], None]) -> Engine:
         """Stands in for `app.load_engine`."""
@@ -141,6 +144,9 @@ class ScriptedEngine:
         self.tokenizer = AutoTokenizer.from_pretrained(settings.model)
         self.constraints = ConstraintCompiler(self.tokenizer, {self.tokenizer.eos_token_id}, VOCAB_SIZE)
         return cast("Engine", self)
+
+    def memory_stats(self) -> dict[str, int]:
+        return dict(KV_MEMORY)
 
     def serve(self, inbox: Inbox) -> None:
         serve_one_at_a_time(self._run)(inbox)

@@ -424,7 +424,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_cancels_its_request(
         with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
             assert any("first" in line for line in answer.iter_lines())
         assert engine.cancelled.wait(30)
-        counted = 'diskprefix_requests_total{route="/v1/chat/completions",status="499"} 1.0'
+        counted = 'diskprefix_http_requests_total{route="/v1/chat/completions",status="499"} 1.0'
         wait_until(lambda: counted in client.get("/metrics").text, "the request is counted as left")
 
 

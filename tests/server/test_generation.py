@@ -187,5 +187,5 @@ def test_a_client_that_never_reads_is_given_up(chat_model: Path, monkeypatch: py
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with stream_without_reading(server):
             assert engine.entered.wait(30)
-            ended = f'diskprefix_requests_total{{route="{CHAT}"'
+            ended = f'diskprefix_http_requests_total{{route="{CHAT}"'
             wait_until(lambda: ended in client.get("/metrics").text, "the client is taken for gone")

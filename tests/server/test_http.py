@@ -239,14 +239,24 @@ def test_metrics_count_what_happened(client: httpx.Client) -> None:
     def grown(name: str) -> float:
         return after[name] - before[name]
 
-    assert grown("diskprefix_requests_total|/v1/chat/completions|200") == 1
-    assert grown("diskprefix_tokens_total|prompt") == answer["usage"]["prompt_tokens"]
-    assert grown("diskprefix_tokens_total|restored") == answer["prefix_cache"]["restored"] > 0
-    assert grown("diskprefix_cache_hits_total") == 1
-    assert grown("diskprefix_cache_restored_tokens_total") == answer["prefix_cache"]["restored"]
-    assert grown("diskprefix_ttft_seconds_count") == 1
+    usage, restored, source = answer["usage"], answer["prefix_cache"]["restored"], answer["prefix_cache"]["source"]
+    assert grown("diskprefix_http_requests_total|/v1/chat/completions|200") == 1
+    assert grown("diskprefix_requests_total|completed") == 1
+    assert grown(f"diskprefix_prompt_tokens_total|{source}") == restored > 0
+    assert grown("diskprefix_prompt_tokens_total|computed") == usage["prompt_tokens"] - restored
+    assert grown("diskprefix_generation_tokens_total") == usage["completion_tokens"]
+    assert grown(f"diskprefix_cache_hits_total|{source}") == 1
+    first_token = "diskprefix_time_to_first_token_seconds"
+    assert grown(f"{first_token}_count|hit") == 1
+    assert grown(f"{first_token}_sum|hit") == pytest.approx(answer["timings"]["ttft_ms"] / 1e3, abs=1e-5)
+    assert grown("diskprefix_inter_token_seconds_count") == usage["completion_tokens"] - 1
+    assert grown("diskprefix_inter_token_seconds_sum") == pytest.approx(answer["timings"]["decode_ms"] / 1e3, abs=1e-5)
+    assert (
+        grown("diskprefix_step_seconds_count") == grown("diskprefix_step_rows_count") >= usage["completion_tokens"] - 1
+    )
+    assert grown("diskprefix_step_rows_sum") >= usage["completion_tokens"] - 1
     assert after["diskprefix_ready"] == 1
-    assert after["diskprefix_cache_budget_bytes"] == 64 * 1024**2
+    assert after["diskprefix_store_budget_bytes"] == 64 * 1024**2
 
 
 def test_openapi_is_complete(client: httpx.Client) -> None:

@@ -3,11 +3,200 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from diskprefix.engine.figures import Distribution, EngineFigures
+from diskprefix.engine.request import DoneEvent, Timings, Usage
+from diskprefix.server.collected import _COUNTERS
+from diskprefix.server.log_context import OUTCOMES, LogContext
 from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.protocols.figures import TimingsReply, figures_reply
-from tests.server.scripted import done
+from diskprefix.server.serving import Serving
+from tests.server.scripted import KV_MEMORY, STATS, done
+
+Sample = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class Scraped:
+    """The metrics of a daemon that computes nothing."""
+
+    def __init__(self) -> None:
+        self.metrics = ServerMetrics()
+        self.figures = EngineFigures()
+        self.stats: dict[str, Any] = dict.fromkeys(_COUNTERS, 0) | {"hits_by_tier": Counter(), "misses": Counter()}
+
+    def scrape(self) -> dict[Sample, float]:
+        return samples_of(self.text())
+
+    def text(self) -> str:
+        async def cache_stats() -> dict[str, Any]:
+            return STATS | self.stats
+
+        pulse = SimpleNamespace(working_s=0.0)
+        serving = SimpleNamespace(
+            engine=SimpleNamespace(
+                figures=self.figures,
+                memory_stats=lambda: dict(KV_MEMORY),
+                model=SimpleNamespace(device="cpu", dtype="torch.bfloat16"),
+            ),
+            inbox=SimpleNamespace(num_running=1, queue_depth=2, max_queue=64, pulse=pulse),
+            model_name="a model",
+            fingerprint="fp_0",
+            cache_stats=cache_stats,
+        )
+        return asyncio.run(self.metrics.render(cast("Serving", serving))).decode()
+
+
+def samples_of(text: str) -> dict[Sample, float]:
+    """The samples of a scrape, without those of the process itself."""
+    families = text_string_to_metric_families(text)
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith("diskprefix_")
+    }
+
+
+def is_monotonic(name: str) -> bool:
+    return name.endswith(("_total", "_count", "_sum", "_bucket"))
+
+
+times_ms = st.floats(0, 1e5, allow_nan=False)
+
+
+@st.composite
+def done_events(draw: st.DrawFn) -> DoneEvent:
+    prompt, reply = draw(st.integers(1, 5000)), draw(st.integers(0, 500))
+    restored = draw(st.integers(0, prompt))
+    drafted = draw(st.integers(0, 100))
+    source = draw(st.sampled_from(["memory", "disk"])) if restored else "none"
+    event = done(restored=restored, source=source, miss_reason=None if restored else "not_stored")
+    timings = Timings(
+        **{f"{phase}_ms": draw(times_ms) for phase in ("queue", "lookup", "restore", "prefill", "ttft", "decode")},
+        decode_tokens_per_s=1.0,
+        drafted_tokens=drafted,
+        accepted_tokens=draw(st.integers(0, drafted)),
+    )
+    return DoneEvent(Usage(prompt_tokens=prompt, completion_tokens=reply, cached_tokens=restored), event.cache, timings)
+
+
+@settings(max_examples=15)
+@given(
+    rounds=st.lists(
+        st.lists(st.tuples(done_events(), st.lists(times_ms, max_size=3)), max_size=4), min_size=1, max_size=4
+    )
+)
+def test_counters_never_go_back_and_histograms_agree_with_the_responses(
+    rounds: list[list[tuple[DoneEvent, list[float]]]],
+) -> None:
+    scraped, said, gaps = Scraped(), [], []
+    before = scraped.scrape()
+    for events in rounds:
+        for event, gaps_ms in events:
+            record = LogContext(status=200, wants_reply=True, done=event)
+            scraped.metrics.count_generation(event)
+            scraped.metrics.count_request("/v1/chat/completions", record)
+            said.append(figures_reply(event, None) | {"usage": event.usage})
+            for gap_ms in gaps_ms:
+                scraped.figures.gap_s.add(gap_ms / 1e3)
+                gaps.append(gap_ms / 1e3)
+            scraped.figures.add_step(3, 0.1)
+        after = scraped.scrape()
+        lost = before.keys() - after.keys()
+        back = [name for name in before if is_monotonic(name[0]) and after.get(name, 0) < before[name]]
+        assert (lost, back) == (set(), [])
+        before = after
+    agree(before, said)
+    check_histogram(before, "inter_token_seconds", gaps)
+    check_histogram(before, "step_rows", [3.0] * len(said))
+
+
+def agree(scraped: dict[Sample, float], said: list[dict[str, Any]]) -> None:
+    """Checks what was scraped against what the responses said."""
+
+    def told(kind: str, cache: str | None = None) -> list[float]:
+        hit = {"hit": True, "miss": False, None: None}[cache]
+        chosen = [one for one in said if hit is None or bool(one["prefix_cache"]["restored"]) is hit]
+        return [one["timings"][f"{kind}_ms"] / 1e3 for one in chosen]
+
+    for cache in ("hit", "miss"):
+        check_histogram(scraped, "time_to_first_token_seconds", told("ttft", cache), cache=cache)
+    check_histogram(scraped, "restore_seconds", told("restore", "hit"))
+    for phase in ("queue", "prefill", "decode"):
+        check_histogram(scraped, f"{phase}_seconds", told(phase))
+    restored = Counter[str]()
+    for one in said:
+        restored[one["prefix_cache"].get("source", "none")] += one["prefix_cache"]["restored"]
+    for source in ("memory", "disk"):
+        assert scraped["diskprefix_prompt_tokens_total", (("source", source),)] == restored[source]
+    computed = sum(one["usage"].prompt_tokens - one["prefix_cache"]["restored"] for one in said)
+    assert scraped["diskprefix_prompt_tokens_total", (("source", "computed"),)] == computed
+    assert scraped["diskprefix_generation_tokens_total", ()] == sum(one["usage"].completion_tokens for one in said)
+    assert scraped["diskprefix_requests_total", (("outcome", "completed"),)] == len(said)
+
+
+def check_histogram(scraped: dict[Sample, float], name: str, values: list[float], **labels: str) -> None:
+    """Checks count, sum and each bucket of a histogram. What is said is rounded, so a bucket's edge is blurred."""
+    full = f"diskprefix_{name}"
+    key = tuple(sorted(labels.items()))
+    assert scraped[f"{full}_count", key] == len(values)
+    assert scraped[f"{full}_sum", key] == pytest.approx(sum(values), abs=1e-5 * (len(values) + 1), rel=1e-6)
+    for (sample, its_labels), count in scraped.items():
+        if sample == f"{full}_bucket" and set(key) <= set(its_labels):
+            bound = float(dict(its_labels)["le"])
+            least, most = (sum(value <= bound + edge for value in values) for edge in (-1e-5, 1e-5))
+            assert least <= count <= most
+
+
+def test_a_distribution_counts_a_value_on_a_bound_below_it() -> None:
+    distribution = Distribution((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 3.0):
+        distribution.add(value)
+    assert distribution.cumulative() == [2, 4, 5]
+    assert distribution.sum == 8.0
+
+
+@pytest.mark.parametrize(
+    ("status", "has_error", "outcome"),
+    [
+        (200, False, "completed"),
+        (499, False, "cancelled"),
+        (503, True, "rejected"),
+        (429, True, "rejected"),
+        (400, True, "invalid"),
+        (413, True, "invalid"),
+        (500, True, "failed"),
+        (200, True, "failed"),
+    ],
+)
+def test_each_request_for_a_reply_has_one_outcome(status: int, has_error: bool, outcome: str) -> None:
+    record = LogContext(status=status, wants_reply=True, done=None if has_error or status != 200 else done())
+    assert record.outcome == outcome
+    assert outcome in OUTCOMES
+    assert LogContext(status=status).outcome is None, "a request for /health is none"
+
+
+def test_names_follow_the_conventions_and_each_has_a_help() -> None:
+    units = ("_seconds", "_bytes", "_info", "_rows", "_tokens", "_ready", "_degraded", "_slots", "_limit", "_requests")
+    plain = ("_running", "_waiting", "_entries", "_blocks", "_per_token", "_per_byte")
+    for family in text_string_to_metric_families(Scraped().text()):
+        if not family.name.startswith("diskprefix_"):
+            continue
+        assert family.documentation.endswith("."), family.name
+        assert not family.name.endswith(("_ms", "_milliseconds", "_mb", "_count", "_sum")), family.name
+        if family.type == "counter":
+            assert all(sample.name.endswith("_total") for sample in family.samples), family.name
+        else:
+            assert family.name.endswith((*units, *plain)), family.name
 
 
 def test_guessed_tokens_are_told_and_counted() -> None:
@@ -16,13 +205,12 @@ def test_guessed_tokens_are_told_and_counted() -> None:
     told = figures_reply(guessed, None)["timings"]
     assert (told["drafted_tokens"], told["accepted_tokens"]) == (40, 30)
     assert TimingsReply(**told).accepted_tokens == 30
-    metrics = ServerMetrics()
-    for _ in range(2):
-        metrics.count_generation(guessed)
-    metrics.count_generation(plain)
-    text = asyncio.run(metrics.render(None)).decode()
-    assert 'diskprefix_tokens_total{kind="drafted"} 80.0' in text
-    assert 'diskprefix_tokens_total{kind="accepted"} 60.0' in text
+    scraped = Scraped()
+    for event in (guessed, guessed, plain):
+        scraped.metrics.count_generation(event)
+    found = scraped.scrape()
+    assert found["diskprefix_draft_tokens_total", (("result", "accepted"),)] == 60
+    assert found["diskprefix_draft_tokens_total", (("result", "rejected"),)] == 20
 
 
 def test_a_reply_without_guesses_says_nothing_of_them() -> None:

@@ -1,9 +1,10 @@
-"""The service unit and its environment file, as far as they can be checked without starting them."""
+"""The units and the environment file, as far as they can be checked without starting them."""
 
 from __future__ import annotations
 
 import configparser
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -11,20 +12,27 @@ from pathlib import Path
 
 import pytest
 
+from diskprefix.engine import served_model
 from diskprefix.errors import SettingsError
-from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of, parse_size
+from diskprefix.server import process
+from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of, parse_duration, parse_size
 
 SYSTEMD = Path(__file__).parent.parent.parent / "systemd"
 UNIT = SYSTEMD / "diskprefix.service"
 PROGRAM = "/opt/diskprefix/bin/diskprefix"
 
 
+def section(unit: Path, name: str) -> configparser.SectionProxy:
+    """A section of a unit. Of a directive that is there twice, the last one."""
+    parser = configparser.ConfigParser(interpolation=None, comment_prefixes=("#",), delimiters=("=",), strict=False)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(unit, encoding="utf-8")
+    return parser[name]
+
+
 @pytest.fixture(scope="module")
 def service() -> configparser.SectionProxy:
-    parser = configparser.ConfigParser(interpolation=None, comment_prefixes=("#",), delimiters=("=",))
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read(UNIT, encoding="utf-8")
-    return parser["Service"]
+    return section(UNIT, "Service")
 
 
 def example_variables() -> dict[str, str]:
@@ -90,10 +98,66 @@ def test_the_environment_file_changes_nothing_until_it_is_edited() -> None:
     assert all(not line or line.startswith("#") for line in lines)
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed here")
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    unit = tmp_path / UNIT.name
-    # The program is not installed where the unit expects it, and its absence is an error for systemd.
-    unit.write_text(UNIT.read_text(encoding="utf-8").replace(PROGRAM, sys.executable), encoding="utf-8")
-    answer = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
-    assert (answer.returncode, answer.stderr) == (0, "")
+def test_a_stop_in_order_takes_less_time_than_systemd_gives_it(service: configparser.SectionProxy) -> None:
+    longest_s = process.GRACE_S + process._SLOW_CLIENT_S + served_model._FLUSH_TIMEOUT_S
+    assert parse_duration(service["TimeoutStopSec"], param="TimeoutStopSec") > 1.5 * longest_s
+
+
+def test_each_directive_of_the_service_is_explained() -> None:
+    unexplained, has_comment = [], False
+    for line in UNIT.read_text(encoding="utf-8").split("\n"):
+        if line.startswith("#"):
+            has_comment = True
+        elif "=" not in line:
+            has_comment = False
+        elif not has_comment:
+            unexplained.append(line)
+    names = ("Description=", "WantedBy=")
+    assert [line for line in unexplained if not line.startswith(names)] == []
+
+
+def test_the_check_has_the_user_and_the_folder_of_the_service(service: configparser.SectionProxy) -> None:
+    check = section(SYSTEMD / "diskprefix-verify.service", "Service")
+    for name in ("DynamicUser", "User", "CacheDirectory", "CacheDirectoryMode", "UMask", "EnvironmentFile"):
+        assert check[name] == service[name]
+    assert check["ExecStart"] == f"{PROGRAM} verify"
+
+
+def test_the_socket_listens_where_the_daemon_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISKPREFIX_HOST", raising=False)
+    for unit in (SYSTEMD / "diskprefix.socket", SYSTEMD / "user" / "diskprefix.socket"):
+        assert section(unit, "Socket")["ListenStream"] == f"{Settings().host}:{Settings().port}"
+        assert "Accept" not in section(unit, "Socket")
+
+
+NEEDS_SYSTEMD = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed here")
+
+
+def analyze(*arguments: str | Path, runtime: Path) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ, XDG_RUNTIME_DIR=str(runtime))
+    command = ["systemd-analyze", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@NEEDS_SYSTEMD
+@pytest.mark.parametrize("folder", [".", "user"])
+def test_systemd_accepts_the_units(tmp_path: Path, folder: str) -> None:
+    units = []
+    for unit in sorted((SYSTEMD / folder).glob("*.*")):
+        if unit.suffix in (".service", ".socket", ".timer"):
+            # The program is not installed where the unit expects it, and its absence is an error for systemd.
+            text = unit.read_text(encoding="utf-8")
+            for program in (PROGRAM, "%h/.local/bin/diskprefix"):
+                text = text.replace(program, sys.executable)
+            units.append(tmp_path / unit.name)
+            units[-1].write_text(text, encoding="utf-8")
+    answer = analyze("verify", *(["--user"] if folder == "user" else []), *units, runtime=tmp_path)
+    assert (len(units), answer.returncode, answer.stderr) == (4, 0, "")
+
+
+@NEEDS_SYSTEMD
+@pytest.mark.parametrize("unit", ["diskprefix.service", "diskprefix-verify.service"])
+def test_systemd_finds_little_that_a_taken_over_service_could_do(unit: str, tmp_path: Path) -> None:
+    answer = analyze("security", "--offline=true", "--threshold=20", SYSTEMD / unit, runtime=tmp_path)
+    assert answer.returncode == 0, answer.stdout
+    assert "Overall exposure level" in answer.stdout
