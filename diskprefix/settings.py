@@ -181,6 +181,12 @@ class Settings:
         "about 250 MiB of memory.",
     )
     log_level: str = _server("info", "What is logged to stderr.", choices=("debug", "info", "warning", "error"))
+    log_format: str = _server(
+        "text", "How it is logged: a line of text, or a JSON object on a line of its own.", choices=("text", "json")
+    )
+    log_prompts: bool = _server(
+        False, "Log the prompt of each request, with its line. The log then holds what people wrote."
+    )
     max_sequences: int = _server(
         8,
         "The number of requests that are computed together. More wait. Each of the n replies to a request counts.",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import click
 
 from diskprefix import app
+from diskprefix.cli.logs import configure_logging
 from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
-from diskprefix.printable import escaped
 from diskprefix.settings import CACHE, SETTINGS
 
 _EPILOG = """\b
@@ -45,23 +44,5 @@ def serve(context: click.Context, /, print_config: bool, **flags: Any) -> None:
 
         click.echo(config_text(context, settings))
         return
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     app.serve(settings)
-
-
-class _SafeFormatter(logging.Formatter):
-    """Writes each message on one line, whatever a client put into it. A traceback keeps its lines and is escaped."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return escaped(super().formatMessage(record))
-
-    def formatException(self, ei: Any) -> str:
-        return "\n".join(map(escaped, super().formatException(ei).split("\n")))
-
-
-def configure_logging(level: str) -> None:
-    """Log to stderr, one line for each message. Libraries log from WARNING on."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(_SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("diskprefix").setLevel(level.upper())

@@ -11,6 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from diskprefix.cli.logs import configure_logging
 from diskprefix.cli.options import (
     GroupedCommand,
     build_settings,
@@ -20,7 +21,6 @@ from diskprefix.cli.options import (
     setting_options,
     variable_of,
 )
-from diskprefix.cli.serve import configure_logging
 from diskprefix.cli.tooling import counted, print_json, status
 from diskprefix.cli.warm_input import Json, WarmItem, read_items
 from diskprefix.cli.warm_target import Answer, Call, Say, in_this_process, running_daemon, wait_ready

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -12,6 +14,7 @@ from diskprefix.printable import shown
 from diskprefix.server.errors import error_response
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.metrics import ServerMetrics
+from diskprefix.server.protocols.figures import figures_reply
 from diskprefix.server.recent import RecentRequests
 
 log = logging.getLogger("diskprefix")
@@ -74,14 +77,37 @@ class AccessLog:
         self._recent.note(record, scope["method"], route, elapsed_s)
         level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
         caller = f" · key {record.caller.name}" if record.caller.name else ""
-        said = f"{record.status}{caller}{_figures(record)}"
-        log.log(level, "%s %s %s · %.2f s", scope["method"], _path(scope), said, elapsed_s)
+        said = f"{record.status}{caller}{_figures(record)} · {elapsed_s:.2f} s"
+        if record.prompt_text is not None:
+            said += f" · prompt: {record.prompt_text}"
+        facts = _facts(scope, record, route, elapsed_s)
+        log.log(level, "%s %s %s", scope["method"], _path(scope), said, extra={"request": facts})
 
 
 def _path(scope: Scope) -> str:
     """Returns the path as it was sent, with its escapes, cut to a readable length."""
     raw: bytes = scope["raw_path"]
     return shown(raw.decode("ascii", "replace"), _LOGGED_PATH_CHARS)
+
+
+def _facts(scope: Scope, record: LogContext, route: str, elapsed_s: float) -> dict[str, Any]:
+    """Returns what a line in JSON says of a request."""
+    facts: dict[str, Any] = {
+        "id": record.request_id,
+        "method": scope["method"],
+        "path": _path(scope),
+        "route": route,
+        "status": record.status,
+        "outcome": record.outcome,
+        "key": record.caller.name,
+        "elapsed_s": round(elapsed_s, 4),
+        "error": record.error,
+        "prompt": record.prompt_text,
+    }
+    if record.done is not None:
+        facts["usage"] = asdict(record.done.usage)
+        facts |= figures_reply(record.done, None)
+    return {name: fact for name, fact in facts.items() if fact is not None}
 
 
 def _figures(record: LogContext) -> str:

@@ -109,6 +109,8 @@ async def _submitted(request: Request, dialect: Dialect[B], body: B, place: Exit
         replayed = await prompt_of(asked.prompt, daemon, serving, cache)
         reader, generate = await asyncio.to_thread(_request, serving, asked, replayed, cache, dialect)
     prompt = replayed.prompt
+    if daemon.settings.log_prompts:
+        context.prompt_text = await asyncio.to_thread(serving.engine.tokenizer.decode, prompt.token_ids)
     head = Head(
         id=generate.id,
         created=int(time.time()),

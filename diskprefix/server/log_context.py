@@ -29,6 +29,8 @@ class LogContext:
     error: str | None = None
     generation_id: str | None = None
     """The id of the reply, once the engine has the request."""
+    prompt_text: str | None = None
+    """Only with `--log-prompts`."""
     wants_reply: bool = False
     """Whether the engine is to generate something."""
     done: DoneEvent | None = None

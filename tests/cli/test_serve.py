@@ -34,7 +34,7 @@ def settings_of(monkeypatch: pytest.MonkeyPatch) -> SettingsOf:
     """The settings that `diskprefix serve` with these arguments would run with."""
     seen: list[Settings] = []
     monkeypatch.setattr(diskprefix.app, "serve", seen.append)
-    monkeypatch.setattr(diskprefix.cli.serve, "configure_logging", lambda _level: None)
+    monkeypatch.setattr(diskprefix.cli.serve, "configure_logging", lambda *_: None)
 
     def run(*args: str) -> Settings:
         with pytest.raises(SystemExit) as end:
@@ -309,7 +309,7 @@ def test_an_error_of_the_daemon_is_one_line_and_its_exit_code(
         raise error
 
     monkeypatch.setattr(diskprefix.app, "serve", fail)
-    monkeypatch.setattr(diskprefix.cli.serve, "configure_logging", lambda _level: None)
+    monkeypatch.setattr(diskprefix.cli.serve, "configure_logging", lambda *_: None)
     assert error_line(capsys, "serve")[0] == code
 
 
@@ -367,7 +367,7 @@ def test_help_needs_neither_torch_nor_fastapi() -> None:
 def test_a_message_is_one_line_of_the_log_and_a_traceback_cannot_steer_the_terminal() -> None:
     program = """
 import logging
-from diskprefix.cli.serve import configure_logging
+from diskprefix.cli.logs import configure_logging
 configure_logging("info")
 log = logging.getLogger("diskprefix")
 log.info("client says %s", "x\\n2026-01-01 ERROR forged \\x1b[31m")

@@ -36,7 +36,7 @@ KEY, ADMIN_KEY = "key-of-somebody-else", "key-of-the-administrator"
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logging stays that of the tests, a full queue is tried again at once, and no variable says where a daemon is."""
-    monkeypatch.setattr(diskprefix.cli.warm, "configure_logging", lambda _level: None)
+    monkeypatch.setattr(diskprefix.cli.warm, "configure_logging", lambda *_: None)
     monkeypatch.setattr(diskprefix.cli.warm, "_PAUSE_S", 0.0)
     for name in ("URL", "API_KEY", "MODEL", "POLICY"):
         monkeypatch.delenv(f"DISKPREFIX_{name}", raising=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import time
@@ -26,8 +27,7 @@ BODY: dict[str, Any] = {
 
 def hang_once(flag: Path) -> None:
     """From now on, the step of decoding that finds a file sleeps for an hour. It removes the file first."""
-    from diskprefix.engine import loop
-
+    loop: Any = importlib.import_module("diskprefix.engine.loop")
     forward = loop.forward
 
     def hanging(model: Any, step: Any) -> Any:
