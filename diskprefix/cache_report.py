@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from diskprefix.policy.breaks import Break
 from diskprefix.policy.select import Selection
@@ -12,6 +12,7 @@ from diskprefix.prompt import Rewriting
 Source: TypeAlias = Literal["none", "memory", "disk"]
 Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "whole_prompt_only", "damaged", "faster_to_compute"]
 MissReason: TypeAlias = Literal[Refused, "not_stored", "diverged", "too_short", "off", "media", "unsupported", "error"]
+MISS_REASONS: tuple[str, ...] = get_args(MissReason)
 Saved: TypeAlias = Literal["none", "queued", "stored", "dropped"]
 
 

@@ -51,6 +51,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "crash": Tool("matrices.crash", "SIGKILL at random moments, and what is left of the store."),
         "corruption": Tool("matrices.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
         "fuzz": Tool("matrices.fuzz", "Made-up requests to every route: no 500, no hang."),
+        "monitoring": Tool("matrices.monitoring", "The board and the alert rules, in a real Prometheus."),
     },
     "Research": {
         "policy": Tool("research.policy", "How well the scopes choose, by simulation."),

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from diskprefix.cache_report import MISS_REASONS
 from diskprefix.engine.figures import Distribution
 from diskprefix.server.serving import Serving
 
@@ -102,8 +103,9 @@ def _cache_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
         hits.add_metric([tier], count)
     yield hits
     misses = CounterMetricFamily("diskprefix_cache_misses", "Requests that restored nothing.", labels=["reason"])
-    for reason, count in stats["misses"].items():
-        misses.add_metric([reason], count)
+    for reason in MISS_REASONS:
+        # From zero on: a series that appears with its first event has no rate before the second.
+        misses.add_metric([reason], stats["misses"].get(reason, 0))
     yield misses
     for name, (metric, text) in _COUNTERS.items():
         yield _counter(metric, text, stats[name])

@@ -31,7 +31,10 @@ class Scraped:
     def __init__(self) -> None:
         self.metrics = ServerMetrics()
         self.figures = EngineFigures()
-        self.stats: dict[str, Any] = dict.fromkeys(_COUNTERS, 0) | {"hits_by_tier": Counter(), "misses": Counter()}
+        self.stats: dict[str, Any] = dict.fromkeys(_COUNTERS, 0) | {
+            "hits_by_tier": Counter(memory=0, disk=0),
+            "misses": Counter(),
+        }
 
     def scrape(self) -> dict[Sample, float]:
         return samples_of(self.text())

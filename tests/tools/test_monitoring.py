@@ -1,0 +1,79 @@
+"""The board and the alert rules ask for metrics that the daemon has; promtool accepts all of them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+
+from tests.server.scripted import STATS
+from tests.server.test_metrics import Scraped, samples_of
+from tools.matrices.monitoring import board_queries, faults, promtool, rules
+
+NEEDS_PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus is not installed here")
+
+
+def exposed() -> dict[str, set[str]]:
+    """The labels of each metric of a daemon that has served something."""
+    labels: dict[str, set[str]] = {}
+    scraped = Scraped()
+    speeds = dict.fromkeys(("prefill_s_per_token", "restore_s_per_byte", "restore_fixed_s"), 1.0)
+    scraped.stats["gate"] = STATS["gate"] | speeds
+    scraped.metrics._http.labels("/health", "200").inc()
+    text = scraped.text()
+    for name, pairs in samples_of(text):
+        labels.setdefault(name, set()).update(label for label, _ in pairs)
+    return labels
+
+
+@pytest.mark.parametrize("source", ["board", "rules"])
+def test_each_query_is_about_metrics_and_labels_that_the_daemon_has(source: str) -> None:
+    known = exposed()
+    asked = [query.expression for query in board_queries()] if source == "board" else [rule["expr"] for rule in rules()]
+    assert len(asked) > 10
+    for expression in asked:
+        for name, selector in re.findall(r"(diskprefix_\w+)(?:\{([^}]*)\})?", expression):
+            assert name in known, expression
+            labels = set(re.findall(r"(\w+)\s*[=!]", selector)) - {"instance", "job"}
+            assert labels <= known[name], expression
+        for grouped in re.findall(r"by \(([^)]*)\) \(\w*\(?(diskprefix_\w+)", expression):
+            assert set(grouped[0].split(", ")) - {"instance"} <= known[grouped[1]], expression
+
+
+def test_each_metric_is_on_the_board_or_in_a_rule() -> None:
+    asked = " ".join([*(query.expression for query in board_queries()), *(rule["expr"] for rule in rules())])
+    families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in exposed()}
+    assert {name for name in families if name not in asked} == set()
+
+
+def test_each_rule_says_what_is_wrong_and_what_to_do() -> None:
+    for rule in rules():
+        assert rule["annotations"].keys() == {"summary", "action"}
+        assert "instance" in rule["annotations"]["summary"]
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+
+
+@NEEDS_PROMTOOL
+def test_promtool_finds_no_fault_in_the_rules_and_their_tests_pass() -> None:
+    assert promtool("check", "rules", "alerts.yml") is None
+    assert promtool("test", "rules", "alerts_test.yml") is None
+
+
+@NEEDS_PROMTOOL
+def test_promtool_finds_no_fault_in_what_is_scraped() -> None:
+    assert promtool("check", "metrics", text=Scraped().text()) is None
+
+
+def test_a_query_without_data_a_rule_that_fires_and_a_lost_rule_are_faults() -> None:
+    report = {
+        "queries": [{"panel": "Steps", "line": "steps", "samples": []}],
+        "rules": [{"name": "DiskprefixDown", "health": "ok", "error": None, "state": "firing"}],
+        "promtool": {"check rules": "wrong"},
+    }
+    assert [line.split(":")[0] for line in faults(report)] == [
+        "Steps, steps",
+        f"Prometheus loaded 1 of {len(rules())} rules",
+        "DiskprefixDown fires",
+        "promtool check rules",
+    ]
