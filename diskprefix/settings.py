@@ -187,6 +187,13 @@ class Settings:
     log_prompts: bool = _server(
         False, "Log the prompt of each request, with its line. The log then holds what people wrote."
     )
+    otlp_traces_endpoint: str | None = _server(
+        None,
+        "Send a trace of each request, with a span for each stage, to this OTLP/HTTP collector, for example "
+        "http://localhost:4318/v1/traces. It needs the extra otel.",
+        metavar="URL",
+        unset="no traces",
+    )
     max_sequences: int = _server(
         8,
         "The number of requests that are computed together. More wait. Each of the n replies to a request counts.",

@@ -9,7 +9,7 @@ import torch
 
 from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.job import Choice, Job
-from diskprefix.engine.request import GenerateRequest
+from diskprefix.engine.request import GenerateRequest, Stage
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.kv.pool import Slot
@@ -46,6 +46,12 @@ def new_job(served: ServedModel, ticket: Ticket, num_arrived: int) -> Job:
     request = ticket.request
     ids = torch.from_numpy(request.prompt.token_ids).to(served.model.device, torch.long).unsqueeze(0)
     job = Job(ticket, served.cache.begin(request.prompt, request.cache), served.figures, ids)
+    if (on_stage := request.on_stage) is not None:
+
+        def on_written(began: float, ended: float, num_bytes: int) -> None:
+            on_stage(Stage("save", began, ended, {"bytes": num_bytes}))
+
+        job.cached.on_written(on_written)
     choices = [_choice(served, job, index, num_arrived + index + 1) for index in range(request.sampling.n)]
     job.choices, job.unforked = choices[:1], choices[1:]
     return job

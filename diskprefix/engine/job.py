@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from diskprefix.engine.activity import Activity, RequestState
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.figures import EngineFigures
 from diskprefix.engine.inbox import Ticket
-from diskprefix.engine.request import GenerateRequest, ProgressEvent, Timings, Usage
+from diskprefix.engine.request import GenerateRequest, ProgressEvent, Stage, Timings, Usage
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.sequence import Sequence
 from diskprefix.engine.speculation import Guesser
@@ -121,6 +121,9 @@ class Job:
     logits: torch.Tensor | None = None
     """The next-token logits at the prompt's end, shape [vocab]."""
     is_fetching: bool = False
+    fetched_from: float | None = None
+    """When the fetch began, and below when what was not restored began to be computed."""
+    computed_from: float | None = None
     is_published: bool = False
     is_over: bool = False
     error: Exception | None = None
@@ -197,6 +200,23 @@ class Job:
         elapsed_ms = (now - self.started) * 1e3
         cached, kept = self.cached.restored.num_tokens, self.cached.selection.kept
         self.ticket.emit(ProgressEvent(total, cached, processed, kept, elapsed_ms))
+
+    def stages(self) -> Iterator[Stage]:
+        """Yields the stages that it has been through, with their times."""
+        restored, prompt_tokens, now = self.cached.restored, len(self.request.prompt.token_ids), time.perf_counter()
+        yield Stage("queue", self.ticket.arrived_at, self.started)
+        if self.fetched_from is not None:
+            matched = self.fetched_from + restored.lookup_ms / 1e3
+            yield Stage("match", self.fetched_from, matched, {"tokens": restored.matched})
+            facts: dict[str, int | str] = {"tokens": restored.num_tokens, "bytes": restored.num_bytes}
+            if restored.num_tokens:
+                ended = matched + restored.restore_ms / 1e3
+                yield Stage("restore", matched, ended, facts | {"source": restored.source})
+        if self.computed_from is not None:
+            computed = prompt_tokens - restored.num_tokens
+            yield Stage("prefill", self.computed_from, self.first_token_at or now, {"tokens": computed})
+        if self.num_generated:
+            yield Stage("decode", self.first_token_at, self.last_token_at, {"tokens": self.num_generated})
 
     def usage(self, cached_tokens: int) -> Usage:
         return Usage(

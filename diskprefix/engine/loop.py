@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -139,6 +140,7 @@ class Loop:
         """Runs on the fetching thread."""
         slot = job.choices[0].slot
         assert slot is not None
+        job.fetched_from = time.perf_counter()
         is_whole = job.num_adopted == len(job.request.prompt.token_ids)
         try:
             with torch.inference_mode():
@@ -151,6 +153,7 @@ class Loop:
     def _begin(self, job: Job) -> None:
         """What is restored is restored; now the rest is computed."""
         job.is_fetching = False
+        job.computed_from = time.perf_counter()
         with self._running.failing(job):
             if job.error is not None:
                 raise job.error

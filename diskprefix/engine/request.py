@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
@@ -61,6 +62,18 @@ class Constraint:
     before: FreeText | None = None
 
 
+class Stage(NamedTuple):
+    """A part of a request's way, for traces: queue, match, restore, prefill, decode or save.
+
+    `began` and `ended` are on the clock of `time.perf_counter`. `facts` are numbers and words about it.
+    """
+
+    name: str
+    began: float
+    ended: float
+    facts: dict[str, int | str] = {}  # noqa: RUF012 (nobody changes it)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     id: str
@@ -72,6 +85,8 @@ class GenerateRequest:
     """Special tokens that appear in the text of the events; all others do not."""
     reports_progress: bool = False
     """Whether `ProgressEvent`s are wanted."""
+    on_stage: Callable[[Stage], None] | None = None
+    """Told the stages when the request is over, in the engine's thread; what is saved, later, in the writer's."""
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,9 @@ class Running:
         job.is_over = True
         self.jobs.remove(job)
         try:
+            if job.request.on_stage is not None:
+                for stage in job.stages():
+                    job.request.on_stage(stage)
             report = job.cached.close()
             self._served.record(job, report)
             event = last(report)

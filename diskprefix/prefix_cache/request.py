@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -79,6 +79,11 @@ class CachedRequest:
         self._chosen_at = 0.0
         self._token_s: float | None = None
         """How long computing a token took, in seconds, once that is known."""
+
+    def on_written(self, call: Callable[[float, float, int], None]) -> None:
+        """Has `call` called, in the writer's thread, for each part of it that is written: began and ended on the clock
+        of `time.perf_counter`, bytes."""
+        self._publisher.chain.on_written = call
 
     def restore(self, arena: KVArena) -> Restored:
         """`fetch`, then `choose`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TypeVar
@@ -19,7 +20,7 @@ from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.format import OutputFormat, OutputParser
 from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.replay import Replayed
-from diskprefix.engine.request import DoneEvent, GenerateRequest
+from diskprefix.engine.request import DoneEvent, GenerateRequest, Stage
 from diskprefix.prompt import Prompt
 from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
@@ -90,6 +91,8 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
     context.wants_reply = True
+    if daemon.tracing is not None:
+        context.trace = daemon.tracing.begin(f"{request.method} {request.url.path}", request.headers)
     with ExitStack() as place:
         place.enter_context(daemon.arriving(context.caller.tenant))
         body = await read_json(request, dialect.body, daemon.settings.max_body_bytes)
@@ -106,8 +109,12 @@ async def _submitted(request: Request, dialect: Dialect[B], body: B, place: Exit
         serving.require_model(body.model)
         cache = cache_options_of(body, request)
         asked = await dialect.read(body, Arrival(serving=serving, tenant=cache.tenant))
+        began, trace = time.perf_counter(), context.trace
         replayed = await prompt_of(asked.prompt, daemon, serving, cache)
-        reader, generate = await asyncio.to_thread(_request, serving, asked, replayed, cache, dialect)
+        if trace is not None:
+            trace.add(Stage("template", began, time.perf_counter(), {"tokens": len(replayed.prompt.token_ids)}))
+        on_stage = None if trace is None else trace.add
+        reader, generate = await asyncio.to_thread(_request, serving, asked, replayed, cache, dialect, on_stage)
     prompt = replayed.prompt
     if daemon.settings.log_prompts:
         context.prompt_text = await asyncio.to_thread(serving.engine.tokenizer.decode, prompt.token_ids)
@@ -175,7 +182,12 @@ def _clamped_to(asked: Asked, prompt: Prompt, max_positions: int) -> int | None:
 
 
 def _request(
-    serving: Serving, asked: Asked, replayed: Replayed, cache: CacheOptions, dialect: Dialect[B]
+    serving: Serving,
+    asked: Asked,
+    replayed: Replayed,
+    cache: CacheOptions,
+    dialect: Dialect[B],
+    on_stage: Callable[[Stage], None] | None,
 ) -> tuple[RememberingReader, GenerateRequest]:
     """Returns what the engine gets, and what reads the reply. Without a conversation, all of the reply is content.
 
@@ -194,6 +206,7 @@ def _request(
         constraint=constraint_of(asked, output_format, prompt_end, serving.engine.constraints.check),
         shown_special_tokens=output_format.special_tokens,
         reports_progress=asked.return_progress,
+        on_stage=on_stage,
     )
 
     def new_parser() -> OutputParser:

@@ -24,6 +24,7 @@ from diskprefix.server.notify import notify
 from diskprefix.server.prefix_breaks import PrefixBreaks
 from diskprefix.server.recent import RecentRequests
 from diskprefix.server.serving import Serving
+from diskprefix.server.tracing import Tracing
 from diskprefix.settings import Settings
 from diskprefix.tenant import Tenant
 
@@ -46,6 +47,8 @@ class Daemon:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.breaks = PrefixBreaks()
+        endpoint = settings.otlp_traces_endpoint
+        self.tracing = None if endpoint is None else Tracing(endpoint)
         self.recent = RecentRequests()
         self.serving: Serving | None = None
         self.failure: DiskPrefixError | None = None
@@ -167,6 +170,8 @@ class Daemon:
             notify(STATUS="stopping: writing what is not on disk yet")
         if serving is not None and not await asyncio.to_thread(serving.engine.close):
             log.warning("[disk-cache] not everything could be written in time; what was written is intact")
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         def report(line: str) -> None:

@@ -10,6 +10,7 @@ from starlette.requests import HTTPConnection
 
 from diskprefix.engine.request import DoneEvent
 from diskprefix.server.keys import NOBODY, Caller
+from diskprefix.server.tracing import RequestTrace
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left. Only the access log and the metrics show it."""
@@ -31,6 +32,8 @@ class LogContext:
     """The id of the reply, once the engine has the request."""
     prompt_text: str | None = None
     """Only with `--log-prompts`."""
+    trace: RequestTrace | None = None
+    """Only with `--otlp-traces-endpoint`, of a request for a reply."""
     wants_reply: bool = False
     """Whether the engine is to generate something."""
     done: DoneEvent | None = None

@@ -43,6 +43,9 @@ class Chain:
         """Whether nodes of it were written."""
         self.is_whole = True
         """Whether nothing at all was lost."""
+        self.on_written: Callable[[float, float, int], None] | None = None
+        """Told, in the writer's thread, when writing one of them began and ended, on the clock of `time.perf_counter`,
+        and how many bytes it has."""
         self._is_broken = False
         self._lock = threading.Lock()
 

@@ -255,6 +255,8 @@ class Writer:
         except BaseException:
             self._lose(publication)
             raise
+        if publication.chain.on_written is not None and publication.nodes:
+            publication.chain.on_written(started, time.perf_counter(), publication.payload_bytes)
         publication.chain.has_nodes |= bool(publication.nodes)
         if publication.tip is not None and publication.chain.has_nodes:
             # A whole prompt was saved. Of a full disk, a small publication alone would say nothing.
