@@ -45,6 +45,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "quality": Tool("benchmarks.quality", "Quantised weights: perplexity, agreement, speed, memory."),
         "store": Tool("benchmarks.store", "The store alone: restores, lookups, codecs, sharing."),
         "soak": Tool("benchmarks.soak", "Ten times its budget through one store."),
+        "load": Tool("benchmarks.load", "Good clients beside slow, silent and broken ones."),
     },
     "Matrices": {
         "exactness": Tool("matrices.exactness", "Restored against cold, bit for bit, for every architecture."),

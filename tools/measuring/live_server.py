@@ -191,6 +191,12 @@ class LiveServer:
             self._process.wait()
             self._process = None
 
+    @property
+    def process_id(self) -> int:
+        """Of the running server."""
+        assert self._process is not None
+        return self._process.pid
+
     def restart(self) -> float:
         """Waits until all is on disk, kills, starts. Returns the seconds of the start. Raises `LiveServerError`."""
         self.wait_until_saved()
