@@ -12,6 +12,9 @@ from typing import Any
 
 READ_BYTES, READ_EVERY_S = 512, 0.5
 WRITE_EVERY_S = 1.0
+RESPONSE_BYTES = 2048
+_ESTABLISHED = 1
+"""The state of a connection, in Linux's `tcp_info`."""
 _RECEIVE_BUFFER = 4096
 """So that the server, not this machine's kernel, holds what is not read."""
 
@@ -46,10 +49,14 @@ class BadClients:
             self.ends[f"{kind}: {end}"] += 1
             await asyncio.sleep(WRITE_EVERY_S)
 
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    def _socket(self) -> socket.socket:
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
         connection.setblocking(False)
+        return connection
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        connection = self._socket()
         await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.port))
         return await asyncio.open_connection(sock=connection, limit=_RECEIVE_BUFFER)
 
@@ -76,18 +83,14 @@ class BadClients:
             writer.close()
 
     async def _stopped_reader(self) -> str:
-        reader, writer = await self._connect()
-        try:
-            writer.write(self._request())
-            await reader.read(READ_BYTES)
-            # The kernel tells of the server's end only by what a write meets.
-            while not writer.is_closing():
+        loop, connection = asyncio.get_running_loop(), self._socket()
+        with connection:
+            await loop.sock_connect(connection, ("127.0.0.1", self.port))
+            await loop.sock_sendall(connection, self._request())
+            await loop.sock_recv(connection, READ_BYTES)
+            while _is_established(connection):
                 await asyncio.sleep(WRITE_EVERY_S)
-                writer.write(b"\r\n")
-                await writer.drain()
-            return "closed"
-        finally:
-            writer.close()
+        return "closed"
 
     async def _slow_head(self) -> str:
         return await self._drip(self._head(10), b"")
@@ -125,7 +128,9 @@ class BadClients:
             writer.close()
 
 
-RESPONSE_BYTES = 2048
+def _is_established(connection: socket.socket) -> bool:
+    """Asks the kernel: who does not read does not see the end."""
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
 
 
 def _status(answer: bytes) -> str:
