@@ -6,9 +6,12 @@ import asyncio
 import faulthandler
 import logging
 import sys
+from typing import TYPE_CHECKING
 
-from diskprefix.server.daemon import Daemon
 from diskprefix.server.notify import is_heard, notify, watchdog_s
+
+if TYPE_CHECKING:
+    from diskprefix.server.daemon import Daemon
 
 log = logging.getLogger("diskprefix")
 
