@@ -82,7 +82,7 @@ class AccessLog:
             said += f" · prompt: {record.prompt_text}"
         facts = _facts(scope, record, route, elapsed_s)
         if record.trace is not None:
-            record.trace.end(record, facts)
+            record.trace.end(facts)
         log.log(level, "%s %s %s", scope["method"], _path(scope), said, extra={"request": facts})
 
 

@@ -17,8 +17,6 @@ from diskprefix.version import __version__
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
-    from diskprefix.server.log_context import LogContext
-
 _EXPORT_TIMEOUT_S = 5.0
 _FLUSH_MS = 3000
 
@@ -81,25 +79,26 @@ class RequestTrace:
         began, ended = (int(seconds * 1e9) + self._offset_ns for seconds in (stage.began, stage.ended))
         self._tracer.start_span(stage.name, self._context, attributes=attributes, start_time=began).end(ended)
 
-    def end(self, record: LogContext, facts: Mapping[str, Any]) -> None:
-        """`facts` are what the log says of the request."""
+    def end(self, facts: Mapping[str, Any]) -> None:
+        """`facts` are what a line of the log in JSON says of the request."""
         from opentelemetry.trace import StatusCode
 
         attributes: dict[str, Any] = {
             "http.request.method": facts["method"],
             "http.route": facts["route"],
-            "http.response.status_code": record.status,
-            "diskprefix.request.id": record.request_id,
-            "diskprefix.outcome": record.outcome or "",
+            "http.response.status_code": facts["status"],
+            "diskprefix.request.id": facts["id"],
+            "diskprefix.outcome": facts["outcome"],
         }
-        if (done := record.done) is not None:
+        if (usage := facts.get("usage")) is not None:
+            cache = facts["prefix_cache"]
             attributes |= {
-                "gen_ai.usage.input_tokens": done.usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": done.usage.completion_tokens,
-                "gen_ai.usage.cache_read.input_tokens": done.cache.restored,
-                "diskprefix.cache": done.cache.miss_reason or done.cache.source,
+                "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+                "gen_ai.usage.output_tokens": usage["completion_tokens"],
+                "gen_ai.usage.cache_read.input_tokens": cache["restored"],
+                "diskprefix.cache": cache.get("miss_reason") or cache["source"],
             }
         self._span.set_attributes(attributes)
-        if record.outcome == "failed":
-            self._span.set_status(StatusCode.ERROR, record.error)
+        if facts["outcome"] == "failed":
+            self._span.set_status(StatusCode.ERROR, facts.get("error"))
         self._span.end()

@@ -20,6 +20,7 @@ from diskprefix import app
 from diskprefix.engine.request import Stage
 from diskprefix.errors import SettingsError
 from diskprefix.server import tracing
+from diskprefix.server.access_log import _facts
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.tracing import Tracing
 from tests.server.daemon_process import wait_until
@@ -128,12 +129,17 @@ def test_a_real_request_has_a_span_for_each_stage_in_the_trace_of_its_client(
     assert not any("/health" in span.name for span in collector.spans)
 
 
+def facts_of(record: LogContext) -> dict[str, Any]:
+    scope = {"type": "http", "method": "POST", "raw_path": b"/v1/messages"}
+    return _facts(scope, record, "/v1/messages", 0.1)
+
+
 def finished(*, headers: dict[str, str], record: LogContext) -> Any:
     """The one span of a request without stages, as the SDK's exporter in memory has it."""
     exporter = InMemorySpanExporter()
     traces = Tracing("http://localhost", SimpleSpanProcessor(exporter))
     trace = traces.begin("POST /v1/messages", headers)
-    trace.end(record, {"method": "POST", "route": "/v1/messages"})
+    trace.end(facts_of(record))
     [span] = exporter.get_finished_spans()
     assert trace.trace_id == f"{span.context.trace_id:032x}"
     traces.close()
@@ -160,7 +166,7 @@ def test_a_stage_that_ends_after_the_request_is_in_its_trace() -> None:
     exporter = InMemorySpanExporter()
     traces = Tracing("http://localhost", SimpleSpanProcessor(exporter))
     trace = traces.begin("POST /v1/messages", {})
-    trace.end(LogContext(status=200, wants_reply=True), {"method": "POST", "route": "/v1/messages"})
+    trace.end(facts_of(LogContext(status=200, wants_reply=True)))
     began = time.perf_counter()
     trace.add(Stage("save", began, began + 0.25, {"bytes": 7}))
     spans: Any = exporter.get_finished_spans()
