@@ -159,15 +159,20 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._signs_of_life = asyncio.create_task(self._give_signs_of_life())
 
+    @property
+    def _made(self) -> Daemon | None:
+        return getattr(self, "daemon", None)
+
     async def _give_signs_of_life(self) -> None:
         with suppress(Exception):
-            # If it raises, the server ends and tells so.
+            # What it raises ends the server, which tells it.
             await self._entrance.app()
-            await give_signs_of_life(self.daemon)
+        if (daemon := self._made) is not None:
+            await give_signs_of_life(daemon)
 
     def _reload(self) -> None:
         """Reads the keys again. No request notices. systemd is not told of it before it has heard that all is ready."""
-        daemon: Daemon | None = getattr(self, "daemon", None)
+        daemon = self._made
         is_ready = daemon is not None and daemon.serving is not None
         if is_ready:
             notify(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000, STATUS="reading the API keys again")
