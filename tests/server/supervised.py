@@ -13,7 +13,7 @@ import sys
 import time
 from functools import partial
 
-from diskprefix.cli.serve import configure_logging
+from diskprefix.cli.logs import configure_logging
 from diskprefix.server.notify import notify
 from diskprefix.server.supervisor import supervise
 
