@@ -13,6 +13,8 @@ from diskprefix.engine.engine import Engine
 from diskprefix.engine.inbox import Inbox, Serve, error_event
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, TextEvent
+from diskprefix.kv import arena
+from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVPool
 
 
@@ -130,3 +132,12 @@ def after_steps(patch: pytest.MonkeyPatch, steps: int, act: Callable[[], object]
             act()
 
     patch.setattr(Loop, "_compute", counted)
+
+
+def memory_in_steps_of(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory grows in steps of so many tokens, so that with small ones much happens while there are few tokens."""
+    given = KVArena.__init__.__defaults__
+    assert given is not None
+    steps = tuple(num_tokens if value == arena._CAPACITY_STEP else value for value in given)
+    monkeypatch.setattr(KVArena.__init__, "__defaults__", steps)
+    monkeypatch.setattr(arena, "_CAPACITY_STEP", num_tokens)

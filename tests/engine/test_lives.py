@@ -30,15 +30,14 @@ from diskprefix.engine.request import (
     TextEvent,
 )
 from diskprefix.errors import CacheError
-from diskprefix.kv import arena
-from diskprefix.kv.arena import KVArena, bytes_for
+from diskprefix.kv.arena import bytes_for
 from diskprefix.model import runner
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.restore import _Loader
 from diskprefix.prompt import Prompt
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.tenant import SHARED, Tenant
-from tests.engine.driving import Client, forget_idle
+from tests.engine.driving import Client, forget_idle, memory_in_steps_of
 from tests.engine.test_company import BIAS, load, tokens
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
@@ -60,12 +59,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(autouse=True)
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = KVArena.__init__.__defaults__
-    assert given is not None
-    steps = tuple(CAPACITY if value == arena._CAPACITY_STEP else value for value in given)
-    monkeypatch.setattr(KVArena.__init__, "__defaults__", steps)
-    monkeypatch.setattr(arena, "_CAPACITY_STEP", CAPACITY)
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_in_steps_of(CAPACITY, monkeypatch)
 
 
 class AtOnce:

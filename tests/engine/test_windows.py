@@ -12,7 +12,7 @@ import torch
 from diskprefix.engine.engine import Engine
 from diskprefix.kv.arena import bytes_for
 from diskprefix.tokens import TokenIds
-from tests.engine.driving import after_steps, forget_idle, run_together, running
+from tests.engine.driving import Client, after_steps, forget_idle, run_together, running
 from tests.engine.test_company import BLOCK, alone, load, request, tokens
 from tests.engine.test_drafts import scripted
 from tests.exactness.architectures import tiny_model
@@ -68,19 +68,30 @@ def test_a_turn_that_leaves_the_reply_goes_on_from_the_prompts_end(engine: Engin
     assert cached_tokens(engine, np.concatenate([prompt, reply[:100], tokens(90, 2)])) == PROMPT
 
 
+TWO_CHOICES = request(tokens(PROMPT), n=2, max_tokens=REPLY, temperature=0.9, seed=4)
+
+
+@pytest.fixture(scope="module")
+def two_choices(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Client:
+    """The replies where there is memory for both."""
+    engine = load(folder, tmp_path_factory.mktemp("alone") / "kv")
+    client = alone(engine, TWO_CHOICES)
+    engine.close()
+    return client
+
+
 @pytest.mark.parametrize("num_sequences", [1, 2])
-def test_choices_begin_at_the_prompts_end_however_far_the_first_has_come(engine: Engine, num_sequences: int) -> None:
+def test_choices_begin_at_the_prompts_end_however_far_the_first_has_come(
+    engine: Engine, two_choices: Client, num_sequences: int
+) -> None:
     """In the memory of the one that has ended, or beside it."""
-    one = request(tokens(PROMPT), n=2, max_tokens=REPLY, temperature=0.9, seed=4)
-    expected = alone(engine, one)
-    forget_idle(engine.pool)
     arenas = [engine.pool._new_arena() for _ in range(num_sequences)]
     for arena in arenas:
         arena.reserve(PROMPT + REPLY)
     # There is no room for more.
     engine.pool._spare, engine.pool.limit_bytes = arenas, sum(arena.num_bytes for arena in arenas)
-    (found,) = run_together(engine, [one])
-    assert [found.tokens_of(choice) for choice in (0, 1)] == [expected.tokens_of(choice) for choice in (0, 1)]
+    (found,) = run_together(engine, [TWO_CHOICES])
+    assert [found.tokens_of(choice) for choice in (0, 1)] == [two_choices.tokens_of(choice) for choice in (0, 1)]
 
 
 def test_a_beginning_that_another_request_computes_is_copied_before_it_slides_out(engine: Engine) -> None:

@@ -156,7 +156,7 @@ def test_any_history_of_prompts_scopes_and_evictions_gives_the_cold_runs_logits(
     run_state_machine_as_test(
         machine_of(kind, hits),
         settings=settings(
-            max_examples=examples(20),
+            max_examples=examples(10),
             stateful_step_count=14,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

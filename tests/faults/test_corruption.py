@@ -15,7 +15,7 @@ import pytest
 from tests.faults.file_damage import FILE_DAMAGE, RECORD_DAMAGE
 
 ROOT = Path(__file__).parent.parent.parent
-CASES = 3
+CASES = 2
 """Of each kind. The tool runs thousands."""
 KINDS = ("no damage", *FILE_DAMAGE, *RECORD_DAMAGE)
 WITHOUT_THE_CHECK = """
@@ -48,14 +48,14 @@ def test_no_damage_leads_to_a_wrong_byte_a_crash_a_hang_or_a_crash_loop(tmp_path
     assert [case for case in cases if case["verdict"] not in ("nothing lost", "part lost", "fresh store")] == []
     assert code == 0
     assert verdicts["no damage"] == {"nothing lost": CASES}
-    assert verdicts["swapped payloads"]["part lost"] > 1
-    assert verdicts["bit flips in the structure"]["fresh store"] > 1
+    assert verdicts["swapped payloads"]["part lost"]
+    assert verdicts["bit flips in the structure"]["fresh store"]
     assert all(verdicts[kind].total() == CASES for kind in KINDS)
 
 
 @pytest.mark.slow
 def test_without_the_check_of_the_file_the_matrix_finds_crashes(tmp_path: Path) -> None:
     """So the test above can fail: LMDB itself does not survive this damage."""
-    code, cases = matrix(2 * len(KINDS), tmp_path, "-c", WITHOUT_THE_CHECK)
+    code, cases = matrix(len(KINDS), tmp_path, "-c", WITHOUT_THE_CHECK)
     assert code == 1
     assert any(case["verdict"].startswith("signal") for case in cases)

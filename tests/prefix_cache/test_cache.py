@@ -436,7 +436,7 @@ def histories(draw: st.DrawFn) -> list[tuple[TokenIds, str | int, bool]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories())
 def test_logits_equal_the_cold_run_for_every_history_scope_and_cut(
     dtype: torch.dtype, device: str, history: Any

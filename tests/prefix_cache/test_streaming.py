@@ -150,7 +150,7 @@ def test_blocks_are_stored_before_the_prompt_is_computed_and_its_entry_after(
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("wanted_after", range(1, 8))
+@pytest.mark.parametrize("wanted_after", [1, 4, 7])
 def test_where_the_memory_is_wanted_while_the_disk_is_slow_a_beginning_is_stored(
     name: str, wanted_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,7 +213,7 @@ def test_where_the_disk_is_slower_than_the_model_the_end_is_saved_all_the_same(
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("error", [StoreFull("no room"), StoreUnavailable("the disk is away"), MemoryError()], ids=repr)
-@pytest.mark.parametrize("lost", [0, 1, 3, 6])
+@pytest.mark.parametrize("lost", [0, 3])
 def test_a_store_that_fails_in_the_middle_loses_what_comes_after_and_no_answer(
     name: str, error: Exception, lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +290,7 @@ def die(folder: str, name: str, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("steps", [2, 5, 8])
+@pytest.mark.parametrize("steps", [5])
 def test_a_kill_in_the_middle_of_a_prompt_leaves_its_beginning(name: str, steps: int, tmp_path: Path) -> None:
     assert forked.run(die, str(tmp_path), name, steps) == -signal.SIGKILL
     runner = open_runner(name, tmp_path)
@@ -343,7 +343,7 @@ def ttls_s(runner: Runner) -> dict[Kind, set[int]]:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("scope", ["full", "auto", 2 * BLOCK])
-@pytest.mark.parametrize("steps", range(1, 7))
+@pytest.mark.parametrize("steps", [1, 3, 6])
 def test_a_cancelled_request_that_comes_again_goes_on_from_where_it_was(
     name: str, scope: str | int, steps: int, tmp_path: Path
 ) -> None:
