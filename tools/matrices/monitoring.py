@@ -34,7 +34,19 @@ _SCRAPE_S = 1
 _RATE_INTERVAL = "15s"
 _TRAFFIC_S = 20.0
 _DEADLINE_S = 60.0
-_FLAGS = ("--block-size", "16", "--kv-cache-min-tokens", "16", "--kv-cache-gate", "off", "--kv-cache-budget", "64MiB")
+# Nothing stays in memory: what is restored comes from the disk.
+_FLAGS = (
+    "--kv-memory-entries",
+    "0",
+    "--block-size",
+    "16",
+    "--kv-cache-min-tokens",
+    "16",
+    "--kv-cache-gate",
+    "off",
+    "--kv-cache-budget",
+    "64MiB",
+)
 
 
 class MonitoringError(Exception):
