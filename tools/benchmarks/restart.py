@@ -84,9 +84,11 @@ def recoveries(server: LiveServer, runs: int, *, standby: bool) -> Iterator[Reco
     def ask() -> Answer:
         return server.complete(prompt, max_tokens=MAX_TOKENS)
 
-    server.start()
-    ask()
     for _ in range(runs):
+        # Afresh: a supervisor waits longer from death to death.
+        server.kill()
+        server.start()
+        ask()
         server.wait_until_saved()
         import_torch_s = time_import_torch_s()
         first_token_s, answer = server.recover(ask, standby=standby)
