@@ -29,7 +29,11 @@ def serve(settings: Settings) -> None:
         from diskprefix.server.supervisor import supervise
 
         settings, listeners = open_listeners(settings)
-        supervise(partial(prepare, settings), partial(_serve, settings, listeners))
+        try:
+            supervise(partial(prepare, settings), partial(_serve, settings, listeners))
+        finally:
+            for listener in listeners:
+                listener.close()
     else:
         _serve(settings)
 

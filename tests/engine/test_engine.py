@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diskprefix.app import load_engine
 from diskprefix.cache_options import CacheOptions
+from diskprefix.engine import opening
 from diskprefix.engine import served_model as generate
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.request import (
@@ -265,7 +266,7 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     def starved(*_args: Any, **_kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
 
-    for module, step in ((probe, "rehearse"), (generate, "KVPool")):
+    for module, step in ((opening, "rehearse"), (generate, "KVPool")):
         with monkeypatch.context() as patch:
             patch.setattr(module, step, starved)
             with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):
@@ -302,12 +303,17 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_sta
 ) -> None:
     """Where the logits alone are not finite, the blocks before them are what they should be."""
     cold = tokens_of(run(engine, prompt(100), temperature=temperature, seed=1, scope="off"))
+    module = engine.model.lm_head if where == "logits" else engine.model.model.layers[0].self_attn.v_proj
+    forward, sound = module.forward, module.weight.data.clone()
     with monkeypatch.context() as patch:
-        module = engine.model.lm_head if where == "logits" else engine.model.model.layers[0].self_attn.v_proj
-        forward = module.forward
-        patch.setattr(module, "forward", lambda hidden: forward(hidden) * float("nan"))
+        if where == "logits":
+            patch.setattr(module, "forward", lambda hidden: forward(hidden) * float("nan"))
+        else:
+            # A compiled layer reads the weights, and does not call the module.
+            module.weight.data.fill_(float("nan"))
         with pytest.raises(NonFiniteLogits):
             run(engine, prompt(100), temperature=temperature)
+    module.weight.data.copy_(sound)
     engine.cache.settle()
     assert engine.cache.writer.flush(30)
     assert (engine.cache.stats()["blocks"] > 0, engine.cache.stats()["entries"]) == (where == "logits", 0)

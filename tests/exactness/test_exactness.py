@@ -49,7 +49,7 @@ ONE_PASS = "mamba"
 CANNOT = "deepseek_v4"
 FEW = (*EACH_KIND, ONE_PASS, CANNOT)
 """Run in both dtypes, and in bfloat16 at the full length; `tools/bench exactness` runs all so."""
-SHORT = Lengths.scaled(117, block=16)
+SHORT = Lengths.scaled(85, block=16)
 """For the others. Longer than any window, and with checkpoints at several positions."""
 
 

@@ -132,7 +132,7 @@ def test_the_daemon_says_the_same_after_kill_minus_nine(chat_model: Path, tmp_pa
     assert all(used_after[scope] > used_before[scope] for scope in used_after), (used_before, used_after)
 
 
-KILLS = 4
+KILLS = 2
 BODIES_PER_KILL = 8
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples import thorough
 from tests.faults.file_damage import FILE_DAMAGE, RECORD_DAMAGE
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,6 +54,7 @@ def test_no_damage_leads_to_a_wrong_byte_a_crash_a_hang_or_a_crash_loop(tmp_path
     assert all(verdicts[kind].total() == CASES for kind in KINDS)
 
 
+@thorough
 @pytest.mark.slow
 def test_without_the_check_of_the_file_the_matrix_finds_crashes(tmp_path: Path) -> None:
     """So the test above can fail: LMDB itself does not survive this damage."""

@@ -231,6 +231,6 @@ def test_a_layout_reads_the_same_in_every_process() -> None:
             check=True,
             env=os.environ | {"PYTHONHASHSEED": str(seed)},
         ).stdout
-        for seed in range(1, 5)
+        for seed in (1, 2)
     }
     assert len(texts) == 1

@@ -156,7 +156,7 @@ def test_an_unwritable_cache_folder_is_said(model: WheelModel, tmp_path: Path, m
 def test_killed_at_any_point_nothing_bad_is_accepted_and_the_next_start_repairs(
     model: WheelModel, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-W", "error", "-m", "tests.model.interrupted", str(tmp_path), "6", "2", model.sha256]
+    command = [sys.executable, "-W", "error", "-m", "tests.model.interrupted", str(tmp_path), "3", "2", model.sha256]
     answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout)

@@ -233,7 +233,7 @@ def test_a_second_process_waits_says_so_and_takes_what_the_first_made(cache: Pat
 
 @pytest.mark.slow
 def test_killed_at_any_point_nothing_bad_is_accepted_and_the_next_start_repairs(gguf: Path) -> None:
-    command = [sys.executable, "-W", "error", "-m", "tests.model.interrupted", str(gguf.parent), "12", "1"]
+    command = [sys.executable, "-W", "error", "-m", "tests.model.interrupted", str(gguf.parent), "6", "1"]
     answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout)

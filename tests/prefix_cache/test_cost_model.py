@@ -392,7 +392,7 @@ def test_while_measuring_the_reason_says_how_much_is_missing() -> None:
 
 
 def test_a_gate_that_closes_or_opens_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="diskprefix"):
         worth = slow_disk()
         for _ in range(40):
             worth.allows(1000)

@@ -16,7 +16,7 @@ from tools.research.disturbed import DISTURBED, simulate_disturbed
 from tools.research.policy_runs import SHAPES, budget_of, open_workload
 
 AUTO, FULL = Scope("auto", 30), Scope("full")
-NUM_REQUESTS = 80
+NUM_REQUESTS = 120
 
 
 @cache

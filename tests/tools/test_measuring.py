@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests import forked
+from tests.examples import thorough
 from tools.__main__ import main
 
 
@@ -69,6 +70,7 @@ def long_model(chat_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@thorough
 @pytest.mark.slow
 def test_the_turns_of_a_conversation_are_restored_and_say_the_same(long_model: Path, tmp_path: Path) -> None:
     report = run(tmp_path / "report.json", "conversation", "--model", str(long_model), "--rounds", "1", "--no-restart")

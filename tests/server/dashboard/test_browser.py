@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from tests.server.daemon_process import DaemonProcess
+from tests.server.daemon_process import DaemonProcess, serve_flags
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -29,6 +30,13 @@ def browser() -> Iterator[Browser]:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def daemon(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """One whose picture has room for what these tests save."""
+    with DaemonProcess(*serve_flags(chat_model, tmp_path_factory.mktemp("browser") / "kv")) as process:
+        yield process.wait_ready()
 
 
 @contextmanager
