@@ -10,6 +10,7 @@ import pytest
 
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
+from tests.examples import thorough
 from tests.faults.crash import ledger, prompts
 from tests.faults.crash.check import Finding, check_entries, verify
 from tests.faults.crash.ledger import Account, Ledger
@@ -26,6 +27,7 @@ def test_what_was_acknowledged_survives_sigkill_and_nothing_half_done_is_seen(
     assert rounds[-1].restored > 0
 
 
+@thorough
 @pytest.mark.slow
 def test_daemons_that_are_killed_while_they_save_and_evict_say_what_a_cold_one_says(tmp_path: Path) -> None:
     rounds = list(ServerPhase(tmp_path / "phase", random.Random(7)).rounds(3))

@@ -36,6 +36,7 @@ from diskprefix.simulate.trace import TraceRequest
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model
+from tests.examples import thorough
 from tests.runner import BLOCK, VOCAB, Answer, Runner, tiny_llama, tiny_settings
 
 BEGIN, END, SYSTEM, USER, REPLY = 1, 2, 3, 4, 5
@@ -364,6 +365,7 @@ def test_a_message_that_was_replaced_is_told_from_what_the_template_wrote(state:
 BUDGET_BYTES = 16 << 20
 
 
+@thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", [Scope("full"), AUTO], ids=str)
 def test_under_a_small_budget_both_stay_within_it_and_restore_about_the_same(

@@ -83,6 +83,7 @@ def test_the_turns_of_a_conversation_are_restored_and_say_the_same(long_model: P
     assert all(turn["ratios"].keys() == {"prefill", "ttft"} for turn in report["turns"])
 
 
+@thorough
 @pytest.mark.slow
 def test_a_prompt_is_restored_exactly_and_up_to_where_its_end_differs(long_model: Path, tmp_path: Path) -> None:
     report = run(tmp_path / "report.json", "prefix", "--model", str(long_model), "--tokens", "700", "--runs", "1")
