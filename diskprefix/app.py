@@ -45,7 +45,7 @@ def _serve(settings: Settings, listeners: list[socket] | None = None, began_at: 
 
 
 def prepare(settings: Settings) -> None:
-    """Imports everything that serving the model takes. Opens and keeps nothing."""
+    """Imports everything that serving the model takes, and reads its tokenizer. Opens nothing."""
     from diskprefix.model.imports import import_transformers, without_collections
 
     with without_collections():
@@ -83,7 +83,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     from diskprefix.engine.engine import Engine
     from diskprefix.engine.opening import load_draft, measured
     from diskprefix.model.loader import load_model
-    from diskprefix.model.memory import available_bytes, explain_out_of_memory
+    from diskprefix.model.memory import KV_AHEAD_BYTES, available_bytes, explain_out_of_memory
     from diskprefix.native.library import Unavailable, choose
     from diskprefix.prefix_cache.recording import Recorder
     from diskprefix.prefix_cache.resources import open_store
@@ -105,7 +105,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         if settings.record is not None:
             recorder = Recorder(settings.record, settings, lambda: store.secret)
             opened.callback(recorder.close)
-        loaded = load_model(settings, progress)
+        loaded = load_model(settings, progress, kv_ahead_bytes=KV_AHEAD_BYTES)
         loaded_at = time.perf_counter()
         found = measured(loaded, settings)
         layout = found.layout

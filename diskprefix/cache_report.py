@@ -9,7 +9,7 @@ from diskprefix.policy.breaks import Break
 from diskprefix.policy.select import Selection
 from diskprefix.prompt import Rewriting
 
-Source: TypeAlias = Literal["none", "memory", "disk"]
+Source: TypeAlias = Literal["none", "memory", "disk", "remote"]
 Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "whole_prompt_only", "damaged", "faster_to_compute"]
 MissReason: TypeAlias = Literal[Refused, "not_stored", "diverged", "too_short", "off", "media", "unsupported", "error"]
 MISS_REASONS: tuple[str, ...] = get_args(MissReason)

@@ -95,6 +95,7 @@ class Setting:
 
 
 MODEL, SERVER, CACHE, TUNING = "Model", "Server", "Disk cache", "Disk cache, rarely needed"
+SHARED_TIER = "Shared tier"
 CODECS = ("auto", "raw", "zstd", "planes")
 DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
 """The default of `--kv-cache-dir`, as the help shows it."""
@@ -109,7 +110,9 @@ def _setting(group: str, default: Any, help: str, **attributes: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-_model, _server, _cache, _tuning = (partial(_setting, group) for group in (MODEL, SERVER, CACHE, TUNING))
+_model, _server, _cache, _tuning, _shared = (
+    partial(_setting, group) for group in (MODEL, SERVER, CACHE, TUNING, SHARED_TIER)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +292,32 @@ class Settings:
         kind="file",
         unset="nothing is recorded",
     )
+    namespace_key_file: Path | None = _shared(
+        None,
+        "A file with a secret of at least 16 bytes that all machines share who share what they computed. It names "
+        "blocks, and signs what is put into --remote-tier. A store keeps the key that it was created with.",
+        kind="file",
+        unset="each store has a secret of its own",
+    )
+    remote_tier: str | None = _shared(
+        None,
+        "A bucket that machines share: s3://bucket/prefix, gs://…, az://…, or a folder as file:///path. What another "
+        "machine left there is fetched. Keys, region and endpoint come from the environment, as each provider's own "
+        "tools read them. It needs --namespace-key-file and the extra remote.",
+        metavar="URL",
+        unset="none",
+    )
+    remote_write: str = _shared(
+        "seen-twice",
+        "What is left in --remote-tier: what came for the second time, all that is saved, or nothing.",
+        choices=("seen-twice", "all", "off"),
+    )
+    remote_deadline: float = _shared(
+        10.0,
+        "The longest time that a request waits for --remote-tier. What has not come by then is computed.",
+        kind="duration",
+        bounds=(0.01, 3600),
+    )
     kv_cache_interval: int = _tuning(
         10240,
         "For models with state that exists at one position only: the number of tokens between two checkpoints.",
@@ -345,6 +374,11 @@ class Settings:
             if is_number and not least <= value <= most:
                 shown = format_size if setting.kind == "size" else str
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(least)} to {shown(most)})")
+        if self.remote_tier is not None and self.namespace_key_file is None:
+            raise SettingsError(
+                "--remote-tier needs --namespace-key-file: machines that share a bucket name and sign what lies there "
+                "with one key"
+            )
 
 
 SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings)}
@@ -356,14 +390,19 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def packaged(name: str, *, checkout: str) -> Path:
+    """Returns a folder that the wheel has as `diskprefix/NAME`, and a checkout as the folder `checkout`."""
+    package = Path(__file__).parent
+    return next(folder for folder in (package / name, package.parent / checkout) if folder.is_dir())
+
+
 def find_policy(name_or_path: str) -> Path:
     """Returns the file of a preset by its name (`agent`), or a TOML file by its path. Raises `SettingsError`."""
     if name_or_path.endswith(".toml") or os.sep in name_or_path:
         if Path(name_or_path).is_file():
             return Path(name_or_path)
         raise SettingsError(f"--policy: no such file: {name_or_path}")
-    package = Path(__file__).parent
-    folder = next(folder for folder in (package / "presets", package.parent / "policies") if folder.is_dir())
+    folder = packaged("presets", checkout="policies")
     presets = {path.stem: path for path in sorted(folder.glob("*.toml"))}
     if name_or_path in presets:
         return presets[name_or_path]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from hypothesis import settings
 
+from diskprefix.store.codec import choice
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import DaemonProcess, serve_flags
 
@@ -24,6 +28,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
+# Each client would read the certificates of all authorities, for a server on this machine.
+httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
+
 # The same examples in every run, and no verdict that depends on how busy the machine is.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("repeatable")
@@ -33,6 +40,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files with slow tests first, so that no process is left alone with one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look at it again and again."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_speeds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each new store of this process would measure the disk and the codecs, which takes half a second."""
+    speeds = choice.measure(tmp_path_factory.mktemp("speeds"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diskprefix.store.store.measure", lambda _folder: speeds)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -50,5 +71,6 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def daemon(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """A daemon for the whole session, started as a user starts it. Tests that stop or disturb one start their own."""
-    with DaemonProcess(*serve_flags(chat_model, tmp_path_factory.mktemp("daemon") / "kv"), fresh=True) as process:
+    flags = serve_flags(chat_model, tmp_path_factory.mktemp("daemon") / "kv", kv_cache_codec="auto")
+    with DaemonProcess(*flags, fresh=True) as process:
         yield process.wait_ready()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,8 +20,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TextIO
-
-from diskprefix.cli import main
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -75,14 +74,14 @@ def run(work: Callable[..., Any], *arguments: Any, timeout_s: float = 300) -> in
 
 
 class ForkedCommand:
-    """`diskprefix` with some arguments in a fork, with the part of the interface of `subprocess.Popen` that tests use.
+    """`python -m MODULE` with arguments in a fork, with the part of the interface of `subprocess.Popen` that tests use.
 
     `stderr` gives what the command and its children write to it, until the last of them has ended.
     """
 
-    def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, arguments: list[str], environment: Mapping[str, str], module: str = "diskprefix") -> None:
         reader, writer = _context.Pipe(duplex=False)
-        self._process = start(_run_command, arguments, dict(environment), writer)
+        self._process = start(_run_command, module, arguments, dict(environment), writer)
         writer.close()
         self.stderr: TextIO | None = os.fdopen(os.dup(reader.fileno()), encoding="utf-8", errors="replace")
         reader.close()
@@ -107,7 +106,7 @@ class ForkedCommand:
         self.send_signal(signal.SIGKILL)
 
 
-def _run_command(arguments: list[str], environment: dict[str, str], errors: Connection) -> None:
+def _run_command(module: str, arguments: list[str], environment: dict[str, str], errors: Connection) -> None:
     os.environ.clear()
     os.environ.update(environment)
     warnings.simplefilter("default")
@@ -117,5 +116,5 @@ def _run_command(arguments: list[str], environment: dict[str, str], errors: Conn
     _write_errors_to(errors.fileno())
     errors.close()
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 (open to the end)
-    sys.argv = ["diskprefix", *arguments]
-    main(arguments)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -14,7 +14,7 @@ from diskprefix.cache_options import CacheOptions
 from diskprefix.cache_report import CacheReport
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.layout import ExactAt
+from diskprefix.kv.layout import ExactAt, Layout
 from diskprefix.model.invariance import make_exact
 from diskprefix.model.invariant import uninstall
 from diskprefix.model.rehearsal import rehearse
@@ -81,6 +81,17 @@ def same(a: Answer, b: Answer) -> bool:
     return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
 
 
+_layouts: dict[tuple[str, str, torch.dtype, str], Layout] = {}
+
+
+def _layout(model: PreTrainedModel) -> Layout:
+    """Rehearsed once for each configuration, dtype and device: weights do not change it."""
+    key = type(model).__name__, model.config.to_json_string(), model.dtype, model.device.type
+    if key not in _layouts:
+        _layouts[key] = rehearse(model)
+    return _layouts[key]
+
+
 class Runner:
     """A model with a prefix cache on a folder, as the engine holds them; `reopen` is a clean restart."""
 
@@ -98,7 +109,7 @@ class Runner:
         self.settings = settings
         self.name = name
         uninstall(model)
-        self.layout = rehearse(model)
+        self.layout = _layout(model)
         if exact_at != "grid":
             self.layout, reason = make_exact(model, self.layout, identity=f"{name} {model.config} {model.dtype}")
             assert exact_at in (None, self.layout.exact_at), reason
@@ -167,6 +178,7 @@ class Runner:
             self.arena.settle(drop=True)
             self.arena.truncate(have)
             self.arena.reserve(len(token_ids))
+            cached.bring()
             cached.fetch(self.arena, have)
             cached.choose(self.arena)
             restored = cached.restored

@@ -1,9 +1,11 @@
-"""Generates with a session in a process of its own, which then ends in one way or another."""
+"""What tests of the library run in a process of its own, which then ends in one way or another."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -36,3 +38,12 @@ def main(name: str, folder: Path, ending: str) -> None:
     elif ending == "save":
         session.save()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_program(code: str, folder: Path, environment: Mapping[str, str], out: Path) -> None:
+    """Runs a program in `folder`, with these environment variables alone. What it prints goes to `out`."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    with out.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        exec(compile(code, "the example", "exec"), {"__name__": "__main__"})

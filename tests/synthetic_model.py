@@ -15,13 +15,16 @@ import torch
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group, LayerSpec, Layout, TensorSpec
 from diskprefix.kv.transfer import populate
-from diskprefix.prefix_cache.nodes import Node, PromptNodes
-from diskprefix.prefix_cache.restore import READER_THREADS, Restoration, Restored
+from diskprefix.prefix_cache.restore import Restoration, Restored
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
+from diskprefix.tiers.buffer import BufferTier
+from diskprefix.tiers.disk import DiskTier
+from diskprefix.tiers.loading import READER_THREADS
+from diskprefix.tiers.nodes import Node, PromptNodes
 from diskprefix.tokens import TokenIds, root_hash
 
 
@@ -116,8 +119,8 @@ class Restorer:
         restoration = Restoration(
             nodes,
             model.layout,
-            model.store,
-            self._writer,
+            (BufferTier(self._writer), DiskTier(model.store, self._writer.quarantine)),
+            model.store.evictor,
             self._readers,
             pins,
             allows=lambda _num_tokens: True,

@@ -16,16 +16,16 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 BELOW: dict[str, frozenset[str]] = {}
 """For each package, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
-    "errors printable progress version",
-    "tokens settings tenant",
+    "errors identity printable progress version",
+    "namespace_key settings tenant tokens",
     "prompt memo",
     "policy store kv native recipes",
-    "cache_options cache_report",
+    "cache_options cache_report tiers",
     "model prefix_cache",
     "engine chat simulate",
     "browse",
     "server session",
-    "app",
+    "app connectors",
 ):
     BELOW |= dict.fromkeys(_row.split(), frozenset(BELOW))
 BELOW["cli"] = frozenset(BELOW)
@@ -35,10 +35,12 @@ BELOW["__init__"] = frozenset({"session", "version"})
 LAYERS = ("store.codec", "store", "store.maintenance")
 """Parts of one package: a module of one part imports its own part and the parts before it."""
 
-ONLY_IMPORTERS = {"xxhash": {"tokens"}, "lmdb": {"store"}, "zstandard": {"store"}}
+ONLY_IMPORTERS = {"xxhash": {"tokens"}, "lmdb": {"store"}, "zstandard": {"store"}, "obstore": {"tiers"}}
 WITHOUT_TORCH = {
     "errors",
+    "identity",
     "settings",
+    "namespace_key",
     "tokens",
     "cache_report",
     "cache_options",
@@ -47,7 +49,7 @@ WITHOUT_TORCH = {
     "memo",
     "printable",
 }
-WITHOUT_TORCH |= {"policy", "store", "simulate", "browse"}
+WITHOUT_TORCH |= {"policy", "store", "tiers", "simulate", "browse"}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 
@@ -230,8 +232,9 @@ def test_a_circle_is_found(sources: dict[str, str], found: set[tuple[str, ...]])
         "diskprefix.cli.simulate",
         "diskprefix.cli.warm",
         "diskprefix.prefix_cache.matching",
-        "diskprefix.prefix_cache.nodes",
+        "diskprefix.tiers.disk",
         "diskprefix.prefix_cache.planning",
+        "diskprefix.tiers.loading",
         "diskprefix.prefix_cache.recording",
         "diskprefix.prefix_cache.cost_model",
         "diskprefix.simulate.formats",
@@ -243,3 +246,42 @@ def test_the_command_line_and_what_simulates_start_without_torch(module: str) ->
     code = f"import {module}, sys; print(*sorted({{'torch', 'transformers', 'uvicorn'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.split() == []
+
+
+def test_the_connector_needs_none_of_the_daemons_packages() -> None:
+    """vLLM chooses its own versions of them; of vLLM itself, only names stand here."""
+    packages = "transformers tokenizers accelerate regex llguidance safetensors gguf textual fastapi uvicorn pydantic"
+    code = f"""
+import sys, types
+class Module(types.ModuleType):
+    __path__ = []
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {{"DISK": 0}})
+for name in {VLLM_MODULES!r}:
+    sys.modules[name] = Module(name)
+import diskprefix.connectors.vllm
+print(*sorted(set({packages.split()!r}) & set(sys.modules)))
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == []
+
+
+VLLM_MODULES = sorted(
+    {
+        found.rsplit(".", depth)[0]
+        for found in imported_names(SOURCES["connectors._vllm_compat"])
+        if package_of(found) in ("vllm", "huggingface_hub")
+        for depth in range(found.count(".") + 1)
+        if found.rsplit(".", depth)[0].rpartition(".")[2].islower()
+    }
+)
+"""Those that the connector imports, and those that they are in."""
+
+
+def test_one_module_alone_imports_from_vllm() -> None:
+    importers = {
+        module for module, source in SOURCES.items() if "vllm" in {package_of(n) for n in imported_names(source)}
+    }
+    assert importers == {"connectors._vllm_compat"}

@@ -152,13 +152,14 @@ def test_the_cache_of_prefill_goes_on_in_the_generate_of_transformers(name: str,
 
 
 def test_the_cache_grows_with_a_long_reply(model: PreTrainedModel, tmp_path: Path) -> None:
-    """Past the memory that the prompt took."""
-    reply = REPLY | {"max_new_tokens": 1200}
-    expected = model.generate(one(PROMPT), attention_mask=torch.ones(1, len(PROMPT)), prefill_chunk_size=BLOCK, **reply)
+    """Past the memory that the prompt took: that of 1 024 tokens."""
+    prompt = [int(token_id) for token_id in random_prompt(1, 1000)]
+    reply = REPLY | {"max_new_tokens": 60}
+    expected = model.generate(one(prompt), attention_mask=torch.ones(1, len(prompt)), prefill_chunk_size=BLOCK, **reply)
     with open_session(model, tmp_path / "kv") as session:
-        assert torch.equal(session.generate(PROMPT, **reply).sequences, expected.sequences)
-        cache, _ = session.prefill(PROMPT)
-        assert torch.equal(model.generate(one(PROMPT), past_key_values=cache, **reply).sequences, expected.sequences)
+        assert torch.equal(session.generate(prompt, **reply).sequences, expected.sequences)
+        cache, _ = session.prefill(prompt)
+        assert torch.equal(model.generate(one(prompt), past_key_values=cache, **reply).sequences, expected.sequences)
 
 
 def test_sampling_draws_the_same_tokens_from_a_restored_prompt(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -608,9 +609,10 @@ def test_a_closed_session_says_so(model: PreTrainedModel, tmp_path: Path) -> Non
         cache.get_seq_length()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ending"),
-    [("llama", "close"), ("llama", "exit"), *((name, "save") for name in ("llama", "gemma3", "qwen3_next", "mamba2"))],
+    [("llama", "close"), ("llama", "exit"), ("gemma3", "save"), ("qwen3_next", "save")],
 )
 def test_another_process_restores_the_same_bits(name: str, ending: str, tmp_path: Path) -> None:
     """Also one that ended without closing its session, and one that was killed after `save`."""
@@ -692,13 +694,12 @@ def test_the_example_runs_and_finds_its_prefix_again(example: str, chat_model: P
     code, count = re.subn(r'"[\w-]+/[\w.-]+"', json.dumps(str(chat_model)), example)
     assert count == 1, "the example names one model of the hub"
     (tmp_path / "document.txt").write_text("Name three rivers and tell me where each of them begins. " * 60)
-    environment = {"PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    environment = {"PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     printed = []
-    for _ in range(2):
-        answer = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-        )
-        printed.append(answer.stdout)
+    for run in range(2):
+        out = tmp_path / f"printed-{run}"
+        assert forked.run(session_worker.run_program, code, tmp_path, environment, out) == 0
+        printed.append(out.read_text(encoding="utf-8"))
     cached = [int(line.split()[0]) for line in printed]
     assert cached[0] == 0
     assert cached[1] >= 256

@@ -43,8 +43,11 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "roofline": Tool("benchmarks.roofline", "Decode, prefill and restore against the machine's limits."),
         "replay": Tool("benchmarks.replay", "What is restored of replies that clients format anew."),
         "quality": Tool("benchmarks.quality", "Quantised weights: perplexity, agreement, speed, memory."),
+        "hitpath": Tool("benchmarks.hitpath", "An exact repeat, stage by stage, and how each grows."),
         "store": Tool("benchmarks.store", "The store alone: restores, lookups, codecs, sharing."),
         "soak": Tool("benchmarks.soak", "Ten times its budget through one store."),
+        "remote": Tool("benchmarks.remote", "Two daemons and a bucket: speed by tier, and its faults."),
+        "watching": Tool("benchmarks.watching", "What the dashboard and `top` cost a reply."),
         "load": Tool("benchmarks.load", "Good clients beside slow, silent and broken ones."),
     },
     "Matrices": {

@@ -16,7 +16,6 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.policy.breaks import find_break
 from diskprefix.policy.select import StateKind
 from diskprefix.prefix_cache.matching import Matcher
-from diskprefix.prefix_cache.nodes import Node, PromptNodes, Rest
 from diskprefix.prompt import Prompt
 from diskprefix.store.listing import EntryInfo
 from diskprefix.store.pieces import LayoutText, PayloadLayout
@@ -24,6 +23,7 @@ from diskprefix.store.savings import Savings
 from diskprefix.store.schema import Kind, RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
+from diskprefix.tiers.nodes import Node, PromptNodes, Rest
 from diskprefix.tokens import TokenIds, common_prefix_length
 
 Decode = Callable[[TokenIds], str]

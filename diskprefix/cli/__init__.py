@@ -22,6 +22,7 @@ COMMANDS = (
     "simulate",
     "verify",
     "purge",
+    "remote",
     "compact",
     "backup",
     "restore",
@@ -32,7 +33,7 @@ COMMANDS = (
 )
 """Each is the function of its name in the module of its name, with _ after the keyword `import`."""
 
-_SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 4, 130, 141
+_USAGE_EXIT_CODE, _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 2, 4, 130, 141
 """A shell reports the last two for a process that SIGINT or SIGPIPE killed."""
 
 
@@ -104,6 +105,13 @@ def _run(args: list[str] | None) -> int:
         return _fail(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", _INTERRUPTED_EXIT_CODE)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "diskprefix":
+            raise
+        return _fail(
+            f"{error.name} is not installed; what the daemon needs comes with: pip install 'diskprefix[serve]'",
+            _USAGE_EXIT_CODE,
+        )
     except OSError as error:
         # The error of a file that is open already, such as the output, names no file.
         what = error.filename or "cannot write the output"

@@ -6,36 +6,22 @@ from dataclasses import asdict
 
 import click
 
-from diskprefix.cli.options import nonempty, variable_of
+from diskprefix.cli.options import api_key_option, nonempty, url_option
 from diskprefix.cli.tooling import json_option, print_json, status
 from diskprefix.cli.warm_target import running_daemon, wait_ready
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import escaped
 from diskprefix.recipes.recipe import NO_KEY, Served, names, recipe
-from diskprefix.settings import Settings
 
 
 @click.command(short_help="Print the settings with which agents and libraries use the daemon.")
 @click.argument("name", required=False, callback=nonempty)
-@click.option(
-    "--url",
-    metavar="URL",
-    default=f"http://{Settings.host}:{Settings.port}",
-    envvar=variable_of("--url"),
-    callback=nonempty,
-    show_default=True,
-    help="The address of the daemon.",
-)
+@url_option()
 @click.option(
     "--model", metavar="NAME", callback=nonempty, show_default="the served one", help="What clients call the model."
 )
-@click.option(
-    "--api-key",
-    metavar="KEY",
-    envvar=variable_of("--api-key"),
-    callback=nonempty,
-    show_default="a word that is not checked",
-    help="The key, for a daemon with --api-keys. It is printed with the settings.",
+@api_key_option(
+    "The key, for a daemon with --api-keys. It is printed with the settings.", otherwise="a word that is not checked"
 )
 @json_option
 def clients(name: str | None, url: str, model: str | None, api_key: str | None, as_json: bool) -> None:

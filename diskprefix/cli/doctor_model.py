@@ -17,6 +17,7 @@ from diskprefix.settings import Settings, cache_home, format_size
 _SENTENCE = (
     "The harbor office keeps a list of all ships, with their draught, their cargo and the pilot who led them in. "
 )
+_SYSTEM = "Be brief."
 _FACTOR = 1.2
 """What a loaded model takes beside its weights."""
 
@@ -106,7 +107,7 @@ def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
     renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30)
     try:
         renderer.warm_up()
-        body = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]}
+        body = {"messages": [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": "Hello."}]}
         prompt = parse_body(body).prompt(renderer)
     except DiskPrefixError as error:
         advice = "give another one with --chat-template"
@@ -116,9 +117,10 @@ def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
         text, advice = "no place in it is safe to cut", "auto keeps less; the scope full keeps whole prompts"
         yield Finding(check="template", level="note", text=text, advice=advice)
     else:
-        text = f"{len(prompt.boundaries)} boundaries in a prompt of two messages; the system message ends at one"
-        if not prompt.system_end:
-            text = f"{len(prompt.boundaries)} boundaries in a prompt of two messages, none at the system message's end"
+        # A template may write the system message into the first turn of the user, whose start `system_end` is then.
+        is_end = _SYSTEM in tokenizer.decode(prompt.token_ids[: prompt.system_end])
+        where = "; the system message ends at one" if is_end else ", none at the system message's end"
+        text = f"{len(prompt.boundaries)} boundaries in a prompt of two messages{where}"
         yield Finding(check="template", level="ok", text=text)
     yield _calls_finding(renderer.output_format.name)
 
@@ -137,7 +139,14 @@ def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[
     from diskprefix.cli.warm_target import in_this_process
 
     with tempfile.TemporaryDirectory(prefix="doctor-", dir=_writable(settings.kv_cache_dir)) as folder:
-        own = replace(settings, kv_cache_dir=Path(folder) / "kv", kv_cache_gate="off", record=None, api_keys=None)
+        own = replace(
+            settings,
+            kv_cache_dir=Path(folder) / "kv",
+            kv_cache_gate="off",
+            record=None,
+            api_keys=None,
+            remote_tier=None,
+        )
         body = {
             "messages": [{"role": "user", "content": _SENTENCE * (settings.kv_cache_min_tokens // 12 + 8)}],
             "max_tokens": 4,

@@ -21,32 +21,13 @@ from diskprefix.settings import (
     default_kv_cache_dir,
     find_policy,
     format_size,
+    packaged,
     parse_size,
 )
 
 PRESETS = ("agent", "chat", "rag", "batch", "none")
 _SHARE, _MOST_BYTES = 10, 64 * 2**30
 """The part of the free disk that is proposed for the cache, and the most that is."""
-_UNIT = """\
-# diskprefix as a service of this user. Written by `diskprefix init`.
-[Unit]
-Description=diskprefix, a model server that keeps its prefix cache on disk
-
-[Service]
-Type=notify
-ExecStart={command}
-Restart=on-failure
-RestartSec=5s
-# 2 is a wrong setting: another start would fail too.
-RestartPreventExitStatus=2
-# What is pending is written before it ends.
-TimeoutStartSec=15min
-TimeoutStopSec=90s
-UMask=0077
-
-[Install]
-WantedBy=default.target
-"""
 
 
 @click.command(short_help="Write a settings file, and a unit if you like.")
@@ -77,7 +58,8 @@ def init(
 ) -> None:
     """Ask which model, what for, and how much disk; then write the answers to a settings file.
 
-    The file has the keys of `diskprefix serve --policy FILE`, which reads it. Nothing is fetched or started.
+    The file has the keys of `diskprefix serve --policy FILE`, which reads it. Nothing is fetched or started. With
+    --unit and no answers, a file that is there stays, and the unit serves with it.
 
     \b
     diskprefix init
@@ -89,11 +71,29 @@ def init(
     """
     file = file.expanduser().absolute()
     unit_file = _config_home() / "systemd" / "user" / "diskprefix.service"
-    for target in (file, *([unit_file] if unit else [])):
+    keeps = unit and not force and file.is_file() and (model, preset, budget) == (None, None, None)
+    for target in (*([] if keeps else [file]), *([unit_file] if unit else [])):
         if os.path.lexists(target) and not force:
             raise SettingsError(f"{target} is there already; replace it with --force, or give another --file")
-    asks = not yes and sys.stdin.isatty()
-    if not yes and not asks:
+    written = [] if keeps else [_write(file, _answered(model, preset, budget, asks=not yes))]
+    if unit:
+        written.append(_write(unit_file, _unit_text(_command(file))))
+    if as_json:
+        print_json({"files": [str(path) for path in written], "command": _command(file)})
+        return
+    if keeps:
+        click.echo(f"kept  {file}")
+    for path in written:
+        click.echo(f"wrote {path}")
+    click.echo(f"check it   diskprefix doctor --policy {shlex.quote(str(file))}")
+    click.echo(f"serve      diskprefix serve --policy {shlex.quote(str(file))}")
+    if unit:
+        click.echo("or         systemctl --user daemon-reload && systemctl --user enable --now diskprefix")
+
+
+def _answered(model: str | None, preset: str | None, budget: str | None, *, asks: bool) -> str:
+    """Returns the settings file, with the answers to what no option says. Raises `SettingsError`."""
+    if asks and not sys.stdin.isatty():
         raise SettingsError("standard input is no terminal to ask questions at; add --yes to take the proposed answers")
     proposed = _proposed_budget()
     if asks:
@@ -104,19 +104,7 @@ def init(
             "What for", type=click.Choice(PRESETS), default="agent", err=True, show_choices=True
         )
         budget = budget or click.prompt("How much disk for the cache", default=_size_text(proposed), err=True)
-    text = _settings_text(model or None, preset or "agent", budget or _size_text(proposed))
-    written = [_write(file, text)]
-    if unit:
-        written.append(_write(unit_file, _UNIT.format(command=_command(file))))
-    if as_json:
-        print_json({"files": [str(path) for path in written], "command": _command(file)})
-        return
-    for path in written:
-        click.echo(f"wrote {path}")
-    click.echo(f"check it   diskprefix doctor --policy {shlex.quote(str(file))}")
-    click.echo(f"serve      diskprefix serve --policy {shlex.quote(str(file))}")
-    if unit:
-        click.echo("or         systemctl --user daemon-reload && systemctl --user enable --now diskprefix")
+    return _settings_text(model or None, preset or "agent", budget or _size_text(proposed))
 
 
 def _settings_text(model: str | None, preset: str, budget: str) -> str:
@@ -168,6 +156,15 @@ def _size_text(num_bytes: int) -> str:
 def _command(file: Path) -> str:
     """Returns the command line that serves with the settings, by the Python that runs now."""
     return shlex.join([sys.executable, "-m", "diskprefix", "serve", "--policy", str(file)])
+
+
+def _unit_text(command: str) -> str:
+    """Returns the packaged unit of a user with another command line, and without the comment on how to install it."""
+    text = (packaged("units", checkout="systemd/user") / "diskprefix.service").read_text(encoding="utf-8")
+    lines = text[text.index("[Unit]") :].splitlines()
+    # systemd reads a % as the beginning of a specifier.
+    served = [f"ExecStart={command.replace('%', '%%')}" if line.startswith("ExecStart=") else line for line in lines]
+    return "\n".join(["# diskprefix for one user. Written by `diskprefix init`.", "", *served]) + "\n"
 
 
 def _write(file: Path, text: str) -> Path:

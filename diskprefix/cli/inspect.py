@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from diskprefix.cli.options import PathType, nonempty, option, setting_option, variable_of
+from diskprefix.cli.options import PathType, api_key_option, setting_option
 from diskprefix.cli.tooling import (
     age,
     counted,
@@ -48,14 +48,7 @@ _FOR_WHY = "With --why: "
 @setting_option("model", help=_FOR_WHY + "the model whose tokenizer reads the request.", show_default="as it was saved")
 @setting_option("chat_template", help=_FOR_WHY + "a Jinja file, as the daemon has it.")
 @setting_option("normalise", help=_FOR_WHY + "as the daemon has it.")
-@option(
-    "--api-key",
-    metavar="KEY",
-    envvar=variable_of("--api-key"),
-    show_default="none",
-    callback=nonempty,
-    help=_FOR_WHY + "the key with which the request is sent.",
-)
+@api_key_option(_FOR_WHY + "the key with which the request is sent.")
 @store_options
 def inspect(
     entry: str | None,

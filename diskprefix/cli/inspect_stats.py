@@ -57,7 +57,7 @@ def _lines(row: RootStatistics) -> Iterator[str]:
     prompts = counted(row.entries, "prompt")
     yield f"  {prompts}, {counted(row.blocks, 'block')} in {format_size(row.stored_bytes)}; {saved}"
     if row.since is None:
-        yield "  no request was counted yet"
+        yield "  no request was counted yet; a running daemon writes its counts once a minute"
         return
     share = total.restored_tokens / total.prompt_tokens if total.prompt_tokens else 0.0
     yield f"  {counted(total.requests, 'request')}, {total.hit_rate:.0%} hits; {share:.0%} of their tokens restored"

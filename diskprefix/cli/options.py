@@ -105,6 +105,32 @@ def option(flag: str, *, help: str, **attributes: Any) -> Callable[[Decorated], 
     return click.option(flag, **said | attributes)
 
 
+def url_option() -> Callable[[Decorated], Decorated]:
+    """`--url`: the daemon that a command asks."""
+    return option(
+        "--url",
+        metavar="URL",
+        default=f"http://{_DEFAULTS.host}:{_DEFAULTS.port}",
+        envvar=variable_of("--url"),
+        callback=nonempty,
+        show_envvar=True,
+        help="The address of the daemon.",
+    )
+
+
+def api_key_option(help: str, *, otherwise: str = "none") -> Callable[[Decorated], Decorated]:
+    """`--api-key`: the key that a command sends or reads a request with. `otherwise` says what no key means."""
+    return option(
+        "--api-key",
+        metavar="KEY",
+        envvar=variable_of("--api-key"),
+        callback=nonempty,
+        show_default=otherwise,
+        show_envvar=True,
+        help=help,
+    )
+
+
 def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
     """The option of a field of `Settings`, and its environment variable. `attributes` replace what the field says."""
     setting, default, flag = SETTINGS[name], getattr(_DEFAULTS, name), flag_of(name)
@@ -122,6 +148,8 @@ def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decora
     else:
         # 4GiB, which `parse_size` reads again.
         said["default"] = format_size(default).replace(".0 ", "") if setting.kind == "size" else default
+        if setting.kind == "duration":
+            said["default"] = f"{default:g}s"
     declaration = f"{flag}/--no-{flag.removeprefix('--')}" if setting.kind == "switch" else flag
     return option(declaration, **said | attributes)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from diskprefix.cli import simulate_machines
 from diskprefix.cli.options import PathType, build_settings, nonempty, option, policy_values, setting_option
 from diskprefix.cli.simulate_plot import check_plot, draw
 from diskprefix.cli.simulate_table import show
@@ -22,15 +23,18 @@ from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, format_size, p
 from diskprefix.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare
 from diskprefix.simulate.formats import ReadBody, read_trace
 from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
+from diskprefix.simulate.machines import WRITE_RULES, WriteRule, setups
 from diskprefix.simulate.simulator import Policy
+from diskprefix.simulate.spread import SPREADS, Spread
 from diskprefix.simulate.synthetic import CATALOG
 from diskprefix.simulate.trace import RecordedDaemon, Trace
 
 _DEFAULTS = Settings()
 _SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")
 _BUDGETS = ("unlimited", "4GiB")
+_SCOPE = "auto:30"
 _SYNTHETIC = "synthetic:"
-_MOST_REQUESTS = 1_000_000
+_MOST_REQUESTS, _MOST_MACHINES = 1_000_000, 4096
 _TOKENS_PER_S = 1000.0
 
 
@@ -49,6 +53,8 @@ Examples:
       compares presets
   diskprefix simulate synthetic:interleaved:500 --json | jq '.[] | {scope, restored_share, written_share}'
       replays a generated workload
+  diskprefix simulate day.jsonl --machines 2 --machines 8 --machines 64
+      spreads the workload over machines, with and without a tier in an object store
   diskprefix serve --record day.jsonl
       records the workload of your own daemon: lengths and hashes, no text
 
@@ -62,14 +68,14 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     "--scope",
     metavar="SCOPE",
     multiple=True,
-    default=_SCOPES,
+    show_default=f"{', '.join(_SCOPES)}; with --machines {_SCOPE}",
     help="As --disk-prefix-cache of serve: off, full, auto:N or N. Can be given several times.",
 )
 @option(
     "--regime",
     type=click.Choice(REGIMES, case_sensitive=False),
     multiple=True,
-    default=REGIMES,
+    show_default=f"{', '.join(REGIMES)}; with --machines {REGIMES[0]}",
     help="The kind of model. token: a prompt restores to any token. sliceable: to the end of any block. checkpoints: "
     "to checkpoints, because it has recurrent or linear attention layers. Can be given several times.",
 )
@@ -77,8 +83,8 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     "--budget",
     metavar="SIZE",
     multiple=True,
-    default=_BUDGETS,
-    help="As --kv-cache-budget of serve, or unlimited. Can be given several times.",
+    show_default=f"{', '.join(_BUDGETS)}; with --machines {_BUDGETS[-1]}",
+    help="As --kv-cache-budget of serve, or unlimited; with --machines, of each. Can be given several times.",
 )
 @option(
     "--policy",
@@ -117,6 +123,31 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     help="The model whose tokenizer and chat template render request bodies. Its weights are not loaded.",
 )
 @setting_option("chat_template", envvar=None, type=PathType(exists=True, dir_okay=False))
+@option(
+    "--machines",
+    metavar="N",
+    type=click.IntRange(1, _MOST_MACHINES),
+    multiple=True,
+    show_default="one daemon, and no tier",
+    help="Spread the workload over so many machines, each with a store of its own, with and without a tier that they "
+    "share in an object store. Can be given several times.",
+)
+@option(
+    "--spread",
+    type=click.Choice(SPREADS, case_sensitive=False),
+    multiple=True,
+    show_default="random, conversation",
+    help="With --machines: who gets a request. random: any machine. conversation: the one that had the turn before. "
+    "tenant: by the tenant's hash. Can be given several times.",
+)
+@option(
+    "--remote-write",
+    type=click.Choice(WRITE_RULES, case_sensitive=False),
+    multiple=True,
+    show_default="off, seen-twice, all",
+    help="With --machines: what a machine puts into the shared tier. off: there is no tier. seen-twice: what it has "
+    "seen in two prompts. all: what it saves. Can be given several times.",
+)
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
     "--plot",
@@ -136,6 +167,9 @@ def simulate(
     state_bytes: str | None,
     tokens_per_s: float | None,
     last: str | None,
+    machines: tuple[int, ...],
+    spread: tuple[Spread, ...],
+    remote_write: tuple[WriteRule, ...],
     model: str | None,
     chat_template: Path | None,
     json: bool,
@@ -165,7 +199,10 @@ def simulate(
     bytes      bytes written to disk
     evictions  blocks, checkpoints or snapshots that were evicted
     saved      the time that prefill would have taken for what was restored
-    --json has more of them.
+    --json has more of them. With --machines also
+    fetched, put      bytes that went from and to the shared tier
+    reads/s, writes/s requests at the object store in its busiest second
+    $, $ a month      what these requests cost, and what is stored then, at S3's prices
 
     \b
     whole-snapshots  for comparison, a simple rule: what a prompt shares with one of
@@ -177,14 +214,24 @@ def simulate(
         raise SettingsError("--tokens-per-s: it must be a number above 0")
     if plot is not None:
         check_plot(plot)
+    if machines:
+        simulate_machines.check(regime, policy)
+    elif spread or remote_write:
+        raise SettingsError(f"{'--spread' if spread else '--remote-write'} needs --machines")
+
+    def several(without: tuple[Any, ...], with_machines: tuple[Any, ...]) -> tuple[Any, ...]:
+        return with_machines if machines else without
+
     last_s = None if last is None else parse_duration(last, param="--last")
     cases_of = partial(
         _cases,
-        scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope)),
-        regimes=regime,
+        scopes=tuple(
+            dict.fromkeys(parse_scope(text, param="--scope") for text in scope or several(_SCOPES, (_SCOPE,)))
+        ),
+        regimes=regime or several(REGIMES, REGIMES[:1]),
         budgets=tuple(
             None if size.strip().lower() == "unlimited" else _size(size, "--budget", MIN_BUDGET, MAX_BUDGET)
-            for size in budget
+            for size in budget or several(_BUDGETS, _BUDGETS[-1:])
         ),
         presets={name: policy_values(name) for name in policy},
         flags={name: value for name, value in flags.items() if value is not None},
@@ -196,6 +243,11 @@ def simulate(
     cases_of(None)
     read = _read(traces, _lazy_reader(model, chat_template))
     planned = [(trace if last_s is None else trace.last(last_s), cases_of(trace.daemon)) for trace in read]
+    if machines:
+        simulate_machines.run(
+            planned, setups(machines, spread or SPREADS[:2], remote_write or WRITE_RULES), as_json=json, plot=plot
+        )
+        return
     with progress("simulating", sum(len(trace) * len(runs) for trace, runs in planned), in_bytes=False) as advance:
         rows = [row for trace, runs in planned for row in compare(trace, runs, advance)]
     if plot is not None:

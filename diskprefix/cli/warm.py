@@ -14,12 +14,12 @@ from click.core import ParameterSource
 from diskprefix.cli.logs import configure_logging
 from diskprefix.cli.options import (
     GroupedCommand,
+    api_key_option,
     build_settings,
-    nonempty,
     option,
     policy_option,
     setting_options,
-    variable_of,
+    url_option,
 )
 from diskprefix.cli.tooling import counted, print_json, status
 from diskprefix.cli.warm_input import Json, WarmItem, read_items
@@ -27,7 +27,7 @@ from diskprefix.cli.warm_target import Answer, Call, Say, in_this_process, runni
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
 from diskprefix.policy.scope import parse_scope
 from diskprefix.printable import printable_only, shown
-from diskprefix.settings import CACHE, SERVER, SETTINGS, Settings
+from diskprefix.settings import CACHE, SERVER, SETTINGS
 
 _ALONE = "With --alone: "
 _NOT_OF_WARM = {"disk_prefix_cache", "reuse_generated", "record"}
@@ -75,21 +75,11 @@ class Warmed:
     help="How much of each prompt is kept: full, auto:N or N. What the body says does not count.",
 )
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
-@option(
-    "--url",
-    metavar="URL",
-    default=f"http://{Settings.host}:{Settings.port}",
-    envvar=variable_of("--url"),
-    help="The address of the daemon. The variable is DISKPREFIX_URL.",
-)
-@option(
-    "--api-key",
-    metavar="KEY",
-    envvar=variable_of("--api-key"),
-    show_default="none is sent",
-    callback=nonempty,
-    help="The key to send to a daemon with --api-keys. The prompts are saved for this key. Give it in the variable "
-    "DISKPREFIX_API_KEY, where the list of processes does not show it.",
+@url_option()
+@api_key_option(
+    "The key to send to a daemon with --api-keys. The prompts are saved for this key. The list of processes shows it, "
+    "but not the variable.",
+    otherwise="none is sent",
 )
 @option("--alone", is_flag=True, help="Load the model here instead of asking a daemon.")
 @setting_options(_OF_SERVE, _ALONE)

@@ -25,7 +25,8 @@ log = logging.getLogger("diskprefix")
 
 
 class Loop:
-    """Serves the requests of one inbox, on the thread that calls `run`. Restores run on a second thread."""
+    """Serves the requests of one inbox, on the thread that calls `run`. Restores run on a second thread; what waits
+    for the shared tier, on more of them."""
 
     def __init__(self, served: ServedModel, inbox: Inbox) -> None:
         self._served = served
@@ -38,6 +39,9 @@ class Loop:
         self._fetched: deque[Job] = deque()
         """Jobs whose fetch is over; appended by the fetching thread."""
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
+        self._bringers = ThreadPoolExecutor(served.max_sequences, thread_name_prefix="kv-bring")
+        """Each waits for the shared tier for one request, and no other request waits for that."""
+        self._is_ending = False
 
     def run(self) -> None:
         """Returns when the inbox is stopped. Raises `DeviceLost`."""
@@ -50,6 +54,8 @@ class Loop:
                     elif not self._inbox.wait():
                         return
         finally:
+            self._is_ending = True
+            self._bringers.shutdown()
             self._fetcher.shutdown()
             for job in self._running.jobs:
                 job.cached.close()
@@ -132,15 +138,31 @@ class Loop:
                     job.is_fetching = True
                     # A fetch may move them.
                     state.num_computed = 0
-                    self._fetcher.submit(self._fetch, job)
+                    if self._cache.remote is None:
+                        self._fetcher.submit(self._fetch, job)
+                    else:
+                        self._bringers.submit(self._bring, job)
                     return
             self._begin(job)
+
+    def _bring(self, job: Job) -> None:
+        """Runs on a thread that waits for this request alone."""
+        job.fetched_from = time.perf_counter()
+        try:
+            job.cached.bring(lambda: job.ticket.cancelled or self._is_ending, have=job.num_adopted)
+        except Exception as error:  # noqa: BLE001 (`_begin` raises it)
+            job.error = error
+            self._fetched.append(job)
+            self._inbox.wake()
+            return
+        self._fetcher.submit(self._fetch, job)
 
     def _fetch(self, job: Job) -> None:
         """Runs on the fetching thread."""
         slot = job.choices[0].slot
         assert slot is not None
-        job.fetched_from = time.perf_counter()
+        if job.fetched_from is None:
+            job.fetched_from = time.perf_counter()
         is_whole = job.num_adopted == len(job.request.prompt.token_ids)
         try:
             with torch.inference_mode():

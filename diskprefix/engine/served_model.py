@@ -21,11 +21,12 @@ from diskprefix.engine.request import FinishReason, GenerateRequest, TextEvent, 
 from diskprefix.engine.scheduler import MAX_ROWS
 from diskprefix.engine.speculation import DraftRate, Guesser, Speculation
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
+from diskprefix.kv.group import give_back_ahead
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.loader import LoadedModel
-from diskprefix.model.memory import available_bytes, kv_bytes
+from diskprefix.model.memory import KV_AHEAD_BYTES, available_bytes, kv_bytes
 from diskprefix.model.runner import can_pack
 from diskprefix.prefix_cache.cache import PrefixCache
 from diskprefix.prefix_cache.recording import Recorder
@@ -38,8 +39,6 @@ log = logging.getLogger("diskprefix")
 
 _UNLIMITED_POSITIONS = 1 << 20
 """For models whose config names no maximum (recurrent ones)."""
-_TOUCHED_AT_START_BYTES = 1 << 30
-"""KV memory that is allocated and touched before the first request: fresh pages would slow down its restore."""
 _KV_SHARE = 0.5
 """Of the memory that is free when the model is loaded, for the state of sequences."""
 _FLUSH_TIMEOUT_S = 30.0
@@ -93,6 +92,7 @@ class ServedModel:
             self._require_uncached()
         else:
             self._touch_memory()
+        give_back_ahead()
 
     def warm_up(self) -> None:
         """Runs the code of a restore once, so that the first request does not wait for it."""
@@ -106,6 +106,12 @@ class ServedModel:
         assert slot is not None, "no other sequence has memory yet"
         self.cache.warm_up(slot.arena)
         self.pool.release(slot, keep=False)
+
+    def give_way(self) -> None:
+        """Ends what is done ahead of the first request, which has come. For any thread."""
+        self.pool.give_way()
+        if self.drafter is not None:
+            self.drafter.model.pool.give_way()
 
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""
@@ -233,7 +239,7 @@ class ServedModel:
 
     def _touch_memory(self) -> None:
         try:
-            self.pool.touch(_TOUCHED_AT_START_BYTES, self.max_positions)
+            self.pool.touch(KV_AHEAD_BYTES, self.max_positions)
         except ContextTooLong as error:
             # Only a head start: a request takes what it needs.
             log.info("[engine] no KV memory taken ahead: %s", error)

@@ -38,6 +38,11 @@ def group_bytes(group: Group, capacity: int, block_size: int | None) -> int:
     return group.bytes_per_token * (_room_for(group, capacity, block_size) + _PAD_TOKENS) if capacity else 0
 
 
+def sequence_bytes(bytes_per_token: int, num_tokens: int) -> int:
+    """Returns the memory that a group takes which keeps all of so many tokens, whole steps of capacity."""
+    return bytes_per_token * (num_tokens + _PAD_TOKENS)
+
+
 def _room_for(group: Group, capacity: int, block_size: int | None) -> int:
     if block_size is None or group.window is None:
         return capacity
@@ -240,6 +245,22 @@ class GroupMemory:
         return grown
 
 
+_made_ahead: dict[int, Bytes] = {}
+"""Memory of zeros in main memory that nobody uses yet, by its size in bytes."""
+
+
+def make_ahead(num_bytes: int) -> torch.Tensor:
+    """Takes memory for a tensor of exactly so many bytes that `zeros` will return, and returns it, uint8, for its pages
+    to be made."""
+    _made_ahead[num_bytes] = memory = np.zeros(num_bytes, dtype=np.uint8)
+    return torch.from_numpy(memory)
+
+
+def give_back_ahead() -> None:
+    """Gives back what was made ahead and not used."""
+    _made_ahead.clear()
+
+
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # Reading threads are not in inference mode, and may not write to tensors that were made in it.
     with torch.inference_mode(False):
@@ -247,5 +268,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
             return torch.zeros(shape, dtype=dtype, device=device)
         # numpy asks the kernel for huge pages, torch does not: without them a restore loses a quarter of its speed. The
         # kernel gives pages of zeros, and only when they are written.
-        memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        memory = _made_ahead.pop(num_bytes, None)
+        if memory is None:
+            memory = np.zeros(num_bytes, dtype=np.uint8)
         return torch.from_numpy(memory).view(dtype).view(shape)

@@ -88,6 +88,8 @@ class KVPool:
         self._device = device
         self._device_free_bytes = free_bytes
         self._block_size = block_size
+        self._is_idle = True
+        """Until the first request, memory is made ahead."""
         self._spare: list[KVArena] = []
         """Memory of no sequence. It is kept, because pages that were touched once are faster to fill."""
 
@@ -96,14 +98,20 @@ class KVPool:
         return sum(slot.arena.num_bytes for slot in self.slots) + sum(arena.num_bytes for arena in self._spare)
 
     def touch(self, num_bytes: int, max_tokens: int) -> None:
-        """Takes memory ahead, before the first request. Its pages come in a thread beside the rest of the start. Raises
-        `ContextTooLong` if there is less."""
+        """Takes memory ahead, before the first request. Its pages come in a thread beside the rest of the start, until
+        `give_way`. Raises `ContextTooLong` if there is less."""
         arena = self._new_arena()
         affordable = min(num_bytes, self._room_bytes() // 2) // max(self.layout.bytes_per_token, 1)
         arena.reserve(min(max_tokens, affordable))
         self._spare.append(arena)
         tensors = [memory.tensor for memory in arena.memory]
-        threading.Thread(target=populate, args=(tensors,), name="kv-memory", daemon=True).start()
+        wanted = (tensors, lambda: self._is_idle)
+        threading.Thread(target=populate, args=wanted, name="kv-memory", daemon=True).start()
+
+    def give_way(self) -> None:
+        """A request is there: the rest of the pages comes when it is used. While they are made ahead, the process can
+        map no memory, which a tokenizer does hundreds of times: it took half a second. For any thread."""
+        self._is_idle = False
 
     def find(self, owner: Hashable, token_ids: TokenIds) -> Found | None:
         """Returns the slot that holds, or will hold, most of a prompt; None if there is none with a token of it."""

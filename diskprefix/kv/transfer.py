@@ -16,8 +16,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14. Older kernels return EINVAL, and the pages come when they are written."""
-_POPULATED_BYTES = 16 << 20
-"""At a time: while the kernel makes pages, the process can map no other memory."""
+_POPULATED_BYTES = 2 << 20
+"""At a time, a large page: while the kernel makes pages, the process can map no other memory, which a request does."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,16 +49,17 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
     return tensor.view(torch.uint8).numpy()
 
 
-def populate(tensors: Sequence[torch.Tensor]) -> None:
-    """Has the kernel make the pages of tensors in main memory, whose content stays. For any thread, beside others that
-    use them."""
+def populate(tensors: Sequence[torch.Tensor], is_wanted: Callable[[], bool] = lambda: True) -> None:
+    """Has the kernel make the pages of tensors in main memory, whose content stays, as long as `is_wanted`. For any
+    thread, beside others that use them."""
     for tensor in filter(in_main_memory, tensors):
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize
-        for start in range(first, end, _POPULATED_BYTES):
-            num_bytes = ctypes.c_size_t(min(_POPULATED_BYTES, end - start))
-            if _libc.madvise(ctypes.c_void_p(start), num_bytes, _MADV_POPULATE_WRITE):
+        while first < end and is_wanted():
+            part = min(_POPULATED_BYTES - first % _POPULATED_BYTES, end - first)
+            if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(part), _MADV_POPULATE_WRITE):
                 return
+            first += part
 
 
 def in_main_memory(tensor: torch.Tensor) -> bool:

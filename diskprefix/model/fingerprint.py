@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from diskprefix.identity import canonical, identity_text, plain
 from diskprefix.memo import Memo
 from diskprefix.model.kernel_settings import (
     cpu_kind,
@@ -45,7 +46,7 @@ _JSON_FIELDS = ("architecture", "quantisation", "adapters", "environment", "kern
 _NO_NUMBERS = re.compile(
     # Where it came from and what wrote it.
     r"_?(base_)?(model_)?name_or_path|_commit_hash|_from_model_config|transformers_version|architectures|auto_map|license"
-    # How far it may be used; `_architecture` puts it back where RoPE computes with it.
+    # How far it may be used; `architecture` puts it back where RoPE computes with it.
     r"|max_position_embeddings|max_sequence_length|max_seq_len|n_positions|n_ctx|seq_length|model_max_length"
     # Fields of their own in the fingerprint.
     r"|dtype|torch_dtype|quantization_config"
@@ -111,20 +112,20 @@ class Fingerprint:
         return cls(
             weights_digest=weights_digest,
             model_class=type(model).__name__,
-            architecture=_canonical(_architecture(config.to_dict())),
-            dtype=_plain(model.dtype),
-            quantisation=_canonical(_as_dict(quantisation) if quantisation else {}),
+            architecture=canonical(architecture(config.to_dict())),
+            dtype=plain(model.dtype),
+            quantisation=canonical(_as_dict(quantisation) if quantisation else {}),
             adapters=_adapters(model),
             attention=_implementations(config, "_attn_implementation"),
             experts=_implementations(config, "_experts_implementation"),
             matmul_precision=matmul_precision(),
-            environment=_canonical(environment()),
+            environment=canonical(environment()),
             device=device_kind(model.device),
             cpu=cpu_kind() if model.device.type == "cpu" else "",
             torch_version=torch.__version__,
             transformers_version=version("transformers"),
-            kernels=_canonical(kernel_packages()),
-            switches=_canonical(switches(model)),
+            kernels=canonical(kernel_packages()),
+            switches=canonical(switches(model)),
             threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",
             products=products_of(model),
             attention_kernel=kernel() if products_of(model) else "",
@@ -138,15 +139,8 @@ class Fingerprint:
         """
         left_out = _NOT_PORTABLE if self.mode == "portable" else ()
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
-        return _canonical(
-            {
-                "fingerprint": {name: value for name, value in named.items() if value or name not in _NAMED_IF_SET},
-                "block_size": block_size,
-                "layout_version": layout_version,
-                "layout": layout,
-                "salt": salt,
-            }
-        )
+        fingerprint = {name: value for name, value in named.items() if value or name not in _NAMED_IF_SET}
+        return identity_text(fingerprint, block_size, layout_version, layout, salt)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns every field, for `/props`. Fields of canonical JSON are unpacked."""
@@ -156,10 +150,10 @@ class Fingerprint:
         return values
 
 
-def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a configuration that change numbers, with those of its sub-configurations."""
     kept = {
-        key: _architecture(value) if isinstance(value, Mapping) else value
+        key: architecture(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if not _NO_NUMBERS.fullmatch(key)
     }
@@ -194,10 +188,10 @@ def _adapters(model: Any) -> str:
     active = getattr(model, "active_adapters", None)
     active = active() if callable(active) else active
     described = {
-        name: {"config": _architecture(_as_dict(config)), "content": _parameters_digest(model, name)}
+        name: {"config": architecture(_as_dict(config)), "content": _parameters_digest(model, name)}
         for name, config in configs.items()
     }
-    return _canonical({"active": sorted([active] if isinstance(active, str) else active or []), "adapters": described})
+    return canonical({"active": sorted([active] if isinstance(active, str) else active or []), "adapters": described})
 
 
 def _parameters_digest(model: Any, adapter: str) -> str:
@@ -215,26 +209,6 @@ def _parameters_digest(model: Any, adapter: str) -> str:
 
 def _as_dict(config: Any) -> dict[str, Any]:
     return dict(config) if isinstance(config, Mapping) else dict(config.to_dict())
-
-
-def _canonical(values: Mapping[str, Any]) -> str:
-    """Returns JSON with sorted keys, or "" for no values. Equal values give equal text, also after one was written to a
-    file (tuples, 1.0)."""
-    return json.dumps(_plain(values), sort_keys=True, separators=(",", ":")) if values else ""
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(_plain(item) for item in value)
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value).removeprefix("torch.")
 
 
 def weights_digest(files: Sequence[Path]) -> str:

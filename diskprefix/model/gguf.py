@@ -26,8 +26,8 @@ CONVERSION_FORMAT = 1
 """To be increased when the conversion makes other files. Folders of another format are made again."""
 
 MANIFEST = "manifest.json"
-SUFFIXES = {"native": "", "auto": "-quants", "int8": "-int8", "int4": "-int4"}
-"""Of the folder's name, by the form of the weights."""
+SUFFIXES = {"native": "", "auto": "-quants.2", "int8": "-int8.2", "int4": "-int4.2"}
+"""Of the folder's name, by the form of the weights. The number changes with how quants lie in memory."""
 _PARTIAL = ".partial-"
 _GGUF = "model.gguf"
 _OVERHEAD_BYTES = 256 * 1024**2

@@ -55,12 +55,12 @@ def _q4_1(blocks: Blocks) -> Quants:
 
 def _q5_0(blocks: Blocks) -> Quants:
     codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)
-    return _quants(8, 32, codes.to(torch.int8) - 16, _half(blocks, 0))
+    return _quants(5, 32, codes.to(torch.int8) - 16, _half(blocks, 0))
 
 
 def _q5_1(blocks: Blocks) -> Quants:
     codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4)
-    return _quants(8, 32, codes, _half(blocks, 0), _half(blocks, 2))
+    return _quants(5, 32, codes, _half(blocks, 0), _half(blocks, 2))
 
 
 def _q8_0(blocks: Blocks) -> Quants:
@@ -88,7 +88,7 @@ def _q4_k(blocks: Blocks) -> Quants:
 def _q5_k(blocks: Blocks) -> Quants:
     shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
     fifth = ((blocks[..., 16:48].unsqueeze(-2) >> shifts) & 1).flatten(-2) << 4
-    return _quants(8, 32, _chunks_of_k(blocks[..., 48:]) | fifth, *_scales_of_k(blocks))
+    return _quants(5, 32, _chunks_of_k(blocks[..., 48:]) | fifth, *_scales_of_k(blocks))
 
 
 def _q6_k(blocks: Blocks) -> Quants:

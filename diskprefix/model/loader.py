@@ -22,7 +22,17 @@ from diskprefix.model.gguf import converted_folder, quiet_transformers
 from diskprefix.model.imports import without_tracer
 from diskprefix.model.kinds import ModelKind, require_served_kind
 from diskprefix.model.media import MediaProcessor
-from diskprefix.model.memory import ADVICE, available_bytes, explain_out_of_memory, require_memory, weights_bytes
+from diskprefix.model.memory import (
+    ADVICE,
+    available_bytes,
+    explain_out_of_memory,
+    kv_ahead,
+    large_pages,
+    move,
+    require_memory,
+    weights_bytes,
+)
+from diskprefix.model.tokenizer import read_template, read_tokenizer, read_tokenizer_ahead
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
@@ -33,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
+_ALIGNMENT_BYTES = 1 << 20
+"""Between the tensors of a model, and for those that are not in its files."""
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 _HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _HUB_WEIGHTS = "*.safetensors"
@@ -57,10 +69,11 @@ class LoadedModel:
     timings: dict[str, float]
 
 
-def load_model(settings: Settings, progress: Report, flag: str = "--model") -> LoadedModel:
+def load_model(settings: Settings, progress: Report, flag: str = "--model", *, kv_ahead_bytes: int = 0) -> LoadedModel:
     """Finds, fetches, converts, checks and loads the model that `settings` name.
 
-    `progress` takes lines of text for people, `flag` is what named the model. Raises `ModelError` if it cannot be
+    `progress` takes lines of text for people, `flag` is what named the model. Up to `kv_ahead_bytes` of memory are made
+    ahead for KV, see `kv_ahead`. Raises `ModelError` if it cannot be
     found, fetched or read, or does not fit in memory, and `SettingsError` for --device and --chat-template, each with a
     message of one line.
     """
@@ -75,7 +88,7 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model") -> L
     # Wrong settings are reported before anything slow happens.
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
-    template = _read_template(settings.chat_template)
+    template = read_template(settings.chat_template)
     pick_weights = cache(partial(_pick_weights, settings.weights, settings.dtype, settings.device))
     if settings.weights in ("int8", "int4"):
         pick_weights()
@@ -95,14 +108,19 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model") -> L
 
         files = weight_files_in(weights, folder, files, config, kind, dtype, device, progress)
     what = f"{folder.name} as {str(dtype).removeprefix('torch.')} on {device}"
-    require_memory(weights_bytes(files, dtype.itemsize), available_bytes(device), what=what, advice=ADVICE)
+    needed = weights_bytes(files, dtype.itemsize)
+    require_memory(needed, available_bytes(device), what=what, advice=ADVICE)
+    # Pages come beside the digest and the tokenizer.
+    is_used = device.type == "cpu" and (weights == "native" or _computes_with_packed())
+    ahead = kv_ahead(config, dtype, device, kv_ahead_bytes)
+    memory = large_pages(needed + _ALIGNMENT_BYTES if is_used else 0, *ahead)
     with clock("digest"), _load_failures(folder):
         digest = weights_digest(files)
     with clock("tokenizer"):
-        tokenizer = _load_tokenizer(folder, template)
+        tokenizer = read_tokenizer(folder, template)
         media = _load_media(folder, config, kind) if kind.is_multimodal else None
     with clock("weights"):
-        model = _load_weights(folder, files, config, kind, dtype, device)
+        model = _load_weights(folder, files, config, kind, dtype, device, memory)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -114,13 +132,19 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model") -> L
 
 
 def import_model(settings: Settings) -> None:
-    """Imports the code of a model and of its tokenizer. An error is left to `load_model`."""
-    with suppress(DiskPrefixError):
+    """Imports the code of a model, and reads its tokenizer for `load_model`. An error is left to that."""
+    with suppress(DiskPrefixError, OSError):
         pick_weights = partial(_pick_weights, settings.weights, settings.dtype, settings.device)
         folder, _ = _find(settings.model, lambda _line: None, pick_weights, with_weights=False)
         quiet_transformers()
-        require_served_kind(folder, _read_config(folder))
-        _load_tokenizer(folder, None)
+        config = _read_config(folder)
+        require_served_kind(folder, config)
+        template = read_template(settings.chat_template)
+        read_tokenizer_ahead(folder, template)
+        # transformers compiles a thousand patterns of names before it loads the first weights.
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping(config.model_type)
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:
@@ -128,10 +152,10 @@ def load_tokenizer(model: str | None, chat_template: Path | None, progress: Repo
 
     `model` and the errors are those of `load_model`. A .gguf file and the embedded model are converted on first use.
     """
-    template = _read_template(chat_template)
+    template = read_template(chat_template)
     folder, _ = _find(model, progress, partial(_pick_weights, "auto", "auto", "auto"), with_weights=False)
     quiet_transformers()
-    return _load_tokenizer(folder, template)
+    return read_tokenizer(folder, template)
 
 
 def _find(
@@ -284,33 +308,6 @@ def _pick_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.float32
 
 
-def _load_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        reason = first_line(error) if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json"
-        raise ModelError(f"cannot read the tokenizer of {folder}: {reason}") from error
-    if not tokenizer.is_fast:
-        raise ModelError(f"{folder} has no fast tokenizer (tokenizer.json), which diskprefix needs")
-    if template is not None:
-        _override_template(tokenizer, template)
-    elif not tokenizer.chat_template:
-        tokenizer.chat_template = _processors_template(folder)
-    return tokenizer
-
-
-def _processors_template(folder: Path) -> str | None:
-    """Returns the chat template of an older multimodal model, from a file that only processors read."""
-    try:
-        content = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    template = content.get("chat_template") if isinstance(content, dict) else None
-    return template if isinstance(template, str) else None
-
-
 def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> MediaProcessor:
     if kind.has_own_generate:
         media = MediaProcessor(None, "it generates in a way of its own, which diskprefix does not follow")
@@ -321,29 +318,6 @@ def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> Medi
     return media
 
 
-def _read_template(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"--chat-template: cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"--chat-template: {path} is not UTF-8 text") from error
-
-
-def _override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
-    from jinja2 import TemplateError, TemplateSyntaxError
-
-    tokenizer.chat_template = template
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-    except TemplateSyntaxError as error:
-        raise SettingsError(f"--chat-template: line {error.lineno}: {first_line(error)}") from error
-    except (TemplateError, TypeError, ValueError):
-        return  # The template compiles. It may need other messages than those of this trial.
-
-
 def _load_weights(
     folder: Path,
     files: Sequence[Path],
@@ -351,6 +325,7 @@ def _load_weights(
     kind: ModelKind,
     dtype: torch.dtype,
     device: torch.device,
+    memory: torch.Tensor,
 ) -> PreTrainedModel:
     from diskprefix.model.quantised import describe, is_quantised, prepare
     from diskprefix.model.quantising import generation_config_of
@@ -381,7 +356,7 @@ def _load_weights(
         )
     if device.type == "cpu":
         with _load_failures(folder):
-            _copy_into_memory(model)
+            _copy_into(memory, model)
             prepare(model)
             own = generation_config_of(folder) if files[0].parent != folder else None
             if own is not None:
@@ -390,18 +365,20 @@ def _load_weights(
     return model.eval()
 
 
-def _copy_into_memory(model: PreTrainedModel) -> None:
+def _copy_into(memory: torch.Tensor, model: PreTrainedModel) -> None:
     """Copies the weights, which safetensors maps from the file: mapped tensors change, or end the process, when
-    somebody writes the file, and their unaligned addresses cost 3 to 9 % of decode time where it was measured."""
-    from diskprefix.model.memory import one_thread
+    somebody writes the file, and are not aligned to the lines of caches."""
+    keeps_packed = _computes_with_packed()
+    named = (*model.named_parameters(), *model.named_buffers())
+    move([tensor for name, tensor in named if keeps_packed or not name.endswith(".packed")], memory)
+
+
+def _computes_with_packed() -> bool:
+    """Returns whether quantised matrices are computed with as they are packed. torch's kernels have copies of their
+    own."""
     from diskprefix.model.products import TORCH, kernel
 
-    # One thread is enough for the memory bus. Waiting for more, at each of hundreds of tensors, cost up to 1.6 s.
-    with one_thread():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            # torch's kernels have copies of their own of what is packed.
-            if not name.endswith(".packed") or kernel() != TORCH:
-                tensor.data = tensor.data.clone()
+    return kernel() != TORCH
 
 
 @contextmanager

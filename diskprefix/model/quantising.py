@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.fingerprint import weights_digest
-from diskprefix.model.gguf import build_once, require_disk
+from diskprefix.model.gguf import SUFFIXES, build_once, require_disk
 from diskprefix.model.memory import available_ram_bytes, require_memory, weights_bytes
 from diskprefix.model.quantised import FILE, is_quantised, quantise_and_save
 from diskprefix.progress import Report
@@ -61,7 +61,7 @@ def weight_files_in(
         quantise_and_save(model, weights, made, report)
         return made
 
-    name = f"{folder.resolve().name[:100]}-{weights_digest(files)[:12]}-{weights}"
+    name = f"{folder.resolve().name[:100]}-{weights_digest(files)[:12]}{SUFFIXES[weights]}"
     return [build_once(name, build, report) / FILE]
 
 

@@ -1,10 +1,13 @@
-"""Weights in 4 or 8 bits: the forms, how a matrix gets one, and how it lies in memory.
+"""Weights in 4, 5 or 8 bits: the forms, how a matrix gets one, and how it lies in memory.
 
 A weight is `code × scale + zero`, computed in float32 and rounded to bfloat16. Along a row of a matrix, groups of 16 or
 32 weights share their scale and zero. The compiled product computes with these bfloat16 numbers.
 
 In memory, 16 rows × 32 columns are a block: codes, scales, zeros. Blocks of the same 16 rows follow each other, so a
-product reads from the first to the last byte. Of the codes, a pair of columns of 8 rows lie side by side.
+product reads from the first to the last byte. The codes of a block are 32 vectors of 16: of a pair of columns those of
+8 rows, then those of the other 8, the two of a row side by side. With 8 bits a code is a byte. With fewer, a word of 32
+bits has the codes at one place of 8 (4 bits) or 6 (5 bits) consecutive vectors. With 5 bits, 2 bits of each word are
+left: they hold the last two vectors.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ _AT_ONCE = 1 << 18
 
 @dataclass(frozen=True)
 class QuantForm:
-    """`bits` is 4 (codes 0 … 15) or 8 (codes -128 … 127). Scales and zeros are float16 or float32."""
+    """Codes of `bits` bits have a sign if there are no zeros. Scales and zeros are float16 or float32."""
 
     bits: int
     group: int
@@ -58,9 +61,13 @@ class QuantForm:
 
 FORMS = tuple(
     QuantForm(bits, group, has_zeros, scale_type)
-    for bits, group, has_zeros in ((4, 32, True), (8, 32, False), (8, 32, True), (8, 16, False))
+    for bits, group, has_zeros in ((4, 32, True), (5, 32, False), (5, 32, True), (8, 32, False), (8, 16, False))
     for scale_type in (torch.float16, torch.float32)
 )
+
+
+_LEFT_OVER = {5: ((0, 30, 0, 2), (1, 30, 2, 2), (2, 30, 4, 1), (3, 30, 0, 2), (4, 30, 2, 2), (2, 31, 4, 1))}
+"""Where the last two vectors are, by the bits of a code: word, bit of it, bit of the code, number of bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +104,8 @@ class Quants:
         rows, columns = self.codes.shape
         blocks = rows // ROWS, columns // COLUMNS
         # Half, row of it, block, pair of columns, column of it.
-        codes = self.codes.view(blocks[0], 2, 8, blocks[1], 16, 2)
-        if self.bits == 4:
-            codes = codes.view(blocks[0], 2, 8, blocks[1], 2, 8, 2).permute(0, 3, 4, 1, 2, 6, 5)
-            codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-        else:
-            codes = codes.permute(0, 3, 4, 1, 2, 5)
-        parts = [codes.contiguous().view(torch.uint8).reshape(*blocks, -1)]
+        codes = self.codes.view(blocks[0], 2, 8, blocks[1], 16, 2).permute(0, 3, 4, 1, 2, 5).reshape(*blocks, 32, 16)
+        parts = [(codes if self.bits == 8 else _in_words(codes, self.bits)).view(torch.uint8).reshape(*blocks, -1)]
         for numbers in (self.scales, self.zeros):
             if numbers is not None:
                 of_block = numbers.to(self.form.scale_type).view(blocks[0], ROWS, blocks[1], COLUMNS // self.group)
@@ -111,17 +113,44 @@ class Quants:
         return torch.cat(parts, dim=2)
 
 
+def _in_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns int32 [.., bits, 16] for codes int8 [.., 32, 16]."""
+    found = torch.empty(*codes.shape[:2], bits, 16, dtype=torch.int32)
+    in_word = 32 // bits
+    for part, words in zip(codes, found, strict=True):
+        vectors = part.to(torch.int32) & ((1 << bits) - 1)
+        shifts = torch.arange(0, in_word * bits, bits, dtype=torch.int32).view(-1, 1)
+        # No two have a bit in common.
+        words[:] = (vectors[:, : in_word * bits].view(-1, bits, in_word, 16) << shifts).sum(2, dtype=torch.int32)
+        for place, (word, at, low, size) in enumerate(_LEFT_OVER.get(bits, ())):
+            digit = vectors[:, 30 + place // 3] >> low & ((1 << size) - 1)
+            words[:, word] |= digit << at
+    return found
+
+
+def _of_words(words: torch.Tensor, form: QuantForm) -> torch.Tensor:
+    """Returns what `_in_words` made the words of."""
+    bits, in_word = form.bits, 32 // form.bits
+    found = torch.empty(*words.shape[:2], 32, 16, dtype=torch.int8)
+    shifts = torch.arange(0, in_word * bits, bits, dtype=torch.int32).view(-1, 1)
+    for part, codes in zip(words, found, strict=True):
+        vectors = torch.zeros(len(part), 32, 16, dtype=torch.int32)
+        vectors[:, : in_word * bits] = (part.unsqueeze(2) >> shifts).flatten(1, 2)
+        for place, (word, at, low, size) in enumerate(_LEFT_OVER.get(bits, ())):
+            vectors[:, 30 + place // 3] |= (part[:, word] >> at & ((1 << size) - 1)) << low
+        vectors &= (1 << bits) - 1
+        codes[:] = vectors if form.has_zeros else vectors - ((vectors >> (bits - 1)) << bits)
+    return found
+
+
 def unpacked(packed: torch.Tensor, form: QuantForm) -> Quants:
     """Returns what `Quants.packed` packed."""
     strips, blocks, _ = packed.shape
     rows, columns = strips * ROWS, blocks * COLUMNS
-    codes = packed[..., : form.code_bytes]
-    if form.bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], dim=-1).view(strips, blocks, 2, 2, 8, 2, 8)
-        codes = codes.permute(0, 3, 4, 1, 2, 6, 5)
-    else:
-        codes = codes.reshape(strips, blocks, 16, 2, 8, 2).permute(0, 3, 4, 1, 2, 5)
-    codes = codes.reshape(rows, columns).view(torch.int8)
+    codes = packed[..., : form.code_bytes].contiguous().view(torch.int8).view(strips, blocks, -1, 16)
+    if form.bits < 8:
+        codes = _of_words(codes.view(torch.int32).view(strips, blocks, -1, 16), form)
+    codes = codes.view(strips, blocks, 16, 2, 8, 2).permute(0, 3, 4, 1, 2, 5).reshape(rows, columns)
     numbers = packed[..., form.code_bytes :].contiguous().view(form.scale_type).float()
     parts = numbers.view(strips, blocks, -1, COLUMNS // form.group, ROWS).permute(2, 0, 4, 1, 3)
     scales, *zeros = parts.reshape(-1, rows, columns // form.group).unbind()

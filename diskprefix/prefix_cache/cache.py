@@ -20,7 +20,6 @@ from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.prefix_cache.namespaces import TenantNamespaces
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prefix_cache.resources import CacheResources
-from diskprefix.prefix_cache.restore import READER_THREADS
 from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
@@ -29,10 +28,12 @@ from diskprefix.store.savings import Savings, total_of
 from diskprefix.store.schema import Kind, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tenant import SHARED, Tenant
+from diskprefix.tiers.loading import READER_THREADS
 from diskprefix.tokens import TokenIds, root_hash
 
 log = logging.getLogger("diskprefix")
 
+_REMOTE_CLOSE_S = 5.0
 _NOTE_TTL_S = 30 * 86400.0
 """Of notes, where `--kv-cache-ttl` is not given. OpenAI keeps responses for as long."""
 
@@ -157,8 +158,10 @@ class PrefixCache(CacheResources):
             "evicted_blocks": self.writer.evicted,
             "expired_blocks": self.writer.expired,
             "quarantined": self.writer.quarantined,
+            "saved_s": self.writer.savings.saved_s,
             "savings": _savings_dict(savings, self.store.clock()),
             "gate": self.cost_model.as_dict(),
+            "remote": None if self.remote is None else self.remote.stats(),
         }
 
     def savings(self) -> Savings:
@@ -175,6 +178,8 @@ class PrefixCache(CacheResources):
             self.namespaces.close()
             return True
         self.capturer.close(timeout_s)
+        if self.remote is not None:
+            self.remote.close(min(timeout_s, _REMOTE_CLOSE_S))
         self.cost_model.remember()
         flushed = self.writer.close(timeout_s)
         self.readers.shutdown()

@@ -11,11 +11,11 @@ from diskprefix.policy.breaks import Break, find_break
 from diskprefix.policy.scope import DEFAULT_WINDOW
 from diskprefix.policy.select import Selection, select
 from diskprefix.prefix_cache.namespaces import TenantNamespace
-from diskprefix.prefix_cache.nodes import PromptNodes
 from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restored
 from diskprefix.prompt import Prompt
 from diskprefix.store.savings import Tally
+from diskprefix.tiers.nodes import PromptNodes
 from diskprefix.tokens import TokenIds
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
+from threading import Lock
 from typing import Any, Literal, TypeAlias
 
 from diskprefix.memo import Memo
@@ -27,7 +28,7 @@ from diskprefix.settings import format_size
 
 log = logging.getLogger("diskprefix")
 
-Use: TypeAlias = Literal["restore", "save"]
+Use: TypeAlias = Literal["restore", "save", "fetch"]
 Gate: TypeAlias = Literal["measuring", "open", "closed"]
 Sample: TypeAlias = tuple[int, float]
 """How much (tokens or bytes), and the seconds that it took."""
@@ -93,8 +94,8 @@ class Line:
 
 
 class CostModel:
-    """Decides by measured times whether to save and to restore. For the engine thread; `as_dict` for any, and `allows`
-    and `pays` for the one thread that asks about restores.
+    """Decides by measured times whether to save and to restore. For the engine thread; `as_dict` and `note_remote` for
+    any, and `allows` and `pays` for the one thread that asks about restores.
 
     `mode` is `--kv-cache-gate`: `off` measures too, but allows everything. `loaded_bytes` answers how many bytes
     restoring a number of tokens loads: no fewer for more tokens, and for each further one no more than for the one
@@ -112,7 +113,11 @@ class CostModel:
         record = record if isinstance(record, dict) else {}
         self._prefills = deque(_sound(record.get("prefills")), _RECENT)
         self._restores = deque(_sound(record.get("restores")), _RECENT)
+        self._remotes = deque(_sound(record.get("remotes")), _RECENT)
         self._num_noted = 0
+        self._noting = Lock()
+        """Threads that fetch from the shared tier note what it took."""
+        self._remote: Line | None = None
         self._prefill: Line | None = None
         self._restore: Line | None = None
         self.break_even_tokens: int | None = 0
@@ -146,6 +151,11 @@ class CostModel:
         """`num_bytes` of state were read from the file, decoded and copied to where the model uses them."""
         self._note(self._restores, num_bytes, seconds)
 
+    def note_remote(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes of state, as they are in memory, were fetched from the shared tier for one prompt, all of them
+        together in so many seconds."""
+        self._note(self._remotes, num_bytes, seconds)
+
     def allows(self, num_tokens: int, use: Use = "restore") -> bool:
         """Whether to restore, or to save, the state of the first `num_tokens` tokens. A no is counted, and every
         sixteenth no of each use is a yes, so that restoring is measured again."""
@@ -164,10 +174,25 @@ class CostModel:
             return True
         return restore.s_per_unit * num_bytes < prefill.s_per_unit * num_tokens
 
+    def pays_remote(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether to fetch `num_bytes` from the shared tier in place of computing `num_tokens`. As with `allows`, the
+        answer is yes while that is not known, and every sixteenth no is a yes."""
+        prefill, remote = self._prefill, self._remote
+        if self.mode == "off" or prefill is None or remote is None:
+            return True
+        restore_s = 0.0 if self._restore is None else self._restore.at(num_bytes)
+        if remote.at(num_bytes) + restore_s < prefill.s_per_unit * num_tokens:
+            return True
+        self._below["fetch"] += 1
+        return self._below["fetch"] % _LET_THROUGH == 0
+
     def remember(self) -> None:
         """Keep what was measured for the next start. Without a folder to write to, it is forgotten."""
         if self._key and self._num_noted:
-            _remembered.put(self._key, {"prefills": list(self._prefills), "restores": list(self._restores)})
+            _remembered.put(
+                self._key,
+                {"prefills": list(self._prefills), "restores": list(self._restores), "remotes": list(self._remotes)},
+            )
 
     @property
     def state(self) -> Gate:
@@ -188,11 +213,15 @@ class CostModel:
             "prefill_s_per_token": prefill.s_per_unit if prefill else None,
             "restore_s_per_byte": restore.s_per_unit if restore else None,
             "restore_fixed_s": restore.fixed_s if restore else None,
+            "remote_s_per_byte": self._remote.s_per_unit if self._remote else None,
+            "remote_fixed_s": self._remote.fixed_s if self._remote else None,
             "break_even_tokens": self.break_even_tokens if self.is_known else None,
             "prefill_samples": len(self._prefills),
             "restore_samples": len(self._restores),
+            "remote_samples": len(self._remotes),
             "skipped_restores": self._skipped("restore"),
             "skipped_saves": self._skipped("save"),
+            "skipped_fetches": self._skipped("fetch"),
         }
 
     def _skipped(self, use: Use) -> int:
@@ -201,12 +230,13 @@ class CostModel:
     def _note(self, samples: deque[Sample], size: int, seconds: float) -> None:
         if not _is_sample(size, seconds):
             return
-        was_known = self.is_known
-        samples.append((size, seconds))
-        self._measure()
-        self._num_noted += 1
-        if self.is_known != was_known or self._num_noted % _REMEMBER_EVERY == 0:
-            self.remember()
+        with self._noting:
+            was_known = self.is_known
+            samples.append((size, seconds))
+            self._measure()
+            self._num_noted += 1
+            if self.is_known != was_known or self._num_noted % _REMEMBER_EVERY == 0:
+                self.remember()
 
     def _measure(self) -> None:
         """Draw the lines, and decide: here, so that other threads never look at samples that change."""
@@ -215,6 +245,8 @@ class CostModel:
             self._prefill = Line.through(self._prefills, if_alike="per_unit")
         if len(self._restores) >= _ENOUGH:
             self._restore = Line.through(self._restores, if_alike="fixed")
+        if len(self._remotes) >= _ENOUGH:
+            self._remote = Line.through(self._remotes, if_alike="fixed")
         prefill, restore = self._prefill, self._restore
         if prefill is not None and restore is not None:
             # Each token takes as long to compute as the one before, and no longer to restore: once restoring pays, it

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diskprefix.policy.select import StateKind
-from diskprefix.prefix_cache.nodes import Node, PromptNodes, Rest
 from diskprefix.store.schema import Kind
+from diskprefix.tiers.nodes import Node, PromptNodes, Rest
 from diskprefix.tokens import LEAST_TOKENS
 
 

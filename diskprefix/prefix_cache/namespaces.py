@@ -17,11 +17,11 @@ from diskprefix.errors import CacheError
 from diskprefix.policy.admission import AdmissionFilter
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import MAX_VALUE
-from diskprefix.prefix_cache.nodes import PromptNodes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import HISTORY_TOKENS, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tenant import SHARED, Tenant
+from diskprefix.tiers.nodes import PromptNodes
 from diskprefix.tokens import TokenIds, root_hash
 
 log = logging.getLogger("diskprefix")

@@ -6,9 +6,9 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from diskprefix.policy.select import Selection, StateKind
-from diskprefix.prefix_cache.nodes import Node, PromptNodes, Rest
 from diskprefix.prompt import Mark
 from diskprefix.store.schema import Kind
+from diskprefix.tiers.nodes import Node, PromptNodes, Rest
 
 _SLICEABLE: tuple[StateKind, ...] = ("token", "sliceable")
 """Kinds of state that need no checkpoints."""

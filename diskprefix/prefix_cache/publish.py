@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,13 +16,13 @@ from diskprefix.kv.capturer import Capture
 from diskprefix.kv.finite import is_finite
 from diskprefix.policy.scope import MAX_VALUE
 from diskprefix.prefix_cache.namespaces import TenantNamespace
-from diskprefix.prefix_cache.nodes import Node, PromptNodes
 from diskprefix.prefix_cache.planning import ttl_at
 from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prompt import Prompt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Chain, Publication
+from diskprefix.tiers.nodes import Node, PromptNodes
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
@@ -68,6 +68,8 @@ class Publisher:
     chain: Chain = field(default_factory=Chain)
     pins: ExitStack = field(default_factory=ExitStack)
     has_published: bool = False
+    at_end: Callable[[], None] | None = None
+    """Called when the last batch is with the writer."""
     reason: str = ""
     """Why the policy keeps what it keeps."""
 
@@ -77,6 +79,11 @@ class Publisher:
         self._arena: KVArena | None = None
         self._end = ExitStack()
         """Unpins the last node that is with the writer: what continues it is not there yet."""
+
+    @property
+    def store_id(self) -> bytes:
+        """The id of the store that the request began with."""
+        return self._names.store_id
 
     def nodes_of(self, token_ids: TokenIds) -> PromptNodes:
         block_size, layout = self.cache.settings.block_size, self.cache.payload_layout
@@ -239,6 +246,8 @@ class Publisher:
     def _unpin(self) -> None:
         self._end.close()
         self.pins.close()
+        if self.at_end is not None:
+            self.at_end()
 
 
 def _copied_bytes(nodes: PromptNodes, want: Wanted) -> int:

@@ -10,20 +10,28 @@ from concurrent.futures import ThreadPoolExecutor
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layout import Layout
+from diskprefix.namespace_key import NamespaceKey
 from diskprefix.prefix_cache.cost_model import CostModel
-from diskprefix.prefix_cache.restore import READER_THREADS
 from diskprefix.settings import Settings
 from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
+from diskprefix.tiers.buffer import BufferTier
+from diskprefix.tiers.disk import DiskTier
+from diskprefix.tiers.loading import READER_THREADS
+from diskprefix.tiers.remote.objects import ObjectStore
+from diskprefix.tiers.remote.tier import RemoteTier
+from diskprefix.tiers.tier import Tier
 
 log = logging.getLogger("diskprefix")
 
 
 def open_store(settings: Settings) -> Store:
     """Opens the store of a cache. Raises `CacheError` if the folder cannot be used, but not if it is full or
-    read-only."""
+    read-only, and `SettingsError` if the namespace key cannot be read."""
+    key_file = settings.namespace_key_file
+    namespace = None if key_file is None else NamespaceKey.read(key_file)
     try:
         return Store(
             settings.kv_cache_dir,
@@ -31,6 +39,7 @@ def open_store(settings: Settings) -> Store:
             on_corruption=settings.kv_cache_on_corruption,
             min_free_bytes=settings.kv_cache_min_free,
             serving=True,
+            namespace=namespace,
         )
     except StoreUnavailable as error:
         if "already open in this process" in str(error):
@@ -39,6 +48,15 @@ def open_store(settings: Settings) -> Store:
                 "choose another cache_dir"
             ) from error
         raise
+
+
+def open_remote(settings: Settings) -> RemoteTier | None:
+    """Returns the tier that machines share; None if there is none. Does not connect. Raises `SettingsError`."""
+    if settings.remote_tier is None or settings.namespace_key_file is None:
+        return None
+    key = NamespaceKey.read(settings.namespace_key_file)
+    objects = ObjectStore(settings.remote_tier, timeout_s=settings.remote_deadline)
+    return RemoteTier(objects, key, writes=settings.remote_write != "off")
 
 
 class CacheResources:
@@ -53,6 +71,7 @@ class CacheResources:
         self.layout = layout
         self.payload_layout = PayloadLayout.parse(layout.describe())
         self.has_own_threads = beside is None
+        self.remote: RemoteTier | None = open_remote(settings) if beside is None else beside.remote
         if beside is None:
             self.writer = Writer(
                 store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
@@ -62,9 +81,11 @@ class CacheResources:
             self.writer.on_room = self.capturer.wake
         else:
             self.writer, self.readers, self.capturer = beside.writer, beside.readers, beside.capturer
+        self.tiers: tuple[Tier, ...] = (BufferTier(self.writer), DiskTier(store, self.writer.quarantine))
+        """What can be read at once, the nearest first."""
         self.counters: Counter[str] = Counter()
         self._counting = threading.Lock()
-        self.hits_by_tier: Counter[str] = Counter(memory=0, disk=0)
+        self.hits_by_tier: Counter[str] = Counter(memory=0, disk=0, remote=0)
         self.misses: Counter[str] = Counter()
 
     def count(self, what: str) -> None:

@@ -24,7 +24,7 @@ from diskprefix.engine.request import DoneEvent, GenerateRequest, Stage
 from diskprefix.prompt import Prompt
 from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.described import described
+from diskprefix.server.described import described, events, openai_events
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import log_context
 from diskprefix.server.protocols.anthropic_messages import Messages
@@ -50,14 +50,16 @@ router = APIRouter(tags=["completions"])
 @router.post(
     "/v1/chat/completions",
     summary="Chat",
-    **described(Chat.body, ChatCompletion, ChatCompletionChunk),
+    **described(Chat.body, ChatCompletion, openai_events(ChatCompletionChunk)),
 )
 async def chat_completions(request: Request) -> Response:
     """Reply to a conversation. The part of the prompt that is stored on disk is restored instead of computed."""
     return await answer(request, Chat())
 
 
-@router.post("/v1/completions", summary="Text completion", **described(Completions.body, Completion, Completion))
+@router.post(
+    "/v1/completions", summary="Text completion", **described(Completions.body, Completion, openai_events(Completion))
+)
 async def completions(request: Request) -> Response:
     """Continue a text or a list of token ids. No chat template is applied."""
     return await answer(request, Completions())
@@ -66,7 +68,7 @@ async def completions(request: Request) -> Response:
 @router.post(
     "/v1/responses",
     summary="Response",
-    **described(Responses.body, ModelResponse, ResponseStreamEvent),
+    **described(Responses.body, ModelResponse, events(ResponseStreamEvent)),
 )
 async def responses(request: Request) -> Response:
     """Reply to a conversation that is given as items, or that continues a stored response."""
@@ -76,7 +78,7 @@ async def responses(request: Request) -> Response:
 @router.post(
     "/v1/messages",
     summary="Anthropic messages",
-    **described(Messages.body, AnthropicMessage, AnthropicEvent, AnthropicErrorBody),
+    **described(Messages.body, AnthropicMessage, events(AnthropicEvent), AnthropicErrorBody),
 )
 async def messages(request: Request) -> Response:
     """Reply to a conversation, in the form of Anthropic's API."""
@@ -107,6 +109,7 @@ async def _submitted(request: Request, dialect: Dialect[B], body: B, place: Exit
     with place:
         serving = await daemon.ready()
         serving.require_model(body.model)
+        serving.engine.give_way()
         cache = cache_options_of(body, request)
         asked = await dialect.read(body, Arrival(serving=serving, tenant=cache.tenant))
         began, trace = time.perf_counter(), context.trace

@@ -16,7 +16,7 @@ from diskprefix.server.auth import OPEN_PATHS, Auth
 from diskprefix.server.browser_guard import BrowserGuard
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.dashboard import routes as dashboard
-from diskprefix.server.described import OUTSIDE_FASTAPI
+from diskprefix.server.described import OUTSIDE_FASTAPI, add_errors
 from diskprefix.server.errors import HANDLERS
 from diskprefix.server.keys import ApiKeys
 from diskprefix.settings import Settings
@@ -74,13 +74,14 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
 
 
 def _complete_openapi(app: FastAPI, *, with_keys: bool) -> None:
-    """Adds what FastAPI does not see: the schemas that the routes refer to, and the API key."""
+    """Adds what FastAPI does not see: errors before a route, the schemas that routes refer to, and the API key."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is not None:
             return app.openapi_schema
         schema = generate()
+        add_errors(schema, OPEN_PATHS if with_keys else None)
         models = sorted(OUTSIDE_FASTAPI, key=lambda model: model.__name__)
         _, extra = models_json_schema(
             [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"

@@ -13,6 +13,7 @@ from diskprefix.engine.figures import Distribution
 from diskprefix.server.serving import Serving
 
 _COUNTERS = {
+    "saved_s": ("saved_seconds", "Time that computing what was restored would have taken, less that of restoring it."),
     "restored_bytes": ("store_read_bytes", "Bytes of state that were restored."),
     "saved_tokens": ("store_written_tokens", "Tokens whose state was written."),
     "saved_bytes": ("store_written_bytes", "Bytes of state that were written, before compression."),
@@ -35,6 +36,20 @@ _GATE = {
     "prefill_s_per_token": ("prefill_seconds_per_token", "Measured: computing one more token of a prompt."),
     "restore_s_per_byte": ("restore_seconds_per_byte", "Measured: restoring one more byte."),
     "restore_fixed_s": ("restore_fixed_seconds", "Measured: what a restore takes whatever its size."),
+    "remote_s_per_byte": ("remote_seconds_per_byte", "Measured: fetching one more byte from --remote-tier."),
+    "remote_fixed_s": ("remote_fixed_seconds", "Measured: what a fetch from --remote-tier takes whatever its size."),
+}
+_REMOTE = {
+    "fetched": ("remote_fetched_objects", "Objects that were fetched from --remote-tier."),
+    "fetched_bytes": ("remote_fetched_bytes", "Bytes of these objects."),
+    "missing": ("remote_missing_objects", "Objects that were asked for and not there."),
+    "failed": ("remote_failures", "Requests to the object store that failed, after retries."),
+    "late": ("remote_deadlines", "Prompts computed as the object store took too long (--remote-deadline)."),
+    "skipped": ("remote_skipped", "Prompts for which it was not asked, as it failed several times."),
+    "slower": ("remote_slower", "Prompts for which it was not asked, as computing is faster."),
+    "written": ("remote_written_objects", "Objects that were written."),
+    "written_bytes": ("remote_written_bytes", "Bytes of these objects."),
+    "dropped": ("remote_dropped_prompts", "Prompts that could not be written."),
 }
 
 
@@ -56,6 +71,7 @@ class EngineCollector(Collector):
             yield from _engine_metrics(serving)
             yield from _cache_metrics(self._stats)
             yield from _gate_metrics(self._stats["gate"])
+            yield from _remote_metrics(self._stats["remote"])
 
 
 def _described(serving: Serving) -> dict[str, str]:
@@ -119,11 +135,26 @@ def _gate_metrics(gate: dict[str, Any]) -> Iterator[Metric]:
         # A speed that was not measured yet has no value.
         yield GaugeMetricFamily(f"diskprefix_gate_{name}", text, value=gate[figure])
     skipped = CounterMetricFamily(
-        "diskprefix_gate_skipped", "Restores and saves left out, as computing is faster.", labels=["use"]
+        "diskprefix_gate_skipped", "Restores, saves and fetches left out, as computing is faster.", labels=["use"]
     )
-    for use in ("restore", "save"):
-        skipped.add_metric([use], gate[f"skipped_{use}s"])
+    for use, count in (("restore", "skipped_restores"), ("save", "skipped_saves"), ("fetch", "skipped_fetches")):
+        skipped.add_metric([use], gate[count])
     yield skipped
+
+
+def _remote_metrics(remote: dict[str, Any] | None) -> Iterator[Metric]:
+    """Nothing without a shared tier."""
+    if remote is None:
+        return
+    for name, (metric, text) in _REMOTE.items():
+        yield _counter(metric, text, remote[name])
+    refused = CounterMetricFamily(
+        "diskprefix_remote_refused_objects", "Objects that failed their checks and were not used.", labels=["reason"]
+    )
+    for reason, count in remote["refused"].items():
+        refused.add_metric([reason], count)
+    yield refused
+    yield _gauge("remote_failing", "1 while the object store is left alone.", remote["state"] == "failing")
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

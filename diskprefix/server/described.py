@@ -1,40 +1,82 @@
-"""What the OpenAPI document says of a route whose body FastAPI cannot see: `read_json` reads it."""
+"""What the OpenAPI document says and FastAPI cannot see: bodies that `read_json` reads, and errors before a route."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from http import HTTPStatus
 from typing import Any
 
 from pydantic import BaseModel
 
-from diskprefix.server.errors import ErrorBody
+from diskprefix.server.errors import ANTHROPIC_PATH, ErrorBody
+from diskprefix.server.protocols.anthropic_replies import AnthropicErrorBody
 
 OUTSIDE_FASTAPI: set[type[BaseModel]] = set()
 """The bodies and the events of streams that routes refer to. FastAPI does not add their schemas to the document."""
 
-_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+_OF_BODIES = (400, 404, 408, 413, 415, 429)
+_OF_ALL_ROUTES = (HTTPStatus.FORBIDDEN, HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
+"""Another site's page, a failure, and too many connections or no model yet."""
 
 
 def described(
     body: type[BaseModel],
     whole: type[BaseModel],
-    chunk: type[BaseModel] | None = None,
+    stream: dict[str, Any] | None = None,
     error: type[BaseModel] = ErrorBody,
 ) -> dict[str, Any]:
-    """Returns the arguments for a router's decorator: what the route takes, `whole` or in a stream `chunk`s that it
-    answers, and its errors."""
+    """Returns the arguments of a router's decorator: what the route takes, the `whole` or the `stream` that it answers,
+    and the errors of reading it."""
     answer: dict[str, Any] = {"model": whole}
-    if chunk is not None:
+    if stream is not None:
         answer["description"] = "The reply; with `stream: true` server-sent events."
-        answer["content"] = {"text/event-stream": {"schema": _reference(chunk)}}
+        answer["content"] = stream
     return {
         "response_model": None,
-        "responses": {200: answer, **{status: {"model": error} for status in _ERRORS}},
+        "responses": {200: answer, **{status: {"model": error} for status in _OF_BODIES}},
         "openapi_extra": {
             "requestBody": {"required": True, "content": {"application/json": {"schema": _reference(body)}}}
         },
     }
 
 
+def events(data: type[BaseModel]) -> dict[str, Any]:
+    """Returns the content of a stream of server-sent events, each of which has `data` as JSON."""
+    return _events(_as_json(_reference(data)))
+
+
+def openai_events(chunk: type[BaseModel]) -> dict[str, Any]:
+    """The same for OpenAI's streams: an error ends one in place of `[DONE]`."""
+    return _events({"anyOf": [_as_json({"anyOf": [_reference(chunk), _reference(ErrorBody)]}), {"const": "[DONE]"}]})
+
+
+def _events(data: dict[str, Any]) -> dict[str, Any]:
+    """An event is an object with its fields as texts, as OpenAPI has it."""
+    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
+    return {"text/event-stream": {"schema": event}}
+
+
+def _as_json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+
+
+def add_errors(document: dict[str, Any], without_key: Collection[str] | None) -> None:
+    """Adds to each route what it may be answered before it is called. With keys, `without_key` are the paths that need
+    none; otherwise it is None."""
+    for path, methods in document["paths"].items():
+        error = AnthropicErrorBody if path.startswith(ANTHROPIC_PATH) else ErrorBody
+        needs_key = without_key is not None and path not in without_key
+        for status in (*_OF_ALL_ROUTES, *((HTTPStatus.UNAUTHORIZED,) if needs_key else ())):
+            content = {"application/json": {"schema": _reference(error)}}
+            for operation in methods.values():
+                said = {"description": status.phrase, "content": content}
+                operation["responses"].setdefault(str(status.value), said)
+
+
 def _reference(model: type[BaseModel]) -> dict[str, str]:
     OUTSIDE_FASTAPI.add(model)
     return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+for _error in (ErrorBody, AnthropicErrorBody):
+    _reference(_error)

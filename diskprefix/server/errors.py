@@ -85,7 +85,7 @@ def openai_error(fault: Fault) -> dict[str, Any]:
     return {"error": {"message": fault.message, "type": fault.type, "param": fault.param, "code": fault.code}}
 
 
-_ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_PATH = "/v1/messages"
 _RESPONSES_PATH = "/v1/responses"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -107,7 +107,7 @@ def anthropic_error(fault: Fault, request_id: str) -> dict[str, Any]:
 
 def _written(scope: Scope, fault: Fault) -> dict[str, Any]:
     """Returns the error in the form of the API that was called. Anthropic's clients name theirs on every route."""
-    if scope["path"].startswith(_ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope):
+    if scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope):
         return anthropic_error(fault, log_context(Request(scope)).request_id)
     return openai_error(fault)
 
@@ -132,7 +132,7 @@ def _response(scope: Scope, fault: Fault, headers: Mapping[str, str] | None) -> 
 
 def early_sign(scope: Scope) -> bytes:
     """Returns a sign of life for a stream that has not begun. Anthropic's clients ignore comments."""
-    is_anthropic = scope["path"].startswith(_ANTHROPIC_PATH)
+    is_anthropic = scope["path"].startswith(ANTHROPIC_PATH)
     return b'event: ping\ndata: {"type": "ping"}\n\n' if is_anthropic else b": keepalive\n\n"
 
 

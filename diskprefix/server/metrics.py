@@ -50,7 +50,7 @@ class ServerMetrics:
         )
         self._prompt_tokens = Counter(
             "diskprefix_prompt_tokens",
-            "Prompt tokens of completed requests, by where their state came from: computed, memory or disk.",
+            "Prompt tokens of completed requests, by where their state came from: computed, memory, disk or remote.",
             ["source"],
             registry=registry,
         )
@@ -87,7 +87,7 @@ class ServerMetrics:
         """A series that appears with its first event has no rate before the second."""
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
-        for source in ("computed", "memory", "disk"):
+        for source in ("computed", "memory", "disk", "remote"):
             self._prompt_tokens.labels(source)
         for result in ("accepted", "rejected"):
             self._draft_tokens.labels(result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
@@ -14,8 +14,6 @@ from diskprefix.server.errors import ErrorBody
 from diskprefix.server.serving import Serving
 
 router = APIRouter(tags=["daemon"])
-
-_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorBody}}
 
 _PARAMETERS = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs", "top_logprobs"),
@@ -135,7 +133,7 @@ async def _serving(request: Request) -> Serving:
     return await daemon.ready()
 
 
-@router.get("/v1/models", summary="List models", responses=_NOT_READY)
+@router.get("/v1/models", summary="List models")
 async def list_models(request: Request) -> ModelList | AnthropicModelList:
     """The one model that is served."""
     serving = await _serving(request)
@@ -148,7 +146,7 @@ async def list_models(request: Request) -> ModelList | AnthropicModelList:
 @router.get(
     "/v1/models/{model_name:path}",
     summary="Retrieve a model",
-    responses={404: {"model": ErrorBody}, **_NOT_READY},
+    responses={404: {"model": ErrorBody}},
 )
 async def retrieve_model(model_name: str, request: Request) -> ModelCard | AnthropicModel:
     """The served model by its name."""

@@ -20,7 +20,7 @@ from diskprefix.server.protocols.responses.stored import ResponseStore
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"])
 
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (400, 401, 404, 503)}
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (400, 404)}
 
 Salt = Annotated[
     str | None, Query(min_length=1, max_length=MAX_SALT_CHARS, description="That of the request which was answered.")

@@ -21,9 +21,6 @@ from diskprefix.version import __version__
 
 router = APIRouter(tags=["daemon"])
 
-_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorBody}}
-_ADMIN_ONLY: dict[int | str, dict[str, Any]] = {403: {"model": ErrorBody}}
-
 
 class Health(BaseModel):
     """Whether requests are served. With `--api-keys`, only the key named `admin` gets more than `status`."""
@@ -78,7 +75,7 @@ def _daemon(request: Request) -> Daemon:
     "/health",
     summary="Health",
     response_model=Health,
-    responses={503: {"model": Health}},
+    responses={503: {"model": Health | ErrorBody}},
 )
 async def health(request: Request) -> JSONResponse:
     """200 when requests are served, 503 when not."""
@@ -96,7 +93,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(content.model_dump(), status_code)
 
 
-@router.get("/props", summary="Properties", responses=_NOT_READY | _ADMIN_ONLY, dependencies=[Depends(require_admin)])
+@router.get("/props", summary="Properties", dependencies=[Depends(require_admin)])
 async def props(request: Request) -> Props:
     """The model, the cache with its settings and counts, all settings and the start-up times."""
     daemon = _daemon(request)
@@ -136,7 +133,6 @@ def _model_props(serving: Serving) -> dict[str, Any]:
     response_class=Response,
     responses={
         200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text."},
-        **_ADMIN_ONLY,
     },
     dependencies=[Depends(require_admin)],
 )

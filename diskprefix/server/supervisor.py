@@ -1,7 +1,8 @@
 """`serve --standby`: a small process that holds the listening sockets, a worker that serves, and a spare.
 
-The spare has imported everything and waits. When the worker dies, the spare takes its place and a new spare is made.
-Connections that arrive in between wait in the sockets' queue. This module imports neither torch nor the server.
+The spare has imported everything, has read the tokenizer, and waits. When the worker dies, the spare takes its place
+and a new spare is made. Connections that arrive in between wait in the sockets' queue. This module imports neither
+torch nor the server.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -318,8 +320,10 @@ class Line:
         self._turn.wait()
 
     def _listen(self) -> None:
-        while self._channel.recv(len(GO)) == GO:
-            self._turn.set()
+        # It is a reset, not an end, where the supervisor died before it had read all that it was told.
+        with suppress(ConnectionResetError):
+            while self._channel.recv(len(GO)) == GO:
+                self._turn.set()
         # The supervisor is gone. Without it nobody is told anything, and the port must become free.
         if self._turn.is_set():
             os.kill(os.getpid(), signal.SIGTERM)

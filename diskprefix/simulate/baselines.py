@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, defaultdict
 
+import numpy as np
+
 from diskprefix.policy.history import History
 from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
 from diskprefix.prefix_cache.radix_tree import RadixTree
@@ -86,7 +88,7 @@ class _Snapshots:
 
 
 def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
-    """What no rule passes: of each prompt all tokens that it shares with any one before it.
+    """What no rule passes: of each prompt all tokens that it shares with any one before it and its reply.
 
     What is shared counts from `LEAST_TOKENS` where prompts restore to the token. Elsewhere it counts from one block, or
     from `min_tokens` if they are fewer: no rule with the settings of `policy` restores less. Of what a request asks for
@@ -108,9 +110,11 @@ def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
         totals.restored_tokens += restored
         totals.seconds_saved += restored * policy.seconds_per_token
         if request.save and request.remembered:
-            kept.add(root, token_ids)
+            # The state of a reply is kept where decoding leaves what a prefill would.
+            whole = np.concatenate([token_ids, request.reply]) if geometry.state_kind == "token" else token_ids
             totals.selected_tokens += len(token_ids)
-            totals.written_tokens += len(token_ids) - shared
+            totals.written_tokens += len(whole) - kept.shared(root, whole)
+            kept.add(root, whole)
     num_bytes = totals.written_tokens * geometry.bytes_per_token
     totals.written_bytes = totals.distinct_bytes = totals.peak_bytes = num_bytes
     return totals

@@ -16,13 +16,13 @@ from diskprefix.policy.history import History
 from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope
 from diskprefix.policy.select import Selection, select
 from diskprefix.prefix_cache.matching import Matcher
-from diskprefix.prefix_cache.nodes import PromptNodes, Rest
 from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes, ttl_at
 from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.store import NewEntry, Rank, SimulatedStore
 from diskprefix.simulate.trace import Trace, TraceRequest
 from diskprefix.store.eviction import scores
 from diskprefix.store.schema import HISTORY_TOKENS
+from diskprefix.tiers.nodes import PromptNodes, Rest
 from diskprefix.tokens import TokenIds, root_hash
 
 _SECRET = 0
@@ -119,7 +119,7 @@ class Simulator:
         policy, prompt = self._policy, request.prompt
         scope = request.scope or policy.scope
         self.store.pass_time(request.when)
-        nodes = self._nodes(request, prompt.token_ids)
+        nodes = self.nodes(request, prompt.token_ids)
         progress = self._restore(request, nodes) if scope.kind != "off" else Progress()
         history, admission = self._memory(request)
         names = nodes.block_names
@@ -178,7 +178,7 @@ class Simulator:
             for name, ttl_s in marked_nodes(nodes, request.prompt.marks, request.ttl_s):
                 self.store.touch(name, request.when, 0, ttl_s)
         if len(request.reply):
-            whole = self._nodes(request, np.concatenate([request.prompt.token_ids, request.reply]))
+            whole = self.nodes(request, np.concatenate([request.prompt.token_ids, request.reply]))
             plan = planner.plan_reply(whole, selection)
             written += self._store(request, planner, plan, is_expected=selection.continues)
         return written
@@ -211,7 +211,8 @@ class Simulator:
                 totals.distinct_bytes += entry.num_bytes
         return sum(entry.node.num_tokens for entry in entries)
 
-    def _nodes(self, request: TraceRequest, token_ids: TokenIds) -> PromptNodes:
+    def nodes(self, request: TraceRequest, token_ids: TokenIds) -> PromptNodes:
+        """The nodes of a prompt, by the names that they have in the store."""
         root, layout = root_hash(request.tenant), self._geometry.layout
         return PromptNodes(_SECRET, root, token_ids, self._policy.block_size, layout)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diskprefix.prefix_cache.nodes import Node, Rest
 from diskprefix.store.eviction import (
     UsageTable,
     after_use,
@@ -25,6 +24,7 @@ from diskprefix.store.eviction import (
     with_uses,
 )
 from diskprefix.store.schema import USAGE_DTYPE, Kind, UsageRecord
+from diskprefix.tiers.nodes import Node, Rest
 from diskprefix.tokens import num_common
 
 Rank = Callable[[UsageTable, float], NDArray[np.float64]]
@@ -161,7 +161,7 @@ class SimulatedStore:
 
     def _remove_shorter(self, entry: NewEntry, now: float) -> None:
         """Does what `store.changes.Changes.remove_shorter` does."""
-        if entry.token_ids is None:
+        if entry.token_ids is None or len(self._children[entry.node.parent]) == 1:
             return
         own = self._rows[entry.node.name]
         for end in range(len(entry.token_ids), -1, -4):

@@ -24,7 +24,8 @@ class TraceRequest:
     are not known. `scope`: what the request itself asked for; None for the scope that is
     simulated. `group`, `save` and `ttl_s` are those of `CacheOptions`. Requests of different tenants share nothing.
     `is_shared`: the tenant has neither key nor salt, as the one without a name always is. `remembered`: whether the
-    prompt counts as a recent one for later requests; false for one that failed or was cancelled.
+    prompt counts as a recent one for later requests; false for one that failed or was cancelled. `grain`: prompts share
+    whole multiples of so many tokens only, as those of a trace of block ids do.
     """
 
     when: float
@@ -38,6 +39,7 @@ class TraceRequest:
     save: bool = True
     ttl_s: float | None = None
     remembered: bool = True
+    grain: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,9 @@ def block_trace(name: str, requests: Sequence[BlockRequest], block_tokens: int) 
         for request, ids in zip(ordered, numbered, strict=True):
             token_ids = block_tokens_of(ids, block_tokens, request.num_tokens)
             prompt = Prompt(token_ids=token_ids, system_end=request.system_end)
-            yield TraceRequest(when=request.when, prompt=prompt, output_tokens=request.output_tokens)
+            yield TraceRequest(
+                when=request.when, prompt=prompt, output_tokens=request.output_tokens, grain=block_tokens
+            )
 
     return Trace(name, len(ordered), replay)
 

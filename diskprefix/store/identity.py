@@ -6,7 +6,8 @@ import secrets
 import struct
 from pathlib import Path
 
-from diskprefix.errors import StoreCorrupt, StoreFormatError
+from diskprefix.errors import StoreCorrupt, StoreFormatError, StoreUnavailable
+from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import Changes
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import DATA
@@ -19,8 +20,9 @@ _FORMAT, _NAMES = "format", "names"
 _U32 = struct.Struct("<I")
 
 
-def identify(path: Path, env: Environment, now: float) -> NamesRecord:
-    """Read a store's identity, or write it into a new store at time `now`, then open all databases.
+def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey | None) -> NamesRecord:
+    """Read a store's identity, or write it into a new store at time `now`, then open all databases. `namespace` seeds
+    the names of a new store; without it they are seeded with a secret of its own.
 
     Nothing else in the file is used before its format is known. Raises `StoreFormatError` if the store has another
     format, `StoreCorrupt` if its identity is damaged, and `StoreUnavailable` if the file is not a store.
@@ -35,15 +37,33 @@ def identify(path: Path, env: Environment, now: float) -> NamesRecord:
             changes = Changes(env.databases, txn, now)
             # Another process may have written its identity meanwhile.
             if not any(changes.keys("meta")):
-                _create(changes, now)
+                _create(changes, now, namespace)
     with env.transaction() as txn:
         names = _read(path, Snapshot(env.databases, txn))
     env.open_databases(DATABASES)
     return names
 
 
-def _create(changes: Changes, now: float) -> None:
-    names = NamesRecord(store_id=secrets.token_bytes(HASH_BYTES), secret=secrets.randbits(64), created_at=now)
+def require_namespace(path: Path, names: NamesRecord, namespace: NamespaceKey | None) -> None:
+    """Raises `StoreUnavailable` unless the names of the store in folder `path` are seeded as `namespace` says."""
+    if names.namespace == (namespace.digest if namespace else b""):
+        return
+    if not names.namespace:
+        problem = "its names are not made with a namespace key; leave --namespace-key-file out"
+    elif namespace is None:
+        problem = "its names are made with a namespace key; give the file with --namespace-key-file"
+    else:
+        problem = "its names are made with another namespace key; give that one with --namespace-key-file"
+    raise StoreUnavailable(f"{path / DATA}: {problem}, or choose another --kv-cache-dir")
+
+
+def _create(changes: Changes, now: float, namespace: NamespaceKey | None) -> None:
+    names = NamesRecord(
+        store_id=secrets.token_bytes(HASH_BYTES),
+        secret=namespace.names_seed if namespace else secrets.randbits(64),
+        created_at=now,
+        namespace=namespace.digest if namespace else b"",
+    )
     changes.put_meta(_FORMAT, _U32.pack(FORMAT_VERSION))
     changes.put_meta(_NAMES, encode_record(_NAMES.encode(), names))
 

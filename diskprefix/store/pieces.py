@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import PIECE_BYTES, Element, Piece
 from diskprefix.store.schema import Kind
+
+LAYOUT_VERSION = 1
+"""Of the byte format that a `LayoutText` describes."""
 
 _ELEMENTS = {
     "bfloat16": (2, Element.BF16),
@@ -21,15 +25,54 @@ _ELEMENTS = {
     "float8_e5m2": (1, Element.FP8_E5M2),
     "int32": (4, Element.BYTES),
     "int64": (8, Element.BYTES),
+    "uint8": (1, Element.BYTES),
+    "int8": (1, Element.BYTES),
 }
 
+Axis: TypeAlias = Literal["page", "head", "token", "dim"]
+_AXES: frozenset[tuple[Axis, ...]] = frozenset(
+    {("head", "token", "dim"), ("page", "head", "token", "dim"), ("page", "token", "head", "dim")}
+)
 
-class LayoutGroup(msgspec.Struct, frozen=True):
+
+class LayoutGroup(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Per-token tensors of one form. A payload holds one after the other, in the order of the layers, so that the first
+    pieces are enough for the first layers.
+
+    `axes` is the order of each tensor's axes. The tokens of a tensor in pages are cut into pages of `page` tokens. What
+    is inside a page is the engine's own, so a page is never cut.
+    """
+
     heads: int
     head_dim: int
     dtype: str
     tensors: tuple[str, ...]
     window: int | None = None
+    axes: tuple[Axis, ...] = ("head", "token", "dim")
+    page: int = 1
+
+    @property
+    def rows_each(self) -> int:
+        """How many rows a payload has of each tensor. A row holds a part of every token, one token after the other."""
+        return self.heads if self.axes[0] == "head" else 1
+
+    @property
+    def row_elements(self) -> int:
+        """How many elements a row has of each token."""
+        return self.heads * self.head_dim // self.rows_each
+
+    def shape(self, num_tokens: int) -> tuple[int, ...]:
+        """The shape of one tensor with so many tokens."""
+        sizes = {"page": num_tokens // self.page, "head": self.heads, "token": self.page, "dim": self.head_dim}
+        if self.axes[0] == "head":
+            return 1, self.heads, num_tokens, self.head_dim
+        return tuple(sizes[axis] for axis in self.axes)
+
+    def check(self) -> None:
+        """Raises `ValueError` for what no engine writes."""
+        is_paged = self.axes[0] == "page" if self.axes else False
+        if self.axes not in _AXES or self.page < 1 or (self.page > 1 and not is_paged):
+            raise ValueError(f"axes {','.join(self.axes)} with pages of {self.page} tokens")
 
 
 class LayoutState(msgspec.Struct, frozen=True):
@@ -41,14 +84,22 @@ class LayoutState(msgspec.Struct, frozen=True):
     tensors: tuple[str, ...]
 
 
-class LayoutText(msgspec.Struct, frozen=True):
-    """The text that `kv.layout.Layout.describe` writes."""
+class LayoutText(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The text that `kv.layout.Layout.describe` writes, and a connector for the pages of its engine.
+
+    `shard` is the rank of the process that computed the state, and the number of ranks that share each token.
+    """
 
     version: int
     groups: tuple[LayoutGroup, ...]
     logits: tuple[int, str]
     states: tuple[LayoutState, ...] = ()
     one_pass: bool = False
+    shard: tuple[int, int] = (0, 1)
+
+    def text(self) -> str:
+        """Returns the canonical text."""
+        return msgspec.json.encode(self).decode()
 
 
 @dataclass(frozen=True)
@@ -78,7 +129,7 @@ class PayloadLayout:
         """From the layout text of a root. Raises `StoreCorrupt`."""
         try:
             found = msgspec.json.decode(text, type=LayoutText)
-            groups = tuple(_rows(len(g.tensors) * g.heads, g.head_dim, g.dtype) for g in found.groups)
+            groups = tuple(map(_token_rows, found.groups))
             return cls(groups, _rows(1, *found.logits), tuple(map(_state_rows, found.states)))
         except (msgspec.DecodeError, KeyError, ValueError) as error:
             raise StoreCorrupt(f"a payload layout cannot be read: {error}") from error
@@ -120,6 +171,11 @@ def _cut_rows(group: int, rows: Piece, row_bytes: int) -> list[Cut]:
         Cut(Piece(min(rows_in_piece, rows.num_rows - first), row_bytes, rows.element), group, first)
         for first in range(0, rows.num_rows, rows_in_piece)
     ]
+
+
+def _token_rows(group: LayoutGroup) -> Piece:
+    group.check()
+    return _rows(len(group.tensors) * group.rows_each, group.row_elements, group.dtype)
 
 
 def _state_rows(state: LayoutState) -> Piece:

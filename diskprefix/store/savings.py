@@ -86,6 +86,8 @@ class SavingsLog:
         self._lock = threading.Lock()
         self._waiting: dict[bytes, tuple[RootRecord, Savings]] = {}
         self._written_at = clock()
+        self.saved_s = 0.0
+        """What was saved since the start of this process, in seconds."""
 
     def note(self, root: bytes, record: RootRecord, counts: Tally, block: bytes | None) -> None:
         """Count a request. `block` is the last full block that it restored, None if it restored none."""
@@ -94,6 +96,7 @@ class SavingsLog:
         new = Savings(since=now, days={_day(now): counts}, hits=hits)
         new.total.add(counts)
         with self._lock:
+            self.saved_s += counts.saved_s
             if root in self._waiting:
                 self._waiting[root][1].add(new)
             elif len(self._waiting) < _MOST_WAITING:

@@ -139,12 +139,14 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the names of a store's nodes are made with, drawn when it is created: its id (16 bytes), and the secret (64
-    bits) that seeds them. A wrong bit in the secret would turn every hit into a miss."""
+    """What the names of a store's nodes are made with, fixed when it is created: its id (16 bytes), and the secret (64
+    bits) that seeds them. A wrong bit in the secret would turn every hit into a miss. `namespace` is the digest of the
+    namespace key that the secret was derived from; empty if it was drawn for this store."""
 
     store_id: bytes
     secret: int
     created_at: float
+    namespace: bytes = b""
 
 
 class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):

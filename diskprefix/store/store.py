@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailable
+from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import OnCorruption, format_size
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.choice import CodecRecord, choose, measure
@@ -128,6 +129,7 @@ class Store(StoreFile):
         min_free_bytes: int = 0,
         serving: bool = False,
         clock: Callable[[], float] = time.time,
+        namespace: NamespaceKey | None = None,
     ) -> None:
         """Open the store in folder `path`, and create it unless `read_only`. Without `budget_bytes`, which tools leave
         out, the budget is the one of the last daemon.
@@ -135,6 +137,9 @@ class Store(StoreFile):
         Raises `StoreUnavailable` (the folder cannot be created, read or written, others may write to it, or its file
         belongs to another program). With `on_corruption` "refuse", raises `StoreFormatError` for a store of another
         format and `StoreCorrupt` for a damaged file; with "quarantine", that file is moved aside.
+
+        `namespace` seeds the names of a store that is created. A daemon's must be the one that the store was created
+        with, or it raises `StoreUnavailable`.
 
         `serving` is for a daemon: evict until the budget holds. A read-only or full file system is no error then,
         because `maintain` tries again.
@@ -146,6 +151,7 @@ class Store(StoreFile):
             on_corruption=on_corruption,
             serving=serving,
             clock=clock,
+            namespace=namespace,
         )
         self.codec = Codec.RAW
         self.codec_reason = ""

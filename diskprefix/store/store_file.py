@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreUnavailable
+from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, OnCorruption
 from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderLock, FolderUnavailable
-from diskprefix.store.identity import identify
+from diskprefix.store.identity import identify, require_namespace
 from diskprefix.store.opening import open_environment, set_aside
 from diskprefix.store.schema import NamesRecord
 from diskprefix.store.snapshot import Snapshot
@@ -49,6 +50,7 @@ class StoreFile:
         on_corruption: OnCorruption,
         serving: bool,
         clock: Callable[[], float],
+        namespace: NamespaceKey | None,
     ) -> None:
         """Opens the folder; for the arguments and errors see `Store`."""
         self.path = path
@@ -58,6 +60,8 @@ class StoreFile:
         self.mapped: set[bytes] = set()
         self._has_budget = budget_bytes > 0
         self._is_reader = read_only
+        self._is_serving = serving
+        self._namespace = namespace
         self._on_corruption = on_corruption
         self._env: Environment | None = None
         self._lock: FolderLock | None = None
@@ -168,7 +172,9 @@ class StoreFile:
     def _open(self, *, read_only: bool) -> None:
         env, lock = open_environment(self.path, budget_bytes=self.budget_bytes, read_only=read_only)
         try:
-            names = identify(self.path, env, self.clock())
+            names = identify(self.path, env, self.clock(), self._namespace)
+            if self._is_serving:
+                require_namespace(self.path, names, self._namespace)
             self._agree_on_budget(env)
         except BaseException:
             env.close()

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from diskprefix.cli import doctor_machine
-from diskprefix.cli.doctor_machine import folder_findings, port_finding, store_findings
+from diskprefix.cli.doctor_machine import (
+    folder_findings,
+    port_finding,
+    python_findings,
+    store_findings,
+    torch_findings,
+)
 from diskprefix.cli.findings import Finding
+from diskprefix.errors import StoreCorrupt
+from diskprefix.model import rows
+from diskprefix.native import library
 from diskprefix.settings import Settings
 from diskprefix.store.codec.choice import Speeds
 from tests.cli.conftest import Run
@@ -73,6 +88,85 @@ def test_a_client_is_served_and_a_restart_loses_nothing(run: Run, chat_model: Pa
     assert list(tmp_path.iterdir()) == [], "the store of its own is gone"
 
 
+def test_an_old_python_and_missing_packages_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [(found.check, found.level) for found in python_findings()] == [("python", "ok")]
+
+    def without_lmdb(package: str) -> str:
+        return version("no-such-package" if package == "lmdb" else package)
+
+    monkeypatch.setattr(doctor_machine, "_LEAST_PYTHON", (99, 0))
+    monkeypatch.setattr(doctor_machine, "version", without_lmdb)
+    found = by_check(python_findings())
+    assert [found[check].level for check in ("python", "packages")] == ["problem", "problem"]
+    assert found["packages"].text == "not installed: lmdb"
+
+
+@pytest.mark.parametrize(
+    ("capability", "level"), [("AVX512", "ok"), ("AVX2", "ok"), ("DEFAULT", "note"), ("NO AVX", "note")]
+)
+def test_a_cpu_without_vectors_is_told(monkeypatch: pytest.MonkeyPatch, capability: str, level: str) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert by_check(torch_findings(Settings()))["torch"].level == level
+
+
+@pytest.mark.parametrize(
+    ("names", "kernels", "level"), [("native (amx)", "auto", "ok"), ("torch", "torch", "ok"), ("torch", "auto", "note")]
+)
+def test_kernels_that_could_be_faster_are_told(
+    monkeypatch: pytest.MonkeyPatch, names: str, kernels: str, level: str
+) -> None:
+    monkeypatch.setattr(library, "choose", lambda _kernels: None)
+    monkeypatch.setattr(library, "described", lambda: names)
+    assert by_check(torch_findings(Settings(kernels=kernels)))["kernels"].level == level
+
+
+def test_kernels_that_are_not_there_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(_kernels: str) -> None:
+        raise library.Unavailable("this CPU has no AMX")
+
+    monkeypatch.setattr(library, "choose", choose)
+    found = by_check(torch_findings(Settings()))
+    assert (found["kernels"].level, found["kernels"].text) == ("problem", "this CPU has no AMX")
+    assert "batch invariance" not in found
+
+
+def test_products_that_depend_on_what_is_beside_them_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert by_check(torch_findings(Settings()))["batch invariance"].level == "ok"
+    linear = rows.linear
+    monkeypatch.setattr(rows, "linear", lambda x, weight: linear(x, weight) + (len(x) in (2, 7)))
+    found = by_check(torch_findings(Settings()))["batch invariance"]
+    assert (found.level, "(2, 7)" in found.text) == ("note", True)
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert by_check(folder_findings(Settings(kv_cache_dir=tmp_path / "a/b")))["folder"].text.endswith("will be created")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    found = by_check(folder_findings(Settings(kv_cache_dir=tmp_path / "a/b")))
+    assert (list(found), found["folder"].level) == (["folder"], "problem")
+    assert str(tmp_path) in found["folder"].text
+
+
+@pytest.mark.parametrize(
+    ("mounts", "kind"),
+    [
+        ("/dev/a / ext4 rw", "ext4"),
+        ("none {at} tmpfs rw\n/dev/a / ext4 rw", "tmpfs"),
+        ("/dev/a / ext4 rw\nnone {at} tmpfs rw\nhost:/x {at} nfs4 rw", "nfs4"),
+        ("/dev/a / ext4 rw\nnone {at}-else tmpfs rw", "ext4"),
+        ("/dev/a / ext4 rw\nbad", "ext4"),
+        ("", ""),
+    ],
+)
+def test_the_innermost_mount_counts_and_of_two_the_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounts: str, kind: str
+) -> None:
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    at = str(folder.resolve()).replace(" ", "\\040")
+    monkeypatch.setattr(Path, "read_text", lambda *_args, **_how: mounts.format(at=at))
+    assert doctor_machine._file_system(folder) == kind
+
+
 def test_a_folder_that_others_may_write_to_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir(mode=0o777)
     (tmp_path / "kv").chmod(0o777)
@@ -111,6 +205,33 @@ def test_the_disk_is_compared_with_computing(tmp_path: Path, disk: Any) -> None:
     assert by_check(store_findings(settings))["disk"].level == "skipped"
 
 
+def test_the_room_that_the_store_has_already_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data.mdb").write_bytes(bytes(3000))
+    disk = SimpleNamespace(f_bavail=1, f_frsize=2000)
+    monkeypatch.setattr(os, "statvfs", lambda _path: disk)
+    for min_free, level in ((4000, "note"), (5000, "problem")):
+        settings = Settings(kv_cache_dir=tmp_path, kv_cache_budget=2**30, kv_cache_min_free=min_free)
+        assert by_check(folder_findings(settings))["space"].level == level
+
+
+def test_an_empty_store_has_no_times_and_no_speed(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    found = by_check(store_findings(Settings(kv_cache_dir=tmp_path)))
+    assert {found[check].level for check in ("store", "clock", "disk")} == {"ok"}
+    assert "not measured yet" in found["disk"].text
+
+
+def test_a_store_that_cannot_be_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(_snapshot: Any) -> float:
+        raise StoreCorrupt("a record is damaged")
+
+    open_store(tmp_path).close()
+    monkeypatch.setattr(doctor_machine, "_newest_use", damaged)
+    found = list(store_findings(Settings(kv_cache_dir=tmp_path)))
+    assert ("problem", "a record is damaged") in [(each.level, each.text) for each in found]
+    assert found[-1].check == "disk", "the other checks go on"
+
+
 @pytest.mark.parametrize(
     ("now", "newest", "level"), [(1.8e9, 1.7e9, "ok"), (1.8e9, 1.9e9, "note"), (1e9, 0.0, "problem")]
 )
@@ -129,6 +250,36 @@ def test_a_port_that_another_program_has_is_a_problem(monkeypatch: pytest.Monkey
     with socket.create_server(("127.0.0.1", 0)) as other:
         found = port_finding(Settings(port=other.getsockname()[1]))
     assert (found.level, "another program" in found.text) == ("problem", True)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "level"),
+    [
+        (200, b'{"status": "ok"}', "ok"),
+        (503, b'{"status": "loading"}', "note"),
+        (200, b'{"status": "degraded"}', "note"),
+        (200, b'{"status": 1}', "problem"),
+        (200, b"[1]", "problem"),
+        (404, b"<html>", "problem"),
+    ],
+)
+def test_what_answers_at_the_port_is_a_daemon_or_not(status: int, body: bytes, level: str) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert port_finding(Settings(port=server.server_port)).level == level
+
+
+def test_an_address_of_another_machine_is_a_problem() -> None:
+    found = port_finding(Settings(host="192.0.2.1", port=0))
+    assert (found.level, "another --host" in found.advice) == ("problem", True)
 
 
 def test_a_daemon_at_the_port_is_no_problem(daemon: DaemonProcess) -> None:

@@ -61,6 +61,9 @@ def test_init_writes_a_unit_that_serves_with_the_settings(run: Run, home: Path) 
     command = next(line.removeprefix("ExecStart=") for line in unit.splitlines() if line.startswith("ExecStart="))
     assert command == f"{sys.executable} -m diskprefix serve --policy {files[0]}"
     assert "Type=notify" in unit
+    packaged = Path("systemd/user/diskprefix.service").read_text()
+    others = unit.replace(command, "%h/.local/bin/diskprefix serve").splitlines()[2:]
+    assert others == packaged[packaged.index("[Unit]") :].splitlines(), "the rest is that of the package"
     if shutil.which("systemd-analyze"):
         subprocess.run(["systemd-analyze", "verify", files[1]], check=True, capture_output=True)
 
@@ -74,6 +77,18 @@ def test_init_replaces_nothing_unless_told(run: Run, home: Path) -> None:
     assert "port" not in tomllib.loads(file.read_text())
 
 
+def test_a_unit_can_be_added_to_settings_that_are_there(run: Run, home: Path) -> None:
+    file = home / "config/diskprefix/settings.toml"
+    assert run("init", "--yes").exit_code == 0
+    file.write_text("port = 1\n")
+    ended = run("init", "--unit")
+    assert (ended.exit_code, ended.stdout.splitlines()[0], file.read_text()) == (0, f"kept  {file}", "port = 1\n")
+    assert f"serve --policy {file}" in (home / "config/systemd/user/diskprefix.service").read_text()
+    assert run("init", "--unit", "--yes", "--budget", "5GiB", "--force").exit_code == 0
+    assert run("init", "--unit", "--yes", "--budget", "6GiB").exit_code == 2, "answers are not left out in silence"
+    assert tomllib.loads(file.read_text())["kv_cache_budget"] == "5GiB"
+
+
 @pytest.mark.parametrize("args", [["--yes", "--budget", "soon"], ["--yes", "--budget", "1KiB"], []])
 def test_init_refuses_what_it_cannot_write_in_one_line(run: Run, home: Path, args: list[str]) -> None:
     ended = run("init", *args)
@@ -85,13 +100,18 @@ def test_print_config_names_the_source_of_each_value(run: Run, home: Path, monke
     policy = home / "p.toml"
     policy.write_text('port = 1234\nmax_queue = 7\nkv_cache_budget = "3GiB"\n')
     monkeypatch.setenv("DISKPREFIX_MAX_QUEUE", "8")
-    ended = run("serve", "--policy", policy, "--port", "4321", "--standby", "--print-config")
+    ended = run(
+        "serve", "--policy", policy, "--port", "4321", "--standby", "--kv-cache-min-free", "0B", "--print-config"
+    )
     lines = {line.lstrip("# ").split(" ")[0]: line for line in ended.stdout.splitlines()}
     assert list(lines) == list(SETTINGS)
     assert lines["port"].split() == ["port", "=", "4321", "#", "the", "flag", "--port"]
     assert lines["max_queue"].endswith("# the variable DISKPREFIX_MAX_QUEUE")
     assert lines["kv_cache_budget"].endswith(f"# the policy {policy}")
+    assert lines["kv_cache_min_free"].split()[2] == "0"
     assert lines["host"].endswith("# default")
+    assert lines["model"].startswith("# model =")
+    assert f"# default: {SETTINGS['model'].unset}" in lines["model"]
     assert tomllib.loads(ended.stdout)["standby"] is True
     (home / "again.toml").write_text(ended.stdout)
     again = run("serve", "--policy", home / "again.toml", "--print-config").stdout

@@ -18,22 +18,30 @@ from tests.cli.conftest import Run
 from tests.server.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = (
-    *("README.md", "policies/README.md", "systemd/README.md", "diskprefix/cli/README.md"),
-    *("diskprefix/server/README.md", "diskprefix/README.md"),
-)
+FOLDERS = ("diskprefix", "policies", "systemd", "tests", "tools")
+PAGES = [
+    str(page.relative_to(ROOT))
+    for page in (
+        ROOT / "README.md",
+        *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("README.md"))),
+    )
+]
 _PROGRAM = re.compile(
-    r"(?:\$ )?((?:\.venv/bin/|tools/|/opt/)?(?:diskprefix|demo|test|python3?|pip|cp|mkdir|systemctl|journalctl|export|"
-    r"echo|chmod|curl|podman|kill)\b.*)"
+    r"(?:\$ )?((?:\.venv/bin/|tools/|/opt/)?(?:diskprefix|demo|test|check|bench|python3?|pip|cp|mkdir|systemctl|"
+    r"journalctl|export|echo|chmod|curl|podman|kill|openssl|vllm|promtool)\b.*)"
 )
 _NOT_RUN = {
-    r"tools/(demo|test)": "takes minutes, and tests run in it",
-    r"python3 -m venv|\.venv/bin/pip|\.venv/bin/diskprefix serve$": "installs packages from an index",
-    r"cp systemd/|systemctl |journalctl |export |kill ": "changes the machine's services, as root",
+    r"tools/(demo|test|check)|\.venv/bin/python -m pytest": "takes minutes, and tests run in it",
+    r"python3 -m venv|(\.venv/bin/)?pip |\.venv/bin/diskprefix serve$": "installs packages from an index",
+    r"vllm serve": "vLLM is not installed here; tools/vllm does it",
+    r"cp systemd/|systemctl |journalctl |kill ": "changes the machine's services, as root",
+    r"export ": "sets variables of the reader's shell",
     r"(echo|chmod) .*/etc/": "writes to /etc, as root",
     r"podman ": "there is no builder in CI; tests/systemd/test_containerfile.py reads the file",
     r"diskprefix warm --alone": "loads a model; tests/cli/test_warm.py does it",
     r"diskprefix doctor": "imports a model's tokenizer and measures the disk; tests/cli/test_doctor.py does it",
+    r"diskprefix top": "needs a terminal; tests/cli/top/test_terminal.py does it",
+    r"diskprefix remote ": "needs a bucket; tests/cli/test_remote.py does it",
     r"diskprefix simulate .*(--plot|synthetic)": "takes seconds; tests/cli/test_simulate.py does it",
 }
 """Commands that are not run here, each with the reason."""
@@ -41,7 +49,8 @@ _NOT_RUN = {
 
 def commands(page: str) -> Iterator[str]:
     """The commands in the indented and fenced blocks of a page, without comments. A command may have several lines."""
-    lines = iter((ROOT / page).read_text(encoding="utf-8").splitlines())
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = (re.sub(r"\s+#\s.*$", "", line) for line in text.splitlines())
     is_fenced = False
     for line in lines:
         if line.startswith("```"):
@@ -54,7 +63,7 @@ def commands(page: str) -> Iterator[str]:
         command = match[1]
         while command.endswith("\\") or command.count("'") % 2:
             command = command.removesuffix("\\") + ("\n" if command.count("'") % 2 else " ") + next(lines).strip()
-        yield re.sub(r"\s+#\s.*$", "", command).strip()
+        yield command.strip()
 
 
 SHOWN = sorted({(page, command) for page in PAGES for command in commands(page)})
@@ -66,6 +75,7 @@ def reason_not_to_run(command: str) -> str | None:
 
 def test_commands_are_found_in_the_pages() -> None:
     found = {command.split()[1] for _, command in SHOWN if command.startswith("diskprefix ")}
+    assert {page for page, _ in SHOWN} >= {"diskprefix/tiers/README.md", "diskprefix/connectors/README.md"}
     assert {"serve", "inspect", "verify", "purge", "backup", "export", "warm", "simulate", "init", "doctor"} <= found
     assert any(command.startswith("curl ") for _, command in SHOWN)
 
@@ -91,6 +101,7 @@ def place(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> Pa
     (place / "system-prompt.txt").write_text("You look after a small library. " * 8)
     rows = [{"timestamp": at, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]} for at in (0, 1000)]
     (place / "day.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (place / "namespace.key").write_text("known to all machines")
     (place / "source").symlink_to(state["dir"])
     return place
 
@@ -112,12 +123,16 @@ def at_home(place: Path, run: Run, daemon: DaemonProcess, tmp_path: Path, monkey
 )
 def test_a_command_of_a_page_works(page: str, command: str, at_home: Path, run: Run, daemon: DaemonProcess) -> None:
     command = command.replace("/mnt/backup", str(at_home / "backup")).replace("/tmp/manual", str(at_home / "manual"))
+    command = command.replace("/var/cache/vllm-kv", str(at_home / "kv"))
     command = re.sub(r"http://127\.0\.0\.1:8642|localhost:8642", daemon.url, command)
     if command.startswith("curl "):
         curl = shutil.which("curl")
         if curl is None:
             pytest.skip("curl is not installed")
         subprocess.run([curl, "--fail", "--silent", *shlex.split(command)[1:]], check=True, capture_output=True)
+        return
+    if command.startswith("openssl "):
+        subprocess.run(command, shell=True, check=True, cwd=at_home)
         return
     assert command.startswith("diskprefix "), f"{page}: run {command!r} here, or give a reason in _NOT_RUN"
     args = shlex.split(command)[1:]
@@ -146,9 +161,11 @@ INLINE = sorted(
 
 @pytest.mark.parametrize(("page", "command"), INLINE, ids=lambda one: one[:60])
 def test_a_command_in_the_text_of_a_page_has_options_that_exist(page: str, command: str) -> None:
-    name, *words = command.split()[1:]
-    found = cli.get_command(click.Context(cli), name)
+    words = command.split()[1:]
+    found: click.Command | None = cli
+    while isinstance(found, click.Group):
+        found = found.get_command(click.Context(found), words.pop(0))
     assert found is not None, f"{page}: {command}"
-    known = {text for parameter in found.params for text in (*parameter.opts, *parameter.secondary_opts)}
+    known = {"--help"}.union(*((*parameter.opts, *parameter.secondary_opts) for parameter in found.params))
     flags = [re.sub(r"[\]=].*", "", word.strip("[]")) for word in words if word.strip("[").startswith("--")]
     assert set(flags) <= known, f"{page}: {command}"

@@ -23,6 +23,7 @@ from diskprefix.settings import Settings, find_policy, parse_size
 from diskprefix.simulate.baselines import whole_snapshots
 from diskprefix.simulate.formats import read_trace
 from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
+from diskprefix.simulate.machines import Setup, replay
 from diskprefix.simulate.simulator import Policy, simulate
 from diskprefix.simulate.synthetic import CATALOG, interleaved
 from diskprefix.tokens import as_token_ids
@@ -505,3 +506,69 @@ def test_what_needs_no_tokenizer_needs_no_torch(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert len(json.loads(ended.stdout)) == 6
     assert ended.stderr.split() == []
+
+
+MACHINES = "simulate", "synthetic:interleaved:60", "--machines", "1", "--machines", "4"
+
+
+def test_on_several_machines_each_spread_and_each_rule_has_a_row(run: Run) -> None:
+    found = rows(run(*MACHINES, "--json"))
+    rules = "off", "seen-twice", "all"
+    expected = [(1, "random", rule) for rule in rules]
+    expected += [(4, spread, rule) for spread in ("random", "conversation") for rule in rules]
+    assert [(row["machines"], row["spread"], row["write"]) for row in found] == expected
+    assert {(row["scope"], row["regime"], row["budget_bytes"]) for row in found} == {("auto:30", "token", 4 * GIB)}
+    for row in found:
+        setup = Setup(machines=row["machines"], spread=row["spread"], write=row["write"])
+        policy = Policy(scope=Scope("auto", 30), budget_bytes=4 * GIB)
+        assert row == replay(interleaved(num_requests=60), setup, policy, TOKEN).as_dict()
+    scattered, shared = found[3], found[5]
+    assert shared["restored_share"] > scattered["restored_share"] + 0.1
+    assert (scattered["puts"], scattered["prefix_headroom"]) == (0, None)
+
+
+def test_the_table_of_machines_says_how_far_the_object_store_is_from_its_limits(run: Run) -> None:
+    row = rows(run(*MACHINES, "--spread", "random", "--remote-write", "all", "--json"))[1]
+    shown = run(*MACHINES, "--spread", "random", "--remote-write", "all").stdout
+    assert f"{row['restored_share']:.1%}" in shown
+    assert f"{row['most_reads_per_s']} and {row['most_writes_per_s']}" in shown
+    assert f"  {row['prefix_headroom']:.1f} times the busiest second" in shown
+    assert f"one sweeper lists the {row['objects']} objects" in shown
+    without = run(*MACHINES, "--remote-write", "off")
+    assert (without.exit_code, "sweeper" in without.stdout) == (0, False)
+
+
+def test_a_second_that_is_too_busy_for_one_partition_says_how_many_are_needed(run: Run, tmp_path: Path) -> None:
+    crowd = [
+        {"timestamp": 0, "input_length": 512 * 50, "hash_ids": [n * 50 + at for at in range(50)]} for n in range(60)
+    ]
+    shown = run("simulate", write_lines(tmp_path / "crowd.jsonl", *crowd), "--machines", "2", "--scope", "full").stdout
+    # 60 prompts of 100 blocks are put in one second.
+    assert "6,000) needs 2 partitions, or is throttled" in shown
+
+
+def test_machines_are_drawn(run: Run, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.svg", "b.svg")]
+    for file in files:
+        assert run(*MACHINES, "--plot", file).exit_code == 0
+    drawn = files[0].read_text()
+    assert drawn == files[1].read_text()
+    for label in ("conversation, seen-twice", "random, off", "fetched and put, GiB"):
+        assert f"<!-- {label} -->" in drawn
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--machines", "0"), "--machines"),
+        (("--machines", "2", "--policy", "agent"), "--policy"),
+        (("--machines", "2", "--regime", "checkpoints"), "--regime checkpoints"),
+        (("--machines", "2", "--spread", "near"), "--spread"),
+        (("--spread", "random"), "--spread needs --machines"),
+        (("--remote-write", "all"), "--remote-write needs --machines"),
+    ],
+)
+def test_what_machines_are_not_simulated_with_is_one_line(run: Run, flags: tuple[str, ...], told: str) -> None:
+    ended = run("simulate", "synthetic:interleaved:5", *flags)
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert told in ended.stderr.splitlines()[-1]

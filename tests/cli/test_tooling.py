@@ -15,7 +15,7 @@ from tests.cli.terminal import Terminal
 from tests.store.building import BLOCK, open_store, prompt, publication
 
 TOOLS = sorted(set(COMMANDS) - {"serve"})
-STORE_TOOLS = sorted(set(TOOLS) - {"clients", "completion", "doctor", "init", "models", "simulate", "warm"})
+STORE_TOOLS = sorted(set(TOOLS) - {"clients", "completion", "doctor", "init", "models", "remote", "simulate", "warm"})
 
 
 @pytest.mark.parametrize("command", TOOLS)

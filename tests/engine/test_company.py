@@ -24,6 +24,7 @@ from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.tenant import SHARED, Tenant
+from diskprefix.tiers.remote.bringing import Bringing, Brought
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import Client, after_steps, forget_idle, run_together, running, wait_until_idle
 from tests.exactness.architectures import tiny_model
@@ -56,6 +57,20 @@ def load(model: Path, kv: Path, **settings: Any) -> Engine:
         "kv_cache_gate": "off",
     } | settings
     return load_engine(Settings(model=str(model), kv_cache_dir=kv, block_size=BLOCK, **given), lambda _: None)
+
+
+class Asked:
+    """In the place of the shared tier: notes how many tokens are in memory when it is asked."""
+
+    def __init__(self) -> None:
+        self.have: list[int] = []
+
+    def bring(self, wish: Bringing) -> Brought:
+        self.have.append(wish.have)
+        return Brought()
+
+    def offer(self, _: object) -> None:
+        """Nothing is shared."""
 
 
 @pytest.fixture
@@ -141,12 +156,15 @@ def test_a_short_request_overtakes_a_long_one(engine: Engine, monkeypatch: pytes
 # What stays in memory.
 
 
-def test_the_next_turn_goes_on_from_memory_without_a_copy(engine: Engine) -> None:
+def test_the_next_turn_goes_on_from_memory_without_a_copy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked()
+    monkeypatch.setattr(engine.cache, "remote", asked)
     (first,) = run_together(engine, [request(tokens(300))])
     turn = np.concatenate([tokens(300), np.array(first.tokens, np.int32), tokens(20, 1)])
     (second,) = run_together(engine, [request(turn)])
     assert second.done.usage.cached_tokens == 300 + len(first.tokens) - 1
     assert second.done.cache.source == "memory"
+    assert asked.have == [0, second.done.usage.cached_tokens], "the shared tier is told what memory has"
     assert second.tokens == alone(engine, request(turn)).tokens
     assert engine.pool.stats()["entries"] == 1
 
@@ -277,8 +295,8 @@ def test_a_sequence_that_gives_up_its_memory_is_computed_again_and_its_reply_is_
     engine.pool._spare.clear()
     engine.pool.limit_bytes = 2 * bytes_for(engine.cache.layout, 1024) + bytes_for(engine.cache.layout, 100)
     requests = [
-        request(tokens(1000), max_tokens=120),
-        request(tokens(1000, 1), max_tokens=120, n=2, temperature=1.0, seed=2, constraint=WORDS),
+        request(tokens(1000), max_tokens=50),
+        request(tokens(1000, 1), max_tokens=50, n=2, temperature=1.0, seed=2, constraint=WORDS),
     ]
     expected = [[alone(engine, one).tokens_of(choice) for choice in range(one.sampling.n)] for one in requests]
     forget_idle(engine.pool)

@@ -25,13 +25,11 @@ from diskprefix.kv.step import TILE
 from diskprefix.model import runner
 from diskprefix.tenant import SHARED
 from tests.engine.driving import Client, forget_idle, run_together, running, wait_until_idle
-from tests.engine.test_company import BLOCK, WORDS, load, request, tokens
-from tests.engine.test_drafts import said, some_are_wrong
+from tests.engine.guesses import POSITIONS, REPLY, asked_of, said, some_are_wrong
+from tests.engine.test_company import BLOCK, load, request, tokens
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
 
-POSITIONS = 1024
-REPLY = 40
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -91,19 +89,6 @@ def engines(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
         engine.close()
 
 
-@pytest.fixture
-def plain(engines: tuple[Engine, Engine]) -> Engine:
-    forget_idle(engines[0].pool)
-    return engines[0]
-
-
-@pytest.fixture
-def engine(engines: tuple[Engine, Engine]) -> Engine:
-    forget_idle(engines[1].pool)
-    forget_idle(drafter(engines[1]).model.pool)
-    return engines[1]
-
-
 def drafter(engine: Engine) -> ModelDrafter:
     assert engine.drafter is not None
     return engine.drafter
@@ -129,10 +114,7 @@ def helped(engine: Engine, clients: Iterable[Client], share: float = 0.8) -> Abs
 
 
 REQUESTS = {
-    "greedy": request(TEXT, max_tokens=REPLY),
-    "sampled": request(TEXT, max_tokens=REPLY, temperature=1.0, seed=3),
-    "several": request(TEXT, max_tokens=REPLY, n=3, temperature=1.0, seed=1),
-    "constraint": request(TEXT, max_tokens=REPLY, temperature=1.0, seed=2, constraint=WORDS),
+    **asked_of(TEXT),
     "another prompt": request(tokens(300, 4), max_tokens=REPLY),
     "not kept": request(TEXT, max_tokens=REPLY, scope="off", n=2, temperature=1.0, seed=5),
 }

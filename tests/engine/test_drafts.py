@@ -16,18 +16,17 @@ import torch
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.ngrams import LONGEST
-from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
+from diskprefix.engine.request import Constraint, GenerateRequest
 from diskprefix.engine.speculation import Guesser
 from diskprefix.kv.pool import Slot
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import Client, forget_idle, run_together
-from tests.engine.test_company import BLOCK, WORDS, alone, load, request, tokens
+from tests.engine.guesses import POSITIONS, REPLY, asked_of, said, some_are_wrong
+from tests.engine.test_company import BLOCK, alone, load, request, tokens
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
 
-POSITIONS = 1024
 TEXT = np.tile(tokens(90, 1), 3)
-REPLY = 40
 
 
 class Scripted(Guesser):
@@ -85,18 +84,6 @@ def engines(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         engine.close()
 
 
-@pytest.fixture
-def plain(engines: tuple[Engine, Engine]) -> Engine:
-    forget_idle(engines[0].pool)
-    return engines[0]
-
-
-@pytest.fixture
-def engine(engines: tuple[Engine, Engine]) -> Engine:
-    forget_idle(engines[1].pool)
-    return engines[1]
-
-
 def scripted(engine: Engine, clients: Iterable[Client]) -> AbstractContextManager[Any]:
     """Within it, the engine guesses the replies of these clients, with mistakes."""
     replies = [client.tokens_of(n) for client in clients for n in range(client.ticket.request.sampling.n)]
@@ -108,25 +95,10 @@ def scripted(engine: Engine, clients: Iterable[Client]) -> AbstractContextManage
     return patch.object(engine, "guesser", guesser)
 
 
-def said(client: Client) -> list[Any]:
-    """All that a client is told of each token and of each end, by choice."""
-    assert client.done
-    events = [event for event in client.events if isinstance(event, TextEvent | FinishEvent)]
-    return sorted(events, key=lambda event: event.choice)
-
-
-def some_are_wrong(client: Client) -> bool:
-    timings = client.done.timings
-    return 0 < timings.accepted_tokens < timings.drafted_tokens
-
-
 REQUESTS = {
-    "greedy": request(TEXT, max_tokens=REPLY),
-    "sampled": request(TEXT, max_tokens=REPLY, temperature=1.0, seed=3),
+    **asked_of(TEXT),
     "logprobs": request(TEXT, max_tokens=REPLY, logprobs=2),
     "penalties": request(TEXT, max_tokens=REPLY, repetition_penalty=1.3, frequency_penalty=0.5),
-    "several": request(TEXT, max_tokens=REPLY, n=3, temperature=1.0, seed=1),
-    "constraint": request(TEXT, max_tokens=REPLY, temperature=1.0, seed=2, constraint=WORDS),
     "constraint that ends": request(TEXT, constraint=Constraint(kind="regex", source="(ab){5}"), max_tokens=REPLY),
     "long prompt": request(tokens(700, 4), max_tokens=REPLY),
 }

@@ -33,10 +33,10 @@ from diskprefix.errors import CacheError
 from diskprefix.kv.arena import bytes_for
 from diskprefix.model import runner
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache.restore import _Loader
 from diskprefix.prompt import Prompt
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.tenant import SHARED, Tenant
+from diskprefix.tiers.loading import Loader
 from tests.engine.driving import Client, forget_idle, memory_in_steps_of
 from tests.engine.test_company import BIAS, load, tokens
 from tests.exactness.architectures import tiny_model
@@ -173,7 +173,7 @@ SAMPLING = st.sampled_from(
 
 
 def lives_of(folder: Path, kv: Path, alone: Alone, patch: pytest.MonkeyPatch) -> type[RuleBasedStateMachine]:
-    run, load_pieces, count = runner.run, _Loader.run, [0]
+    run, load_pieces, count = runner.run, Loader.run, [0]
 
     class Lives(RuleBasedStateMachine):
         driven: Driven
@@ -187,7 +187,7 @@ def lives_of(folder: Path, kv: Path, alone: Alone, patch: pytest.MonkeyPatch) ->
             self.bad_steps = self.bad_fetches = 0
             self.is_excused = False
             patch.setattr(runner, "run", self._run)
-            patch.setattr(_Loader, "run", lambda loader, readers: self._load(loader, readers))
+            patch.setattr(Loader, "run", lambda loader, readers: self._load(loader, readers))
             self.open()
 
         def open(self) -> None:
@@ -204,7 +204,7 @@ def lives_of(folder: Path, kv: Path, alone: Alone, patch: pytest.MonkeyPatch) ->
                 raise RuntimeError("a kernel failed")
             return run(*args)
 
-        def _load(self, loader: _Loader, readers: Any) -> Any:
+        def _load(self, loader: Loader, readers: Any) -> Any:
             loaded = load_pieces(loader, readers)
             if self.bad_fetches:
                 self.bad_fetches -= 1

@@ -70,7 +70,7 @@ class World:
 
 
 def random_worlds() -> Iterator[tuple[random.Random, World]]:
-    for seed in range(examples(12)):
+    for seed in range(examples(6)):
         yield random.Random(seed), World()
 
 

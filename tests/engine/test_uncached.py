@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import ModelError
+from diskprefix.kv.group import make_ahead, zeros
 from tests.engine.driving import Cancelled
 from tests.engine.test_engine import done, load, prompt, run, tokens_of
 from tests.model import tiny
@@ -112,6 +113,12 @@ def test_a_reply_can_be_cancelled_between_its_steps(tmp_path: Path) -> None:
     with pytest.raises(Cancelled):
         run(engine, prompt(NUM_TOKENS), steps=2)
     engine.close()
+
+
+def test_memory_that_was_made_ahead_for_the_cache_is_given_back(tmp_path: Path) -> None:
+    ahead = make_ahead(4096)
+    load(write_folder(tmp_path / "model", "dynamic"), tmp_path / "kv").close()
+    assert zeros((4096,), torch.uint8, torch.device("cpu")).data_ptr() != ahead.data_ptr()
 
 
 def test_a_model_that_transformers_cannot_run_step_by_step_is_refused_in_one_line(tmp_path: Path) -> None:

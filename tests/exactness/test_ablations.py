@@ -18,11 +18,11 @@ from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layers import SlidingWindowLayer
 from diskprefix.kv.layout import Group
 from diskprefix.model.rehearsal import rehearse
-from diskprefix.prefix_cache import nodes
 from diskprefix.prefix_cache.matching import Matcher
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.store import snapshot
 from diskprefix.store.schema import Kind
+from diskprefix.tiers import nodes
 from diskprefix.tokens import HASH_BYTES, TokenIds
 from tests import runner
 from tests.exactness.architectures import tiny_model

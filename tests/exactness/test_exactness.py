@@ -19,10 +19,10 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.prefix_cache.matching import Matcher
-from diskprefix.prefix_cache.nodes import Node
 from diskprefix.store.schema import Kind as NodeKind
 from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.tiers.nodes import Node
 from diskprefix.tokens import TokenIds
 from tests.exactness import rows, worker
 from tests.exactness.architectures import ARCHITECTURES, tiny_model
@@ -49,11 +49,11 @@ one layer with it."""
 ONE_PASS = "mamba"
 CANNOT = "deepseek_v4"
 FEW = (*EACH_KIND, ONE_PASS, CANNOT)
-"""Run in both dtypes, and in bfloat16 at the full length; `tools/bench exactness` runs all so."""
-OTHERS = tuple(name for name in ARCHITECTURES if name not in FEW)[:: 2 if examples(1) == 1 else 1]
-"""Half of the others, all of them with DISKPREFIX_TEST_EXAMPLES=2; `tools/bench exactness` runs all."""
-SHORT = Lengths.scaled(85, block=16)
-"""For the others. Longer than any window, and with checkpoints at several positions."""
+"""Run in both dtypes, and in bfloat16 with longer prompts; `tools/bench exactness` runs all so, and longer still."""
+OTHERS = tuple(name for name in ARCHITECTURES if name not in FEW)[:: 8 if examples(1) == 1 else 1]
+"""An eighth of the others, all of them with DISKPREFIX_TEST_EXAMPLES=2; `tools/bench exactness` runs all."""
+SHORT, LONGER = Lengths.scaled(85, block=16), Lengths.scaled(165, block=16)
+"""Longer than any window, and with checkpoints at several positions."""
 
 
 def jobs_of(names: tuple[str, ...], dtypes: tuple[str, ...], folder: Path, reply: int) -> list[Job]:
@@ -71,7 +71,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row
     folder = tmp_path_factory.mktemp("exactness")
     others = jobs_of(OTHERS, ("bfloat16",), folder, 2)
     short = others + jobs_of(FEW, ("float32",), folder, 2)
-    jobs = jobs_of(FEW, ("bfloat16",), folder, 16) + [replace(job, lengths=SHORT) for job in short]
+    longer = [replace(job, lengths=LONGER) for job in jobs_of(FEW, ("bfloat16",), folder, 8)]
+    jobs = longer + [replace(job, lengths=SHORT) for job in short]
     return {(row.architecture, row.dtype): row for row in run_jobs(jobs, folder, 2, lambda _line: None)}
 
 
@@ -217,7 +218,7 @@ def colliding_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def name(secret: int, parent: bytes, _: TokenIds | bytes, kind: NodeKind, *, generated: bool = False) -> bytes:
         return node_name(secret, parent, b"", kind, generated=generated)
 
-    monkeypatch.setattr("diskprefix.prefix_cache.nodes.node_name", name)
+    monkeypatch.setattr("diskprefix.tiers.nodes.node_name", name)
 
 
 def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,7 +357,7 @@ def conversations(draw: st.DrawFn) -> list[tuple[bool, str | int, bool, int, int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
-@settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(2), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=conversations())
 def test_whatever_replies_are_kept_a_request_that_does_not_ask_gets_the_cold_run(
     name: str, turns: list[tuple[bool, str | int, bool, int, int]]

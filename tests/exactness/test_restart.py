@@ -18,6 +18,7 @@ import pytest
 
 from tests import forked
 from tests.exactness import restart_worker
+from tests.examples import thorough
 from tests.runner import BLOCK
 from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags
 
@@ -48,7 +49,7 @@ def run_in_a_process(folder: Path, dtype: str, requests: list[Request], name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=thorough)])
 def test_logits_after_a_kill_equal_a_cold_run_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     first, second = random_requests(1, 60), random_requests(2, 150)
     run_in_a_process(tmp_path, dtype, first, "first")

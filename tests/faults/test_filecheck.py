@@ -509,13 +509,13 @@ def mutants(built: Built, folder: Path, cases: int, seed: int) -> list[dict[str,
 def test_lmdb_survives_every_damaged_file_that_passes(
     which: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    results = mutants(request.getfixturevalue(which), tmp_path / "mutant", cases=88, seed=1000)
-    assert len(results) == 88
+    results = mutants(request.getfixturevalue(which), tmp_path / "mutant", cases=22, seed=1000)
+    assert len(results) == 22
     died = [r for r in results if r["check"].startswith(("signal", "hang", "traceback"))]
     assert not died
     assert [r for r in results if r["check"] in ("sound", "empty") and r["use"] != "used"] == []
     verdicts = Counter(r["check"].partition(":")[0] for r in results)
-    assert min(verdicts["sound"], verdicts["corrupt"]) > 10
+    assert min(verdicts["sound"], verdicts["corrupt"]) > 2
 
 
 def test_what_the_check_refuses_would_have_killed_lmdb(churned: Built, tmp_path: Path) -> None:

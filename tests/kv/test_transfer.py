@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 
-from diskprefix.kv.group import zeros
+from diskprefix.kv.group import give_back_ahead, make_ahead, zeros
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.transfer import populate
@@ -35,6 +37,42 @@ def test_pages_are_made_ahead_and_what_they_hold_stays() -> None:
     assert share_of_pages(tensor) == 1
     assert tensor[7, 5] == 3
     assert int(tensor.sum()) == 3
+
+
+def test_pages_are_made_as_long_as_they_are_wanted() -> None:
+    # Fresh memory: what the C library gives may have been used before.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    tensor = torch.frombuffer(mmap.mmap(-1, 40 << 20, flags=flags), dtype=torch.uint8)
+    answers = iter([True, True, False])
+    populate([tensor], lambda: next(answers))
+    # Two large pages, of which the first may have begun before.
+    assert 2 / 40 < share_of_pages(tensor) < 8 / 40
+
+
+def test_a_request_ends_the_making_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Callable[[], bool]] = []
+    monkeypatch.setattr("diskprefix.kv.pool.populate", lambda _tensors, is_wanted: asked.append(is_wanted))
+    pool = KVPool(
+        LAYOUT, torch.device("cpu"), limit_bytes=1 << 30, free_bytes=lambda: 1 << 30, max_idle=1, block_size=16
+    )
+    pool.touch(1 << 20, 1 << 20)
+    wait_until(lambda: bool(asked), "the thread begins")
+    assert asked[0]()
+    pool.give_way()
+    assert not asked[0]()
+
+
+def test_memory_made_ahead_goes_to_the_tensor_of_its_size_once() -> None:
+    ahead = make_ahead(4096)
+    other, first, second = (zeros((size,), torch.uint8, torch.device("cpu")) for size in (2048, 4096, 4096))
+    assert first.data_ptr() == ahead.data_ptr()
+    assert ahead.data_ptr() not in (other.data_ptr(), second.data_ptr())
+
+
+def test_what_was_made_ahead_for_nothing_is_given_back() -> None:
+    ahead = make_ahead(4096)
+    give_back_ahead()
+    assert zeros((4096,), torch.uint8, torch.device("cpu")).data_ptr() != ahead.data_ptr()
 
 
 def test_memory_that_is_taken_ahead_is_all_there_soon_and_the_first_sequence_gets_it() -> None:

@@ -1,12 +1,8 @@
-"""Makes a model many times over, killed each time at another point; a program that the tests beside it run.
+"""Makes a model many times over, killed each time at another point, in a process of its own.
 
-    python -m tests.model.interrupted FOLDER TRIALS SEED [WHEEL_SHA256]
-
-FOLDER holds `tiny.gguf`; with a sha256 the model is made from a wheel that pip finds instead. Every trial starts from
-an empty cache folder, kills the process that makes the model with SIGKILL at a random one of its file operations, looks
-for a model that would be accepted though it is not whole, and then lets another process do it. Prints one JSON object.
-
-The libraries are imported once and every trial is a fork, or the imports alone would take minutes.
+Every trial starts from an empty cache folder, kills the process that makes the model with SIGKILL at a random one of
+its file operations, looks for a model that would be accepted though it is not whole, and then lets another process do
+it. The libraries are imported once and every trial is a fork, or the imports alone would take minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +14,8 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from diskprefix.model.embedded import WheelModel, embedded_folder
 from diskprefix.model.gguf import converted_folder, is_finished
+from tests import forked
 
 IMPORTED: tuple[Any, ...] = (gguf, torch, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM)
 
@@ -121,7 +119,28 @@ class Trials:
         assert status == 0 or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL), status
 
 
-def main(folder: Path, trials: int, seed: int, wheel_sha256: str | None) -> dict[str, Any]:
+def found(folder: Path, trials: int, seed: int, wheel_sha256: str | None = None) -> dict[str, Any]:
+    """Returns the number of file operations, and the points after which something was wrong.
+
+    `folder` holds `tiny.gguf`; with a sha256 the model is made from a wheel that pip finds instead.
+    """
+    out = folder / "found.json"
+    code = forked.run(_main, folder, trials, seed, wheel_sha256, dict(os.environ), out)
+    assert code == 0
+    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return result
+
+
+def _main(
+    folder: Path, trials: int, seed: int, wheel_sha256: str | None, environment: Mapping[str, str], out: Path
+) -> None:
+    warnings.simplefilter("error")
+    os.environ.update(environment)
+    os.environ.update(XDG_CACHE_HOME=str(folder / "cache"), TOKENIZERS_PARALLELISM="false")
+    out.write_text(json.dumps(_found(folder, trials, seed, wheel_sha256)), encoding="utf-8")
+
+
+def _found(folder: Path, trials: int, seed: int, wheel_sha256: str | None) -> dict[str, Any]:
     runs = Trials(folder, wheel_sha256)
     total = runs.count_operations()
     good = runs.made()
@@ -139,11 +158,3 @@ def main(folder: Path, trials: int, seed: int, wheel_sha256: str | None) -> dict
         if names != sorted([".lock", *(Path(file).parent.name for file in good)]):
             found["left_over"].append([point, names])
     return found
-
-
-if __name__ == "__main__":
-    base = Path(sys.argv[1])
-    os.environ["XDG_CACHE_HOME"] = str(base / "cache")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    result = main(base, int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else None)
-    print(json.dumps(result))

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import socket
 import subprocess
-import sys
 import zipfile
 from collections import namedtuple
 from dataclasses import replace
@@ -19,7 +17,8 @@ from diskprefix.model.embedded import EMBEDDED, WheelModel, embedded_folder
 from diskprefix.model.gguf import is_finished
 from diskprefix.model.loader import load_model
 from diskprefix.settings import Settings
-from tests.model import tiny
+from tests import forked
+from tests.model import interrupted, tiny
 
 REPOSITORY = Path(__file__).parent.parent.parent
 Usage = namedtuple("Usage", "total used free")
@@ -156,26 +155,26 @@ def test_an_unwritable_cache_folder_is_said(model: WheelModel, tmp_path: Path, m
 def test_killed_at_any_point_nothing_bad_is_accepted_and_the_next_start_repairs(
     model: WheelModel, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-W", "error", "-m", "tests.model.interrupted", str(tmp_path), "3", "2", model.sha256]
-    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert answer.returncode == 0, answer.stderr
-    found = json.loads(answer.stdout)
+    found = interrupted.found(tmp_path, 2, 2, model.sha256)
     assert found.pop("operations") >= 40
     assert found == {"accepted_but_bad": [], "not_repaired": [], "left_over": []}
 
 
-def test_two_processes_that_start_at_once_make_the_model_once(model: WheelModel, cache: Path) -> None:
-    arguments = ", ".join(f"{name}={getattr(model, name)!r}" for name in model.__dataclass_fields__)
-    code = (
-        "from diskprefix.model.embedded import WheelModel, embedded_folder\n"
-        f"print('folder', embedded_folder(print, WheelModel({arguments})))"
-    )
-    both = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0].splitlines() for process in both]
-    assert [process.returncode for process in both] == [0, 0]
+def _write_made(model: WheelModel, environment: dict[str, str], file: Path) -> None:
+    """In another process: what it says, and where the model is."""
+    os.environ.update(environment)
+    lines: list[str] = []
+    folder = embedded_folder(lines.append, model)
+    file.write_text("\n".join([*lines, f"folder {folder}"]), encoding="utf-8")
+
+
+def test_two_processes_that_start_at_once_make_the_model_once(model: WheelModel, cache: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "one", tmp_path / "other"]
+    both = [forked.start(_write_made, model, dict(os.environ), file) for file in files]
+    for process in both:
+        process.join(120)
+    assert [process.exitcode for process in both] == [0, 0]
+    outputs = [file.read_text(encoding="utf-8").splitlines() for file in files]
     assert [output[-1] for output in outputs] == [f"folder {cache / 'Tiny-Instruct'}"] * 2
     assert sum("fetching" in line for output in outputs for line in output) == 1
     assert sorted(path.name for path in cache.iterdir()) == [".lock", "Tiny-Instruct"]

@@ -125,7 +125,7 @@ def test_yarn_with_other_original_positions_is_another_model() -> None:
 
 def test_rope_settings_by_kind_of_layer_are_searched_too() -> None:
     one, other = (
-        fingerprint._architecture({"rope_parameters": {"full_attention": DYNAMIC}, "max_position_embeddings": n})
+        fingerprint.architecture({"rope_parameters": {"full_attention": DYNAMIC}, "max_position_embeddings": n})
         for n in (128, 256)
     )
     assert one != other

@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import threading
 from collections import namedtuple
 from pathlib import Path
@@ -19,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from diskprefix.errors import ModelError
 from diskprefix.model import gguf as module
 from diskprefix.model.gguf import MANIFEST, build_once, converted_folder, is_finished
-from tests.model import tiny
+from tests.model import interrupted, tiny
 
 REPOSITORY = Path(__file__).parent.parent.parent
 Usage = namedtuple("Usage", "total used free")
@@ -233,10 +231,7 @@ def test_a_second_process_waits_says_so_and_takes_what_the_first_made(cache: Pat
 
 @pytest.mark.slow
 def test_killed_at_any_point_nothing_bad_is_accepted_and_the_next_start_repairs(gguf: Path) -> None:
-    command = [sys.executable, "-W", "error", "-m", "tests.model.interrupted", str(gguf.parent), "6", "1"]
-    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert answer.returncode == 0, answer.stderr
-    found = json.loads(answer.stdout)
+    found = interrupted.found(gguf.parent, 3, 1)
     assert found.pop("operations") >= 40
     assert found == {"accepted_but_bad": [], "not_repaired": [], "left_over": []}
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.model import loader
+from diskprefix.model import loader, tokenizer
 from diskprefix.model.fingerprint import weights_digest
 from diskprefix.model.loader import LoadedModel, load_model, load_tokenizer
 from diskprefix.settings import Settings
@@ -56,6 +56,25 @@ def test_a_local_folder_loads_ready_to_serve(folder: Path) -> None:
     assert set(loaded.timings) == {"source", "imports", "quantising", "digest", "tokenizer", "weights"}
     text = loaded.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_spare_has_read_the_tokenizer_unless_a_file_was_written_since(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, read = tokenizer._read, list[Path]()
+
+    def reading(folder: Path, template: str | None) -> Any:
+        read.append(folder)
+        return own(folder, template)
+
+    monkeypatch.setattr(tokenizer, "_read", reading)
+    loader.import_model(Settings(model=str(folder)))
+    assert load(folder).tokenizer("hello") == load_tokenizer(str(folder), None, lambda _: None)("hello")
+    assert len(read) == 2, "that of the spare, and that which it is compared with"
+    loader.import_model(Settings(model=str(folder)))
+    (folder / "tokenizer_config.json").write_bytes((folder / "tokenizer_config.json").read_bytes() + b"\n")
+    load(folder)
+    assert len(read) == 4
 
 
 def test_a_loaded_model_computes_what_the_saved_one_did(folder: Path) -> None:

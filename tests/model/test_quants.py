@@ -1,4 +1,4 @@
-"""Matrices in 4 and 8 bits: how near they are, and that a form holds them exactly."""
+"""Matrices in 4, 5 and 8 bits: how near they are, and that a form holds them exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from diskprefix.model.quants import FORMS, QuantForm, Quants, can_quantise, quan
 def quants_of(form: QuantForm, rows: int = 48, columns: int = 96, seed: int = 0) -> Quants:
     """A matrix that only this form holds: scales in float32 have more bits than float16 has."""
     generator = torch.Generator().manual_seed(seed)
-    least, most = (0, 16) if form.bits == 4 else (-128, 128)
+    least = 0 if form.has_zeros else -(1 << form.bits - 1)
+    most = least + (1 << form.bits)
     codes = torch.randint(least, most, (rows, columns), generator=generator).to(torch.int8)
     scales, zeros = torch.randn(2, rows, columns // form.group, generator=generator).mul_(0.01).half().float()
     if form.scale_type is torch.float32:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,23 +18,9 @@ TOKENS = 530
 """More than two tiles of keys."""
 
 
-@pytest.fixture(params=library.VARIANTS)
-def operators(request: pytest.FixtureRequest) -> Operators:
-    try:
-        library.choose(request.param)
-    except library.Unavailable as reason:
-        pytest.skip(str(reason))
-    found = library.operators()
-    assert found is not None
-    return found
-
-
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def one_thread() -> None:
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

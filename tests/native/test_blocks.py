@@ -6,24 +6,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from diskprefix.native import library
 from diskprefix.native.blocks import Gated, Norm
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import product
 from tests.native.test_matrix import matrix_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.fixture(params=library.VARIANTS)
-def operators(request: pytest.FixtureRequest) -> Operators:
-    try:
-        library.choose(request.param)
-    except library.Unavailable as reason:
-        pytest.skip(str(reason))
-    found = library.operators()
-    assert found is not None
-    return found
 
 
 def rows_of(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:

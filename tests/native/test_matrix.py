@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,24 +16,6 @@ from tests.model.test_quants import quants_of
 ROWS, COLUMNS = 48, 352
 """An odd number of strips, and more blocks than are taken at once."""
 MOST = 70
-
-
-@pytest.fixture(params=library.VARIANTS)
-def operators(request: pytest.FixtureRequest) -> Operators:
-    try:
-        library.choose(request.param)
-    except library.Unavailable as reason:
-        pytest.skip(str(reason))
-    found = library.operators()
-    assert found is not None
-    return found
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def matrix_of(rows: int, columns: int, bits: int) -> Matrix:

@@ -23,7 +23,6 @@ from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache import nodes
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prompt import Prompt
 from diskprefix.store.listing import list_entries
@@ -33,6 +32,7 @@ from diskprefix.store.schema import Kind, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant import SHARED
+from diskprefix.tiers import nodes
 from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
@@ -436,7 +436,7 @@ def histories(draw: st.DrawFn) -> list[tuple[TokenIds, str | int, bool]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories())
 def test_logits_equal_the_cold_run_for_every_history_scope_and_cut(
     dtype: torch.dtype, device: str, history: Any

@@ -33,7 +33,7 @@ def runner(tmp_path: Path) -> Iterator[Runner]:
 def ttls_s(runner: Runner, token_ids: TokenIds) -> list[int]:
     """The recorded times to live of a prompt's blocks, in their order."""
     cached = runner.cache.begin(Prompt(token_ids), CacheOptions(scope=FULL))
-    names = cached.planner.nodes.block_names
+    names = cached.nodes.block_names
     cached.close()
     with runner.cache.store.snapshot() as snapshot:
         table = snapshot.usages()

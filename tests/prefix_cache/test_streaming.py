@@ -22,7 +22,7 @@ from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache import publish as publish_module
-from diskprefix.prefix_cache import request as request_module
+from diskprefix.prefix_cache import saving as saving_module
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prompt import Prompt
 from diskprefix.store.maintenance.verify import verify_index
@@ -52,7 +52,7 @@ def logits_gone(name: str) -> bool:
 def stored_blocks(runner: Runner, token_ids: TokenIds) -> list[bool]:
     """Whether each block of the prompt is in the store."""
     cached = runner.cache.begin(Prompt(token_ids), FULL)
-    names = cached.planner.nodes.block_names
+    names = cached.nodes.block_names
     cached.close()
     with runner.cache.store.snapshot() as snapshot:
         return [snapshot.usage(name) is not None for name in names]
@@ -318,7 +318,7 @@ def test_a_block_that_is_written_in_the_middle_has_its_cost(tmp_path: Path, monk
 
     clock = iter(np.arange(1000.0, 9000.0, 0.5))
     with monkeypatch.context() as patch:
-        patch.setattr(request_module, "time", SimpleNamespace(perf_counter=lambda: float(next(clock)), time=time.time))
+        patch.setattr(saving_module, "time", SimpleNamespace(perf_counter=lambda: float(next(clock)), time=time.time))
         during_prefill(patch, lambda *_: runner.flush())
         runner.run(random_prompt(1, 2 * BLOCK + 3), 2 * BLOCK)
     # Each look at the clock takes half a second: after one step of 16 tokens, and after two.
@@ -407,7 +407,7 @@ def test_what_the_policy_would_not_keep_is_kept_for_ten_minutes(tmp_path: Path) 
     with runner.cache.store.snapshot() as snapshot:
         table = snapshot.usages()
     cached = runner.cache.begin(prompt, FULL)
-    names = cached.planner.nodes.block_names[:4]
+    names = cached.nodes.block_names[:4]
     cached.close()
     assert [int(table.records["ttl_s"][table.row_of[name]]) for name in names] == [0, 0, 600, 600]
     runner.close()

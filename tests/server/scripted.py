@@ -58,6 +58,7 @@ STATS: dict[str, Any] = {
     "misses": {"not_stored": 7, "diverged": 8},
     "restored_tokens": 9,
     "restored_bytes": 10,
+    "saved_s": 17.5,
     "saved_tokens": 11,
     "saved_bytes": 12,
     "dropped": 13,
@@ -66,6 +67,7 @@ STATS: dict[str, Any] = {
     "file_bytes": 16,
     "quarantined": 15,
     "errors": 16,
+    "remote": None,
     "gate": CostModel("auto", lambda num_tokens: 23_040 * num_tokens).as_dict(),
 }
 
@@ -147,6 +149,9 @@ class ScriptedEngine:
 
     def memory_stats(self) -> dict[str, int]:
         return dict(KV_MEMORY)
+
+    def give_way(self) -> None:
+        """Nothing is done ahead."""
 
     def serve(self, inbox: Inbox) -> None:
         serve_one_at_a_time(self._run)(inbox)

@@ -66,6 +66,7 @@ def test_metrics_show_the_speeds_and_what_was_left_out(chat_model: Path) -> None
         "diskprefix_gate_prefill_seconds_per_token": pytest.approx(1e-3),
         "diskprefix_gate_restore_seconds_per_byte": pytest.approx(2e-6),
         "diskprefix_gate_restore_fixed_seconds": pytest.approx(1e-2),
+        "diskprefix_gate_skipped_total fetch": 0,
         "diskprefix_gate_skipped_total restore": 19,
         "diskprefix_gate_skipped_total save": 3,
     }
@@ -77,6 +78,7 @@ def test_a_speed_that_is_not_known_yet_is_null_and_no_sample(chat_model: Path) -
     assert gate["state"] == "measuring"
     assert gate["prefill_s_per_token"] is gate["restore_s_per_byte"] is gate["break_even_tokens"] is None
     assert values_of(metrics) == {
+        "diskprefix_gate_skipped_total fetch": 0,
         "diskprefix_gate_skipped_total restore": 0,
         "diskprefix_gate_skipped_total save": 0,
     }

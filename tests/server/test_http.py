@@ -274,6 +274,12 @@ def test_openapi_is_complete(client: httpx.Client) -> None:
         assert operation["requestBody"]["required"]
     operations = [operation for methods in schema["paths"].values() for operation in methods.values()]
     assert not any("422" in operation["responses"] for operation in operations), "a wrong query is a 400"
+    for operation in operations:
+        assert {"403", "500", "503"} <= operation["responses"].keys(), "what is answered before a route is called"
+        assert "401" not in operation["responses"], "no key is asked for"
+    refused = {path: schema["paths"][path]["post"]["responses"]["403"]["content"] for path in (CHAT, "/v1/messages")}
+    assert "/ErrorBody" in str(refused[CHAT])
+    assert "/AnthropicErrorBody" in str(refused["/v1/messages"])
 
 
 def test_the_docs_load_nothing_from_elsewhere(client: httpx.Client) -> None:

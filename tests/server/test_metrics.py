@@ -202,6 +202,14 @@ def test_names_follow_the_conventions_and_each_has_a_help() -> None:
             assert family.name.endswith((*units, *plain)), family.name
 
 
+def test_counts_of_the_cache_are_told_under_the_names_of_their_metrics() -> None:
+    daemon = Scraped()
+    daemon.stats = {"saved_s": 17.5, "saved_tokens": 11, "restored_bytes": 10}
+    scraped = daemon.scrape()
+    names = ("saved_seconds", "store_written_tokens", "store_read_bytes")
+    assert [scraped[f"diskprefix_{name}_total", ()] for name in names] == [17.5, 11, 10]
+
+
 def test_guessed_tokens_are_told_and_counted() -> None:
     plain = done(completion_tokens=50)
     guessed = replace(plain, timings=replace(plain.timings, drafted_tokens=40, accepted_tokens=30))

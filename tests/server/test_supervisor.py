@@ -8,20 +8,22 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
 
 from diskprefix.errors import DeviceLost
-from diskprefix.server.supervisor import Deaths
+from diskprefix.server import supervisor
+from diskprefix.server.supervisor import Deaths, Line
 from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
 from tests.server.test_process import BODY, CHAT, ENDLESS, Notifications, next_data
 
 
 def supervised(*actions: str, fifo: Path | str = "", **environment: str) -> DaemonProcess:
     return DaemonProcess(
-        str(fifo), *actions, module="tests.server.supervised", environment=clean_environment(**environment)
+        str(fifo), *actions, module="tests.server.supervised", fresh=True, environment=clean_environment(**environment)
     )
 
 
@@ -95,6 +97,18 @@ def test_nothing_outlives_a_supervisor_that_is_killed() -> None:
         both = wait_for_spare(daemon, 1)
         assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
         wait_until(lambda: all(map(is_gone, both)), "the worker and the spare end")
+
+
+def test_a_worker_ends_whose_supervisor_died_with_unread_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(supervisor, "notify_through", lambda _channel: None)
+    monkeypatch.setattr(os, "_exit", lambda _code: ended.set())
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        theirs.send(b"WATCHDOG=1")
+        ours.close()
+        Line(theirs)
+        assert ended.wait(30)
 
 
 def test_the_port_is_free_when_the_supervisor_was_killed(chat_model: Path, tmp_path: Path) -> None:

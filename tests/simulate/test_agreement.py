@@ -25,6 +25,7 @@ from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache import publish as publish_module
 from diskprefix.prefix_cache import request as request_module
+from diskprefix.prefix_cache import saving as saving_module
 from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.prompt import Mark, Prompt, raw_boundaries
 from diskprefix.settings import Settings
@@ -375,7 +376,7 @@ def test_under_a_small_budget_both_stay_within_it_and_restore_about_the_same(
     requests = crowded(110)
     num_prompt_tokens = sum(len(request.prompt.token_ids) for request in requests)
     now = [1e9]
-    for module in (request_module, publish_module):
+    for module in (request_module, saving_module, publish_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now[0], perf_counter=lambda: 0.0))
     daemon = Daemon(tmp_path, "sliceable", tiny_llama(torch.float32), block_size=64, kv_cache_budget=BUDGET_BYTES)
     store = daemon.runner.cache.store

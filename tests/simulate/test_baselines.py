@@ -11,7 +11,7 @@ import pytest
 from diskprefix.policy.scope import Scope
 from diskprefix.prompt import Prompt
 from diskprefix.simulate.baselines import upper_bound, whole_snapshots
-from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
+from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.simulate.simulator import Policy, Totals, simulate
 from diskprefix.simulate.synthetic import CATALOG
 from diskprefix.simulate.trace import Trace, TraceRequest
@@ -160,6 +160,17 @@ def test_what_is_not_kept_for_others_does_not_raise_the_bound(how: dict[str, Any
     kept = asked(A, B, tail(0))
     totals = upper_bound(Trace.of("t", [asked(A, B, C, tail(0), **how), kept, asked(A, B, C, tail(0))]), POLICY, STATES)
     assert totals.restored_tokens == 30
+
+
+def test_the_bound_keeps_replies_where_decoding_leaves_what_a_prefill_does() -> None:
+    asks = TraceRequest(when=0.0, prompt=Prompt(np.arange(20, dtype=np.int32)), reply=np.arange(20, 50, dtype=np.int32))
+    turn = TraceRequest(when=1.0, prompt=Prompt(np.arange(60, dtype=np.int32)))
+    trace = Trace.of("t", [asks, turn])
+    policy = Policy(scope=Scope("full"), min_tokens=4, block_size=16)
+    bound, daemon = upper_bound(trace, policy, TOKEN), simulate(trace, policy, TOKEN)
+    assert (bound.restored_tokens, daemon.restored_tokens) == (50, 50)
+    assert (bound.written_tokens, bound.written_bytes) == (60, 60 * TOKEN.bytes_per_token)
+    assert upper_bound(trace, policy, SLICEABLE).restored_tokens == 20, "its replies are not kept"
 
 
 def test_the_bound_heeds_no_scope_of_a_request_but_off() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from diskprefix.policy.scope import Scope, parse_scope
-from diskprefix.prefix_cache.nodes import Node
 from diskprefix.prompt import Mark, Prompt
 from diskprefix.simulate.baselines import upper_bound
 from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
@@ -23,6 +22,7 @@ from diskprefix.simulate.trace import Trace, TraceRequest
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, usable_bytes
 from diskprefix.store.schema import USAGE_DTYPE, Kind
+from diskprefix.tiers.nodes import Node
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 
 MIB = 1 << 20

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -16,8 +16,11 @@ from diskprefix.errors import StoreCorrupt, StoreUnavailable
 from diskprefix.store import compact as compacting
 from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store
 from diskprefix.store.store import Publication, Store
+from tests import forked
 from tests.faults.damage import damaged
+from tests.store import compacting_process
 from tests.store.building import BLOCK, Clock, is_clean, is_whole, layout_of, open_store, prompt, publication
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -247,35 +250,21 @@ def test_the_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "data.mdb").read_bytes() == before
 
 
-COMPACT = """
-import sys
-from pathlib import Path
-from diskprefix.store.compact import compact_folder
-from diskprefix.store import compact
-compact._BATCH_BYTES = 100_000
-print("ready", flush=True)
-compact_folder(Path(sys.argv[1]))
-print("done", flush=True)
-"""
-
-
 def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(
-    folder: Path, pubs: list[Publication], template: tuple[Path, list[Publication]]
+    folder: Path, pubs: list[Publication], template: tuple[Path, list[Publication]], tmp_path: Path
 ) -> None:
     rng = random.Random(0)
     before = records(folder)
     killed_before_the_end = 0
     for _ in range(12):
         shutil.copy(template[0] / "data.mdb", folder / "data.mdb")
-        with subprocess.Popen(
-            [sys.executable, "-c", COMPACT, str(folder)], stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10 ** rng.uniform(-3, -1))
-            process.kill()
-            killed_before_the_end += "done" not in process.stdout.read()
+        process = forked.start(compacting_process.compact, folder, tmp_path / "ready")
+        wait_for((tmp_path / "ready").exists)
+        process.join(10 ** rng.uniform(-3, -1))
+        process.kill()
+        process.join()
+        (tmp_path / "ready").unlink()
+        killed_before_the_end += process.exitcode != 0
         store = open_store(folder)
         assert all(is_whole(store, pub) for pub in pubs)
         assert is_clean(store)
@@ -286,40 +275,21 @@ def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(
     assert killed_before_the_end
 
 
-KILLED_AT = """
-import os, signal, sys
-from pathlib import Path
-from diskprefix.store.compact import compact_folder
-
-left = int(sys.argv[2])
-def count(event, _):
-    global left
-    if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.fsync", "shutil.rmtree"):
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(count)
-compact_folder(Path(sys.argv[1]))
-left = 1000
-print("done", flush=True)
-"""
-
-
 def test_a_kill_at_every_step_on_the_file_system_leaves_a_store(
     folder: Path, pubs: list[Publication], template: tuple[Path, list[Publication]]
 ) -> None:
     sizes = set()
     for step in range(100):
         shutil.copy(template[0] / "data.mdb", folder / "data.mdb")
-        command = [sys.executable, "-c", KILLED_AT, str(folder), str(step)]
-        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        code = forked.run(compacting_process.compact_until_killed, folder, step)
         sizes.add((folder / "data.mdb").stat().st_size)
         store = open_store(folder)
         assert all(is_whole(store, pub) for pub in pubs), step
         store.close()
         assert not (folder / "replacement").exists()
-        if ended.stdout == "done\n":
+        if code == 0:
             break
+        assert code == -signal.SIGKILL
     assert step > 5
     # The old one, and the new one.
     assert len(sizes) == 2

@@ -62,3 +62,30 @@ def test_states_that_cannot_be_are_no_layout(change: dict[str, Any]) -> None:
     text["states"][0] |= change
     with pytest.raises(StoreCorrupt, match="a payload layout cannot be read"):
         PayloadLayout.parse(json.dumps(text))
+
+
+def paged(**change: Any) -> PayloadLayout:
+    group = {"heads": 2, "head_dim": 8, "dtype": "bfloat16", "tensors": ["0.pages", "1.pages", "2.pages"]}
+    group |= {"axes": ["page", "head", "token", "dim"], "page": 4} | change
+    return PayloadLayout.parse(json.dumps({"version": 1, "groups": [group], "logits": [0, "float32"]}))
+
+
+def test_a_layer_in_pages_is_one_row_whatever_the_order_inside_a_page() -> None:
+    assert [(piece.num_rows, piece.row_bytes) for piece in paged().pieces(8, Kind.BLOCK)] == [(3, 8 * 2 * 8 * 2)]
+    assert paged(axes=["page", "token", "head", "dim"]).groups == paged().groups
+    in_tokens = paged(axes=["head", "token", "dim"], page=1)
+    assert [(piece.num_rows, piece.row_bytes) for piece in in_tokens.pieces(8, Kind.BLOCK)] == [(6, 8 * 8 * 2)]
+
+
+def test_pieces_follow_the_layers_so_that_a_load_can_go_layer_by_layer() -> None:
+    cuts = paged(head_dim=PIECE_BYTES // 64).cuts(16, Kind.BLOCK)
+    assert [(cut.first_row, cut.piece.num_rows) for cut in cuts] == [(0, 1), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"page": 0}, {"axes": []}, {"axes": ["head", "token", "dim"]}, {"axes": ["token"]}, {"axes": ["layer", "dim"]}],
+)
+def test_pages_that_cannot_be_are_no_layout(change: dict[str, Any]) -> None:
+    with pytest.raises(StoreCorrupt, match="layout cannot be read"):
+        paged(**change)

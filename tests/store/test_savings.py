@@ -50,6 +50,17 @@ def test_counts_outlive_the_process_and_those_of_several_add_up(tmp_path: Path) 
     store.close()
 
 
+def test_a_process_counts_what_it_saved_since_its_start(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for _ in range(2):
+        log = SavingsLog(store)
+        for root in (ROOT, OTHER):
+            log.note(root, RECORD, hit(), BLOCK_NAME)
+            log.write(is_last=True)
+        assert log.saved_s == 2.0, "what others saved, and what was written before, is not in it"
+    store.close()
+
+
 def test_today_is_counted_apart_and_days_long_past_are_forgotten(tmp_path: Path) -> None:
     clock = Clock(1e9)
     store = open_store(tmp_path, clock=clock)

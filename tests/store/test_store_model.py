@@ -669,6 +669,6 @@ def test_the_store_does_what_a_plain_model_of_it_does(tmp_path: Path) -> None:
             lambda: StoreMachine(next(folders), other),  # type: ignore[arg-type]
             # Drawing is timed too, and a busy machine is no failure.
             settings=settings(
-                max_examples=examples(10), stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
+                max_examples=examples(6), stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
             ),
         )

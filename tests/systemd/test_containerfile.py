@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,9 @@ def test_what_is_copied_exists_and_the_compiler_stays_behind(stages: list[list[t
     build, last = stages
     sources = [source for line in said(build, "COPY") for source in line.split()[:-1]]
     assert all((ROOT / source).exists() for source in sources)
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for needed in (*packaged["packages"], *packaged["force-include"]):
+        assert any(Path(needed).is_relative_to(source) for source in sources), f"{needed} goes into the package"
     assert any("g++" in line for line in said(build, "RUN"))
     assert not any("apt-get" in line for line in said(last, "RUN"))
     assert said(last, "COPY") == ["--from=build /opt/diskprefix /opt/diskprefix"]

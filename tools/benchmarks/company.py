@@ -21,10 +21,9 @@ from transformers import AutoTokenizer
 
 from tools.benchmarks.prefix import Prompts
 from tools.measuring.live_server import Answer, LiveServer, step
-from tools.measuring.options import FOLDER, JSON
+from tools.measuring.options import FOLDER, JSON, MODEL
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.measuring.workspace import measuring, model_folder
-from tools.models import real
 
 NUM_REQUESTS = 5
 REPLY_TOKENS = 64
@@ -182,7 +181,7 @@ def _median(samples: Sequence[dict[str, Any]], name: str) -> float:
 
 
 @click.command()
-@click.option("--model", default=real.DEFAULT, show_default=True, help="A real model's name or a model's folder.")
+@MODEL
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Figures are medians of them.")
 @FOLDER
 @JSON

@@ -31,10 +31,9 @@ from diskprefix.native import attention as native
 from diskprefix.native import library
 from diskprefix.settings import Settings
 from tools.measuring.live_server import step
-from tools.measuring.options import JSON, runs_option
+from tools.measuring.options import JSON, MODEL, runs_option
 from tools.measuring.report import machine, median, new_table, print_report, say, short, show_machine
 from tools.measuring.workspace import model_folder
-from tools.models import real
 
 KERNELS = ("auto", "torch")
 DECODE = ((1, 64), (1, 4_000), (1, 16_000), (5, 4_000))
@@ -168,7 +167,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 @click.command()
-@click.option("--model", default=real.DEFAULT, show_default=True, help="A real model's name or a model's folder.")
+@MODEL
 @runs_option(15)
 @JSON
 def main(model: str, runs: int, as_json: bool) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from tests.server.chat_model import write_chat_model
 from tools.measuring.bad_clients import BadClients
 from tools.measuring.live_server import LiveServer, step
 from tools.measuring.options import JSON
-from tools.measuring.report import machine, new_table, print_report, show_machine
+from tools.measuring.report import machine, new_table, print_report, say, show_machine
 
 NUM_GOOD = 8
 MIX = {
@@ -43,8 +44,8 @@ MIX = {
 ROUNDS = 3
 QUIET_S = 20.0
 """Of the good clients alone, in each round."""
-SETTLE_S = 8.0
-"""For the bad ones to begin."""
+SETTLE_S = 20.0
+"""For the bad ones to begin, one after the other: a crowd does not ask in step."""
 RELOAD_EVERY_S = 5.0
 TTFT_GOAL = 1.5
 MEMORY_GOAL = 1.05
@@ -103,6 +104,11 @@ async def running(*calls: Any) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def begin(after_s: float, call: Awaitable[None]) -> None:
+    await asyncio.sleep(after_s)
+    await call
+
+
 async def reload(process_id: int, count: list[int]) -> None:
     while True:
         await asyncio.sleep(RELOAD_EVERY_S)
@@ -121,9 +127,11 @@ async def run_rounds(server: LiveServer, process_id: int, loaded_s: float) -> di
         for _ in range(ROUNDS):
             async with running(*(good_client(client, number, alone) for number in range(NUM_GOOD))):
                 await asyncio.sleep(QUIET_S)
-            bad_ones = [bad.run(kind) for kind, number in MIX.items() for _ in range(number)]
+            kinds = [kind for kind, number in MIX.items() for _ in range(number)]
+            random.Random(0).shuffle(kinds)
+            bad_ones = [begin(i * SETTLE_S / len(kinds), bad.run(kind)) for i, kind in enumerate(kinds)]
             async with running(*bad_ones, reload(process_id, reloads)):
-                # What they ask is computed before the good ones are measured: 28 replies at once are another test.
+                # All are there when the good ones are measured.
                 await asyncio.sleep(SETTLE_S)
                 async with running(*(good_client(client, number, beside) for number in range(NUM_GOOD))):
                     for _ in range(4):
@@ -186,7 +194,9 @@ def show(report: dict[str, Any], console: Console) -> None:
         failed = sum(seen["failures"].values())
         table.add_row(name, str(seen["requests"]), f"{seen['ttft_p50_ms']}", f"{seen['ttft_p99_ms']}", str(failed))
     console.print(table)
-    ends = new_table(f"What became of the bad ones in {report['seconds']:.0f} s", left=("",), right=("times",))
+    # A title is as wide as its table, and few seconds may have no rows.
+    say(console, f"What became of the bad ones in {report['seconds']:.0f} s")
+    ends = new_table("", left=("",), right=("times",))
     for end, number in report["ends"].items():
         ends.add_row(end, str(number))
     console.print(ends)

@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 
 from tools.measuring.live_server import step
-from tools.measuring.options import FOLDER, JSON
+from tools.measuring.options import FOLDER, JSON, MODELS
 from tools.measuring.report import machine, new_table, print_report, say, short, show_machine
 from tools.measuring.workspace import model_folder
 from tools.models import real
@@ -34,7 +34,6 @@ from tools.peers.known import PEERS, Model
 from tools.peers.peer import Peer, PeerError, rate_together
 from tools.peers.results import MACHINE, Figure, Results
 
-MODELS = (real.DEFAULT, "qwen2.5-coder-0.5b")
 SIZES = (64, 4000, 16000)
 TOGETHER_SIZES = (64, 4000)
 """Five longer prompts take too long for those that compute them five times."""
@@ -223,15 +222,7 @@ def draw(report: dict[str, Any], path: Path, progress: Console) -> None:
 
 
 @click.command()
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    default=MODELS,
-    type=click.Choice(real.NAMES),
-    show_default=True,
-    help="Repeatable.",
-)
+@MODELS
 @click.option(
     "--peer",
     "names",

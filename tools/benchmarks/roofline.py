@@ -30,11 +30,10 @@ from tools.benchmarks.kernels import STEP, Model, limits
 from tools.benchmarks.store import Plan, Restore
 from tools.measuring import kv_sample
 from tools.measuring.live_server import step
-from tools.measuring.options import FOLDER, JSON, runs_option
+from tools.measuring.options import FOLDER, JSON, MODELS, runs_option
 from tools.measuring.report import machine, new_table, print_report, say, short, show_machine
 from tools.models import real
 
-MODELS = (real.DEFAULT, "qwen2.5-coder-0.5b")
 DECODE = (64, 4_000, 16_000)
 PREFILL = (2_000, 6_000, 15_000)
 RESTORE = 4_096
@@ -182,15 +181,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 @click.command()
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    default=MODELS,
-    type=click.Choice(real.NAMES),
-    show_default=True,
-    help="Repeatable.",
-)
+@MODELS
 @click.option("--weights", default="auto", show_default=True, help="As for `diskprefix serve`.")
 @runs_option(15)
 @FOLDER

@@ -34,10 +34,9 @@ from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from tests.random_schemas import random_schema
 from tools.measuring.live_server import step
-from tools.measuring.options import FOLDER, JSON
+from tools.measuring.options import FOLDER, JSON, MODEL
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.measuring.workspace import measuring, model_folder
-from tools.models import real
 
 MOST_TOKENS = 4000
 PROMPT = np.arange(10, 74, dtype=np.int32)
@@ -211,7 +210,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 @click.command()
-@click.option("--model", default=real.DEFAULT, show_default=True, help="A real model's name or a model's folder.")
+@MODEL
 @click.option("--schemas", type=click.IntRange(min=1), default=500, show_default=True, help="How many random schemas.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Figures are medians of them.")
 @FOLDER

@@ -19,10 +19,9 @@ import click
 from rich.console import Console
 
 from tools.measuring.live_server import Answer, LiveServer, step
-from tools.measuring.options import FOLDER, JSON
+from tools.measuring.options import FOLDER, JSON, MODEL
 from tools.measuring.report import machine, median, new_table, print_report, say, show_machine
 from tools.measuring.workspace import measuring, model_folder
-from tools.models import real
 
 MOST_LINES = 60
 """Of the part of a file that is edited."""
@@ -158,7 +157,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 @click.command()
-@click.option("--model", default=real.DEFAULT, show_default=True, help="A real model's name or a model's folder.")
+@MODEL
 @click.option("--edits", "num_edits", type=click.IntRange(0, 100), default=50, show_default=True, help="Code edits.")
 @click.option(
     "--questions",

@@ -10,8 +10,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,12 @@ from rich.table import Table
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.kv.transfer import Bytes
-from diskprefix.prefix_cache.nodes import Node
 from diskprefix.store.codec.codec import Codec, Piece, decode_piece, encode_piece
 from diskprefix.store.folder import DATA
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
+from diskprefix.tiers.nodes import Node
 from diskprefix.tokens import TokenIds
 from tests.synthetic_model import SyntheticModel, dense_layout, open_restorer
 from tools.measuring import kv_sample, page_cache
@@ -166,12 +167,8 @@ class Restore:
 
     def warm_s(self, codec: Codec) -> tuple[float, float]:
         """Returns the seconds of the first and of the second restore after opening, with the file in the page cache."""
-        page_cache.warm(self.file(codec))
-        store = self._open(codec)
-        with open_restorer(self._model(store), capacity=len(self.prompt)) as restorer:
-            seconds = restorer.seconds(self.prompt), restorer.seconds(self.prompt)
-        store.close()
-        return seconds
+        with self.opened(codec) as model, open_restorer(model, capacity=len(self.prompt)) as restorer:
+            return restorer.seconds(self.prompt), restorer.seconds(self.prompt)
 
     def cold_s(self, codec: Codec) -> tuple[float, float]:
         """Returns the seconds of a restore without the page cache, and the share of the file that opening read."""
@@ -182,6 +179,16 @@ class Restore:
             seconds = restorer.seconds(self.prompt)
         store.close()
         return seconds, resident
+
+    @contextmanager
+    def opened(self, codec: Codec) -> Iterator[SyntheticModel]:
+        """Opens the store, with the file in the page cache."""
+        page_cache.warm(self.file(codec))
+        store = self._open(codec)
+        try:
+            yield self._model(store)
+        finally:
+            store.close()
 
     def _open(self, codec: Codec) -> Store:
         return Store(self.file(codec).parent, budget_bytes=2 * self.num_bytes + (64 << 20))

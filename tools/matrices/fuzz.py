@@ -45,19 +45,22 @@ START_S = 30.0
 """What schemathesis may take besides the time that it is given."""
 QUEUE_FULL = frozenset({"queue_full", "too_many_connections"})
 """Codes of a 503 that a busy daemon rightly gives."""
+CONFORMANCE = ("status_code", "content_type", "response_headers", "response_schema")
+"""What an answer must have as the document says it."""
 
 
 class FuzzError(Exception):
     """Schemathesis cannot be installed or does not run; the message is one line."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Failure:
-    """A request that the daemon must not answer so. `request` is a command that sends it again."""
+    """Requests that the daemon must not answer so. `request` is a command that sends the first of them again."""
 
     route: str
     reason: str
     request: str
+    count: int = 1
 
 
 @dataclass
@@ -65,22 +68,30 @@ class Found:
     """What came of the requests to one route."""
 
     statuses: Counter[str] = field(default_factory=Counter)
-    failures: list[Failure] = field(default_factory=list)
+    failures: dict[str, Failure] = field(default_factory=dict)
+    """By reason."""
 
     def add(self, route: str, exchange: dict[str, Any]) -> None:
         response = exchange.get("response")
         if response is None:
             self.statuses["none"] += 1
-            self.failures.append(Failure(route, "no answer", command_of(exchange["request"])))
+            self._fail(route, "no answer", exchange)
             return
         status = int(response["status_code"])
+        for said in exchange["undocumented"]:
+            self._fail(route, f"{status}, which the document does not have: {said}", exchange)
         if status == 503 and _code(response) in QUEUE_FULL:
             self.statuses["busy"] += 1
             return
         self.statuses[str(status)] += 1
         if status >= 500:
-            reason = f"{status}: {_content(response)[:300].decode(errors='replace')}"
-            self.failures.append(Failure(route, reason, command_of(exchange["request"])))
+            self._fail(route, f"{status}: {_content(response)[:300].decode(errors='replace')}", exchange)
+
+    def _fail(self, route: str, reason: str, exchange: dict[str, Any]) -> None:
+        if reason in self.failures:
+            self.failures[reason].count += 1
+        else:
+            self.failures[reason] = Failure(route, reason, command_of(exchange["request"]))
 
 
 def command_of(request: dict[str, Any]) -> str:
@@ -110,7 +121,10 @@ def _code(response: dict[str, Any]) -> str | None:
 
 
 def exchanges(report: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the requests of a report and their answers, each with its route. A report may have been cut off."""
+    """Yields the requests of a report and their answers, each with its route.
+
+    `undocumented` has what an answer does not have as the document says. A report may have been cut off.
+    """
     for line in report.read_text(encoding="utf-8").splitlines():
         try:
             [(kind, event)] = json.loads(line).items()
@@ -118,8 +132,11 @@ def exchanges(report: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         if kind == "ScenarioFinished":
             recorder = event["recorder"]
-            for exchange in recorder.get("interactions", {}).values():
-                yield recorder["label"], exchange
+            checks = recorder.get("checks", {})
+            for case, exchange in recorder.get("interactions", {}).items():
+                failed = [check["failure_info"]["failure"] for check in checks.get(case, ()) if "failure_info" in check]
+                said = [f"{one['title']}: {one['message']}" for one in failed]
+                yield recorder["label"], exchange | {"undocumented": said}
 
 
 def installed(report: Report) -> Path:
@@ -176,7 +193,8 @@ class Fuzzer:
         command = [str(self._schemathesis), "run", f"{self._url}/openapi.json", *job.filters, "--phases", job.phase]
         command += ["--max-time", str(seconds), "--workers", "1", "--seed", str(self._seed), "--no-color"]
         command += ["--continue-on-failure", "--no-shrink", "--generation-database", "none"]
-        command += ["--request-timeout", str(REQUEST_TIMEOUT_S), "--checks", "not_a_server_error"]
+        command += ["--request-timeout", str(REQUEST_TIMEOUT_S)]
+        command += ["--checks", ",".join(f"{name}_conformance" for name in CONFORMANCE)]
         command += ["--output-sanitize", "false", "--report", "ndjson", "--report-ndjson-path", str(report)]
         limit_s = seconds + REQUEST_TIMEOUT_S + START_S
         with report.with_suffix(".log").open("w") as log:
@@ -216,7 +234,7 @@ def counted(sent: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Found]:
 
 
 def report_of(found: dict[str, Found], log: Path, seed: int, minutes: float) -> dict[str, Any]:
-    failures = [failure for one in found.values() for failure in one.failures]
+    failures = [failure for one in found.values() for failure in one.failures.values()]
     return {
         "seed": seed,
         "minutes": minutes,
@@ -236,12 +254,11 @@ def show(report: dict[str, Any], console: Console) -> None:
     for route, found in report["routes"].items():
         table.add_row(route, f"{sum(found.values()):,}", *(f"{found.get(status, 0):,}" for status in statuses))
     console.print(table)
-    say(
-        console, f"{report['requests']:,} requests; {len(report['failures'])} failed, {report['tracebacks']} tracebacks"
-    )
+    failed = sum(failure["count"] for failure in report["failures"])
+    say(console, f"{report['requests']:,} requests; {failed:,} failures, {report['tracebacks']} tracebacks")
     say(console, f"{report['busy']} of them were told that the queue is full (503), which is no failure")
     for failure in report["failures"]:
-        say(console, f"{failure['route']}: {failure['reason']}")
+        say(console, f"{failure['route']}, {failure['count']:,} times: {failure['reason']}")
         console.print(f"    {failure['request']}", highlight=False, markup=False, soft_wrap=True)
     show_machine(report["machine"], console)
 
@@ -276,8 +293,9 @@ def main(minutes: float, seed: int, routes: tuple[str, ...], folder: Path | None
     """Send made-up requests to all routes of a daemon with a tiny model, and look for answers that must not be.
 
     schemathesis makes them from /openapi.json; it is installed into the cache folder on first use. Prints the requests
-    by route and status. A failure is an answer of 500 or more, no answer, or a traceback in the daemon's log; each is
-    printed with a command that sends the request again. A 503 that says that the queue is full is counted apart.
+    by route and status. A failure is an answer of 500 or more, one whose status, type, headers or body the document
+    does not have, no answer, or a traceback in the daemon's log; each is printed with a command that sends the request
+    again. A 503 that says that the queue is full is counted apart.
 
     Exits with 1 if anything failed.
     """

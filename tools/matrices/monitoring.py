@@ -33,6 +33,8 @@ FILES = Path(__file__).parent.parent / "monitoring"
 _SCRAPE_S = 1
 _RATE_INTERVAL = "15s"
 _TRAFFIC_S = 20.0
+_SEED_S = 5.0
+"""Of traffic on another machine, which leaves what it computes in the shared tier."""
 _DEADLINE_S = 60.0
 # Nothing stays in memory: what is restored comes from the disk.
 _FLAGS = (
@@ -153,8 +155,16 @@ def send_traffic(server: LiveServer, seconds: float) -> None:
 
 def measure(folder: Path, console: Console) -> dict[str, Any]:
     """Returns the report as JSON values. Raises `MonitoringError`."""
-    model = write_chat_model(folder / "model")
-    flags = ("--model", str(model), "--disk-prefix-cache", "full", *_FLAGS)
+    model, bucket, key = write_chat_model(folder / "model"), folder / "bucket", folder / "namespace.key"
+    bucket.mkdir()
+    key.write_text("a secret of all machines here")
+    shared = ("--remote-tier", bucket.as_uri(), "--remote-write", "all", "--namespace-key-file", str(key))
+    flags = ("--model", str(model), "--disk-prefix-cache", "full", *_FLAGS, *shared)
+    other = LiveServer(kv_cache_dir=folder / "other", log_path=folder / "other.log", flags=flags)
+    with other, step(console, "another machine fills the shared tier"):
+        other.start()
+        send_traffic(other, _SEED_S)
+        other.wait_until_saved()
     with LiveServer(kv_cache_dir=folder / "kv", log_path=folder / "server.log", flags=flags) as server:
         with step(console, "starting the daemon"):
             server.start()

@@ -146,6 +146,25 @@ def _clean_environment() -> dict[str, str]:
     return kept | {"HF_HUB_OFFLINE": "1"}
 
 
+def started(process: Process, client: httpx.Client) -> float:
+    """Starts a server. Returns the seconds until it said at `/health` that it is ready. Raises `PeerError`."""
+    began = time.perf_counter()
+    process.start()
+    while not _is_ready(client):
+        process.check()
+        if time.perf_counter() - began > START_DEADLINE_S:
+            raise PeerError(f"not ready after {START_DEADLINE_S:.0f} s")
+        time.sleep(_POLL_S)
+    return time.perf_counter() - began
+
+
+def _is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 class HttpPeer:
     """A server of OpenAI's `/v1/completions` that says at `/health` when it is ready.
 
@@ -169,20 +188,7 @@ class HttpPeer:
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=timeout)
 
     def start(self) -> float:
-        began = time.perf_counter()
-        self._process.start()
-        while not self._is_ready():
-            self._process.check()
-            if time.perf_counter() - began > START_DEADLINE_S:
-                raise PeerError(f"not ready after {START_DEADLINE_S:.0f} s")
-            time.sleep(_POLL_S)
-        return time.perf_counter() - began
-
-    def _is_ready(self) -> bool:
-        try:
-            return self._client.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
+        return started(self._process, self._client)
 
     def kill(self) -> None:
         if self._settle is not None and self._process.popen is not None:

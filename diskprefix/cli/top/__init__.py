@@ -7,30 +7,15 @@ from pathlib import Path
 
 import click
 
-from diskprefix.cli.options import PathType, nonempty, variable_of
+from diskprefix.cli.options import PathType, api_key_option, url_option, variable_of
 from diskprefix.cli.top.sources import Source, chosen_source
 from diskprefix.errors import SettingsError
-from diskprefix.settings import DEFAULT_DIR, Settings, default_kv_cache_dir
+from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir
 
 
 @click.command(short_help="Watch the daemon, and browse what is saved.")
-@click.option(
-    "--url",
-    metavar="URL",
-    default=f"http://{Settings.host}:{Settings.port}",
-    envvar=variable_of("--url"),
-    callback=nonempty,
-    show_default=True,
-    help="The address of the daemon.",
-)
-@click.option(
-    "--api-key",
-    metavar="KEY",
-    envvar=variable_of("--api-key"),
-    callback=nonempty,
-    show_default="none",
-    help="The key named admin, for a daemon with --api-keys.",
-)
+@url_option()
+@api_key_option("The key named admin, for a daemon with --api-keys.")
 @click.option(
     "--kv-cache-dir",
     type=PathType(),

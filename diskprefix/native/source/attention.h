@@ -256,7 +256,7 @@ class Computation {
     if constexpr (Product::FEW_ROWS > 0)
       if (as_they_lie)
         Product::multiply_tokens(scratch.turned, task.num_rows, inner_, keys, run.key_token_stride, as_they_lie,
-                                 keys + TILE * run.key_token_stride, scratch.scores, STRIDE);
+                                 scratch.scores, STRIDE);
     if (as_they_lie < num_keys)
       Product::pack_turned(keys + as_they_lie * run.key_token_stride, run.key_token_stride, present - as_they_lie,
                            num_keys - as_they_lie, call_.key_dim, inner_, scratch.keys);

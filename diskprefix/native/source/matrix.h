@@ -47,7 +47,7 @@ struct Part {
 // matrix in bfloat16: its rows are left factors as they lie in memory.
 struct Multiply {
   static constexpr int64_t FEW_ROWS = 16;
-  static constexpr int64_t AT_ONCE = 8;  // blocks, if there are few rows: a tile is not read right after its store
+  static constexpr int64_t AT_ONCE = 2;  // blocks, if there are few rows
 
   struct Scope {
     // Of left factors, and of right factors and sums, so many rows and columns are used.
@@ -61,6 +61,7 @@ struct Multiply {
         tiles.row_bytes[tile] = tile == 4 || tile == 5 ? 64 : 4 * num_columns;
         tiles.rows[tile] = tile < 6 ? num_rows : 16;
       }
+      written();
       _tile_loadconfig(&tiles);
     }
     ~Scope() { _tile_release(); }
@@ -104,6 +105,7 @@ struct Multiply {
   template <int ROWS, int STRIPS>
   static void add(const void* a, const void* a_next, int64_t stride, int64_t step, const uint8_t* weights,
                   const uint8_t* next, int64_t blocks) {
+    written();
     for (int64_t block = 0; block < blocks; ++block) {
       _tile_loadd(6, weights + block * BLOCK_BYTES, 64);
       _tile_loadd(4, (const uint8_t*)a + block * step, stride);
@@ -141,22 +143,25 @@ struct Multiply {
           part.put(loaded<Sixteen>(sums[2 * tile + half] + 16 * i), row + 16 * tile + i, STRIP * (strip + half));
   }
 
-  template <int STRIPS>
-  static void few(const Part& part, int64_t strip, uint8_t* weights) {
-    if (part.form.stride) return few_as_they_lie<STRIPS>(part, strip);
-    const int64_t columns = part.matrix->columns;
-    clear<1, STRIPS>();
-    for (int64_t first = 0; first < part.blocks; first += AT_ONCE) {
-      const int64_t count = least(AT_ONCE, part.blocks - first);
-      for (int half = 0; half < STRIPS; ++half)
-        for (int64_t block = 0; block < count; ++block) {
-          fetch(part.strip(strip + half + 2) + (first + block) * part.form.block_bytes, part.form.block_bytes);
-          part.unpack(strip + half, first + block, weights + (half * AT_ONCE + block) * BLOCK_BYTES);
-        }
-      const uint16_t* rows = part.rows + first * INNER;
-      add<1, STRIPS>(rows, nullptr, columns * 2, INNER * 2, weights, weights + AT_ONCE * BLOCK_BYTES, count);
+  static void few(const Part& part, int64_t strip, int64_t last, uint8_t* factors) {
+    if (part.form.stride && last - strip == 2) return few_as_they_lie<2>(part, strip);
+    for (; strip < last; ++strip) {
+      if (part.form.stride) few_as_they_lie<1>(part, strip);
+      else few_unpacked(part, strip, factors);
     }
-    finish<1, STRIPS>(part, 0, strip);
+  }
+
+  // A block is unpacked while the one before is multiplied: a tile that is loaded right after its stores waits for them, and
+  // all that comes behind it waits too. Memory is read from its beginning to its end.
+  static void few_unpacked(const Part& part, int64_t strip, uint8_t* factors) {
+    clear<1, 1>();
+    for (int64_t block = 0; block <= part.blocks; ++block) {
+      if (block < part.blocks) part.unpack(strip, block, factors + block % 2 * BLOCK_BYTES);
+      if (!block) continue;
+      const uint16_t* rows = part.rows + (block - 1) * INNER;
+      add<1, 1>(rows, nullptr, part.matrix->columns * 2, 0, factors + (block - 1) % 2 * BLOCK_BYTES, nullptr, 1);
+    }
+    finish<1, 1>(part, 0, strip);
   }
 
   // The factors of the rows: one row is what it should be already.
@@ -166,6 +171,7 @@ struct Multiply {
     const bool is_one = part.num_rows == 1;
     const uint8_t *left = part.strip(strip), *right = is_one ? (const uint8_t*)part.rows : part.packed;
     clear<STRIPS, 1>();
+    written();
     for (int64_t block = 0; block < part.blocks; ++block, left += INNER * 2, right += is_one ? INNER * 2 : BLOCK_BYTES) {
       for (int64_t row = 0; row < STRIPS * STRIP; ++row) fetch(left + row * stride + 2 * part.form.strip_bytes, INNER * 2);
       _tile_loadd(6, right, is_one ? 4 : 64);
@@ -258,15 +264,14 @@ struct Multiply {
     }
   }
 
-  template <int STRIPS>
-  static void few(const Part& part, int64_t strip, uint8_t* weights) {
-    for (int half = 0; half < STRIPS; ++half) {
+  static void few(const Part& part, int64_t strip, int64_t last, uint8_t* factors) {
+    for (; strip < last; ++strip) {
       Sixteen sums[FEW_ROWS][2] = {};
       for (int64_t block = 0; block < part.blocks; ++block) {
-        part.unpack(strip + half, block, weights);
-        add(part.num_rows, (const float*)part.packed + block * INNER, part.matrix->columns, weights, 1, sums);
+        part.unpack(strip, block, factors);
+        add(part.num_rows, (const float*)part.packed + block * INNER, part.matrix->columns, factors, 1, sums);
       }
-      finish(part, 0, part.num_rows, strip + half, sums);
+      finish(part, 0, part.num_rows, strip, sums);
     }
   }
 
@@ -353,7 +358,7 @@ class Products {
   void multiply_part(const Part& part, int64_t begin, int64_t end) {
     static thread_local Memory memory;
     const bool is_few = call_.num_rows <= Multiply::FEW_ROWS;
-    const int64_t of_pair = 2 * (is_few ? Multiply::AT_ONCE : part.blocks) * BLOCK_BYTES;
+    const int64_t of_pair = (is_few ? Multiply::AT_ONCE : 2 * part.blocks) * BLOCK_BYTES;
     const int64_t fit = PANEL_BYTES / of_pair, at_once = is_few || fit < 1 ? 1 : fit;
     const int64_t needed = least(at_once, end - begin) * of_pair;
     if (!memory.reserve(needed)) {
@@ -364,14 +369,9 @@ class Products {
     const auto scope = Multiply::scope_of(part);
     for (int64_t pair = begin; pair < end; pair += at_once) {
       const int64_t strip = 2 * pair, last = least(2 * least(pair + at_once, end), part.strips);
-      if (is_few) few(part, strip, last, weights);
+      if (is_few) Multiply::few(part, strip, last, weights);
       else many(part, strip, last, weights);
     }
-  }
-
-  void few(const Part& part, int64_t strip, int64_t last, uint8_t* weights) {
-    if (last - strip == 2) Multiply::few<2>(part, strip, weights);
-    else Multiply::few<1>(part, strip, weights);
   }
 
   void many(const Part& part, int64_t first, int64_t last, uint8_t* weights) {

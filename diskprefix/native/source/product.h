@@ -120,6 +120,7 @@ struct TileProduct {
   static constexpr int ROWS = 16;
   static constexpr int INNER = 32;
   static constexpr int COLUMNS = 16;
+  static constexpr int64_t AHEAD = 4096;  // bytes: how far before its use memory is fetched, and twice as far for keys
   static constexpr int FEW_ROWS = 16;  // or fewer may be multiplied with tokens as they lie in memory
 
   // Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the matrix. Another library may use them after us.
@@ -135,6 +136,7 @@ struct TileProduct {
         const bool is_of_rows = tile == 0 || tile == 1 || tile == 4;
         tiles.rows[tile] = is_of_rows && num_rows < 16 ? num_rows : 16;
       }
+      written();
       _tile_loadconfig(&tiles);
     }
     ~Scope() { _tile_release(); }
@@ -166,16 +168,18 @@ struct TileProduct {
 
   static void pack_plain(const uint16_t* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
                          int64_t columns, uint16_t* to) {
-    // Token by token, as memory is read fastest in its order.
-    for (int64_t token = 0; token < num_tokens; token += 2)
+    // Token by token, as memory is read fastest in its order, one line of it at a time.
+    for (int64_t token = 0; token < num_tokens; token += 2) {
+      const uint16_t *even = from + token * stride, *odd = even + stride;
+      const bool are_whole = token + 1 < present && dim == columns;
       for (int64_t first = 0; first < columns; first += 16) {
-        const int64_t width = dim - first;
-        const __mmask16 some = width >= 16 ? 0xffff : (1u << width) - 1;
-        const uint16_t* at = from + token * stride + first;
-        const __m512i even = words_of(at, token < present ? some : 0);
-        const __m512i odd = words_of(at + stride, token + 1 < present ? some : 0);
-        store(to + first * num_tokens + token * 16, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+        _mm_prefetch((const char*)even + AHEAD + 4 * first, _MM_HINT_T0);
+        const __mmask16 some = dim - first >= 16 ? 0xffff : (1u << (dim - first)) - 1;
+        const __m512i low = words_of(even + first, are_whole ? 0xffff : token < present ? some : 0);
+        const __m512i high = words_of(odd + first, are_whole ? 0xffff : token + 1 < present ? some : 0);
+        store(to + first * num_tokens + token * 16, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
       }
+    }
   }
 
   static __m512i words_of(const uint16_t* from, __mmask16 mask) {
@@ -186,6 +190,7 @@ struct TileProduct {
   static void multiply(const uint16_t* left, int64_t left_stride, const uint16_t* matrix, int64_t all_inner, int64_t,
                        float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns) {
     const int64_t panel = all_inner * 16;
+    written();
     for (int64_t column = 0; column < columns; column += 32) {
       const uint16_t* right = matrix + column / 16 * panel;
       const bool is_pair = column + 16 < columns;
@@ -261,15 +266,16 @@ struct TileProduct {
   }
 
   // out [rows, tokens] = rows × tokensᵀ, for 32 tokens at a time as they lie in memory, and what `turn_rows` made of 16
-  // rows or fewer. Each number has the bits that `multiply` gives it. Meanwhile the memory of as many tokens from `next` on is
-  // fetched; there may be none.
+  // rows or fewer. Each number has the bits that `multiply` gives it.
   static void multiply_tokens(const uint16_t* turned, int64_t num_rows, int64_t inner, const uint16_t* tokens,
-                              int64_t stride, int64_t num_tokens, const uint16_t* next, float* out, int64_t out_stride) {
+                              int64_t stride, int64_t num_tokens, float* out, int64_t out_stride) {
     alignas(64) Floats sums[2][16];
-    for (int64_t token = 0; token < num_tokens; token += 32, tokens += 32 * stride, next += 32 * stride) {
+    written();
+    for (int64_t token = 0; token < num_tokens; token += 32, tokens += 32 * stride) {
       _tile_zero(2); _tile_zero(3);
       for (int64_t i = 0; i < inner; i += 32) {
-        for (int64_t row = 0; row < 32; ++row) _mm_prefetch(next + row * stride + i, _MM_HINT_T1);
+        for (int64_t row = 0; row < 32; ++row)
+          _mm_prefetch((const char*)(tokens + row * stride + i) + 2 * AHEAD, _MM_HINT_T0);
         _tile_loadd(5, turned + i * 16, 64);
         _tile_loadd(6, tokens + i, stride * 2);
         _tile_dpbf16ps(2, 6, 5);

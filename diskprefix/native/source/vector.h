@@ -47,6 +47,10 @@ inline void store(void* to, Vector vector) {
   memcpy(to, &vector, sizeof vector);
 }
 
+// The compiler keeps no store behind this that stands before it, and none before it that stands behind. GCC must be told
+// where tiles are loaded: its intrinsics do not say that they read memory.
+inline void written() { __asm__ volatile("" ::: "memory"); }
+
 inline Floats all(float number) { return number - Floats{}; }
 inline Ints all_ints(int32_t number) { return number - Ints{}; }
 

@@ -84,6 +84,9 @@ struct Form {
 #define LOW_PAIRS 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7
 #define HIGH_PAIRS 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15
 
+// How far before its use memory is fetched, in bytes: blocks of a strip follow each other, and strips do too.
+constexpr int64_t AHEAD = 2048;
+
 // Of each of the 16 pairs of columns it makes two vectors: the weights of rows 0 to 7 of the strip and of rows 8 to 15,
 // those of a pair side by side.
 template <int BITS, int GROUP, bool HAS_ZEROS, class Stored>
@@ -94,6 +97,9 @@ struct Block {
   static constexpr int64_t BYTES = CODES + NUMBERS * (HAS_ZEROS ? 2 : 1);
 
   static void unpack(const uint8_t* block, int64_t, uint8_t* to) {
+    SixteenWords words[BITS];
+    if (BITS < 8)
+      for (int i = 0; i < BITS; ++i) words[i] = in_register(loaded<SixteenWords>(block + 64 * i));
     Sixteen scales[GROUPS][2], zeros[GROUPS][2];
     for (int group = 0; group < GROUPS; ++group) {
       const uint8_t* at = block + CODES + group * STRIP * sizeof(Stored);
@@ -104,11 +110,13 @@ struct Block {
 #pragma GCC unroll 16
 #endif
     for (int pair = 0; pair < 16; ++pair) {
+      // One line at a time: many at once would keep what is computed meanwhile waiting.
+      if (64 * pair < BYTES) __builtin_prefetch(block + AHEAD + 64 * pair);
       const int group = GROUPS == 1 ? 0 : pair / 8;
       Sixteen parts[2];
       for (int half = 0; half < 2; ++half) {
-        parts[half] = codes(block, pair, half) * scales[group][half];
-        if (HAS_ZEROS) parts[half] = fused(codes(block, pair, half), scales[group][half], zeros[group][half]);
+        const Sixteen code = BITS < 8 ? of_words(words, 2 * pair + half) : of_bytes(block + STRIP * (2 * pair + half));
+        parts[half] = HAS_ZEROS ? fused(code, scales[group][half], zeros[group][half]) : code * scales[group][half];
       }
       put_pair(to, pair, parts[0], parts[1]);
     }
@@ -119,24 +127,44 @@ struct Block {
     halves[1] = __builtin_shufflevector(numbers, numbers, HIGH_PAIRS);
   }
 
-  static inline __attribute__((always_inline)) Sixteen codes(const uint8_t* block, int pair, int half) {
-    if constexpr (BITS == 4) {
-      const SixteenWords words = loaded<SixteenWords>(block + 128 * (pair / 8) + 64 * half) >> (4 * (pair % 8));
+  static inline __attribute__((always_inline)) SixteenWords in_register(SixteenWords words) {
 #if defined(__AVX512F__)
-      // Looked up by the last four bits, which is faster than converting them.
-      const __m512 numbers = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-      return (Sixteen)_mm512_permutexvar_ps((__m512i)words, numbers);
-#else
-      return __builtin_convertvector((SixteenWords)(words & 15), Sixteen);
+    // GCC would load them again for each code.
+    __asm__("" : "+v"(words));
 #endif
-    } else {
-      const uint8_t* at = block + 32 * pair + 16 * half;
+    return words;
+  }
+
+  static inline __attribute__((always_inline)) Sixteen of_bytes(const uint8_t* codes) {
 #if defined(__AVX512F__)
-      return (Sixteen)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+    return (Sixteen)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
 #else
-      return __builtin_convertvector(__builtin_convertvector(loaded<SixteenBytes>(at), SixteenInts), Sixteen);
+    return __builtin_convertvector(__builtin_convertvector(loaded<SixteenBytes>(codes), SixteenInts), Sixteen);
 #endif
-    }
+  }
+
+  // Of 32 vectors of codes, that with this number.
+  static inline __attribute__((always_inline)) Sixteen of_words(const SixteenWords* words, int number) {
+    constexpr int OF_WORD = 32 / BITS, OF_WORDS = OF_WORD * BITS;
+    if (number < OF_WORDS) return number_of(words[number / OF_WORD], BITS * (number % OF_WORD));
+    // Codes of 5 bits leave 2 bits of each word, which are the last two: the middle word has a bit of both.
+    const int last = number - OF_WORDS, first = 3 * last;
+    return number_of(words[first] >> 30 | words[first + 1] >> 30 << 2 | (words[2] >> (30 + last) & 1) << 4, 0);
+  }
+
+  // The code at bit `at` of each word. Codes have a sign if there are no zeros.
+  static inline __attribute__((always_inline)) Sixteen number_of(SixteenWords words, int at) {
+#if defined(__AVX512F__)
+    // Looked up by their last bits, which is faster than converting them.
+    const __m512 low = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512 high = _mm512_add_ps(low, _mm512_set1_ps(HAS_ZEROS ? 16 : -16));
+    if constexpr (BITS == 4) return (Sixteen)_mm512_permutexvar_ps((__m512i)(words >> at), low);
+    if constexpr (BITS == 5) return (Sixteen)_mm512_permutex2var_ps(low, (__m512i)(words >> at), high);
+#endif
+    constexpr int OTHERS = 32 - BITS;
+    const SixteenWords first = words << (OTHERS - at);
+    if (HAS_ZEROS) return __builtin_convertvector((SixteenInts)(first >> OTHERS), Sixteen);
+    return __builtin_convertvector((SixteenInts)first >> OTHERS, Sixteen);
   }
 
   // A code times a scale is exact where there are zeros, so both ways give the same bits.
@@ -175,8 +203,8 @@ inline Form form_of(const Matrix& matrix) {
   if (matrix.bits == 16) return {unpack_rows, INNER * 2, STRIP * matrix.columns * 2, matrix.columns * 2};
 #endif
   if (matrix.bits == 4) return form_of_blocks<4, 32, true>(matrix);
-  if (matrix.group == 16) return form_of_blocks<8, 16, false>(matrix);
-  return matrix.has_zeros ? form_of_blocks<8, 32, true>(matrix) : form_of_blocks<8, 32, false>(matrix);
+  if (matrix.bits == 5) return matrix.has_zeros ? form_of_blocks<5, 32, true>(matrix) : form_of_blocks<5, 32, false>(matrix);
+  return matrix.group == 16 ? form_of_blocks<8, 16, false>(matrix) : form_of_blocks<8, 32, false>(matrix);
 }
 
 }  // namespace matrices

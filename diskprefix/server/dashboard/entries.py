@@ -27,16 +27,20 @@ class Browser:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._outline: Outline | None = None
-        self._again_at = 0.0
+        self._read_at = self._again_at = 0.0
 
     async def entries(self, store: Store, *, with_texts: bool) -> dict[str, Any]:
-        """Returns the `listing` of the store, without their texts if those are private. Raises `CacheError`."""
+        """Returns the `listing` of the store, without their texts if those are private; `age_s`, which is 0 where it
+        was read for this answer, and `again_s`, after which it is read anew. Raises `CacheError`.
+        """
         async with self._lock:
-            if self._outline is None or time.monotonic() >= self._again_at:
-                started = time.monotonic()
+            asked_at = time.monotonic()
+            if self._outline is None or asked_at >= self._again_at:
                 self._outline = await asyncio.to_thread(_read, store)
-                self._again_at = time.monotonic() + _REST * (time.monotonic() - started)
-            return await asyncio.to_thread(listing, self._outline, with_texts=with_texts)
+                self._read_at = asked_at
+                self._again_at = time.monotonic() + _REST * (time.monotonic() - asked_at)
+            ages = {"age_s": asked_at - self._read_at, "again_s": max(0.0, self._again_at - time.monotonic())}
+            return ages | await asyncio.to_thread(listing, self._outline, with_texts=with_texts)
 
     async def delete(self, store: Store, entry_id: str) -> Purged:
         """Raises `EntryNotFound`, and `CacheError` if the store cannot be written."""

@@ -22,7 +22,7 @@ _COUNTED: tuple[tuple[str, Level, str, str], ...] = (
 )
 """Name of a count of the cache, and what it says if it is above 0."""
 
-_TODO = {
+_ADVICE = {
     400: "change the request as the message says",
     401: "give the client one of the keys in the file of --api-keys",
     403: "use the key named admin, or call the daemon by a name of its own",
@@ -33,8 +33,8 @@ _TODO = {
     429: "send fewer requests at once with this key, or raise --max-queue",
     503: "try again later; raise --max-queue or --max-sequences if this is common",
 }
-_TODO_OTHERWISE = "read the daemon's log of that time"
-_STREAM_TODO = "look at the client: it stopped reading, or the reply failed; the daemon's log says which"
+_ADVICE_OTHERWISE = "read the daemon's log of that time"
+_ADVICE_ON_STREAMS = "look at the client: it stopped reading, or the reply failed; the daemon's log says which"
 
 
 def problems(cache: dict[str, Any] | None, breaks: Sequence[dict[str, Any]], ended: Iterable[Ended]) -> list[Problem]:
@@ -59,6 +59,7 @@ def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
     for name, level, what, todo in _COUNTED:
         if count := cache.get(name, 0):
             yield Problem(level=level, what=what, todo=todo, count=count)
+    yield from _of_shared_tier(cache.get("remote") or {})
     if cache.get("gate", {}).get("state") == "closed":
         yield Problem(
             level="hint",
@@ -72,6 +73,29 @@ def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
             what="the store is full, and blocks are evicted",
             todo="raise --kv-cache-budget if prompts miss that came before",
             count=evicted,
+        )
+
+
+def _of_shared_tier(remote: dict[str, Any]) -> Iterator[Problem]:
+    if remote.get("state") == "failing":
+        yield Problem(
+            level="warning",
+            what=f"{remote['url']} does not answer, and is left alone for a while",
+            todo="look at the network, the endpoint and the access keys; the daemon's log names the failure",
+        )
+    if refused := {reason: count for reason, count in remote.get("refused", {}).items() if count}:
+        yield Problem(
+            level="warning",
+            what=f"objects of {remote['url']} were refused: {', '.join(refused)}",
+            todo="see *What is refused* in the page on tiers: `mac` means that somebody without the key writes there",
+            count=sum(refused.values()),
+        )
+    if dropped := remote.get("dropped", 0):
+        yield Problem(
+            level="hint",
+            what=f"prompts could not be left in {remote['url']}",
+            todo="make room in the bucket, let the daemon write to it, or start with --remote-write off",
+            count=dropped,
         )
 
 
@@ -102,7 +126,7 @@ def _of_requests(ended: Iterable[Ended]) -> Iterator[Problem]:
         yield Problem(
             level="error" if status >= 500 and status != 503 else "warning",
             what=f"{group[-1].route} answered {status}: {said}",
-            todo=_STREAM_TODO if status == 200 else _TODO.get(status, _TODO_OTHERWISE),
+            todo=_ADVICE_ON_STREAMS if status == 200 else _ADVICE.get(status, _ADVICE_OTHERWISE),
             count=len(group),
             last_at=group[-1].ended_at,
         )

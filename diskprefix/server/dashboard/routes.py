@@ -30,6 +30,7 @@ from diskprefix.server.dashboard.shown import (
 from diskprefix.server.dashboard.simulation import Simulation
 from diskprefix.server.dashboard.watch import UPDATE_S, Watch
 from diskprefix.server.described import described
+from diskprefix.server.described import events as event_content
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.status import require_admin
 
@@ -37,7 +38,6 @@ _SILENT_S = 8.0
 """After so long without news, a comment shows that the stream is alive."""
 _KEY_PLACE = "YOUR-KEY"
 
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (401, 403, 500, 503)}
 _WITH_400: dict[int | str, dict[str, Any]] = {400: {"model": ErrorBody}}
 
 router = APIRouter(tags=["daemon"])
@@ -73,7 +73,7 @@ async def welcome(request: Request) -> Response:
     return JSONResponse(Welcome().model_dump(), headers={"Vary": "Accept"})
 
 
-@_admin.get("/state", summary="State", response_model=State, responses=_ERRORS | _WITH_400)
+@_admin.get("/state", summary="State", response_model=State, responses=_WITH_400)
 async def state(request: Request, since: Annotated[int, Query(ge=0)] = 0) -> JSONResponse:
     """The daemon now: its requests, its memory, its store, and what is wrong. `since`: the number of the last request
     in `ended` that the caller has."""
@@ -87,10 +87,9 @@ async def state(request: Request, since: Annotated[int, Query(ge=0)] = 0) -> JSO
     response_model=None,
     responses={
         200: {
-            "content": {"text/event-stream": {"schema": {"$ref": "#/components/schemas/State"}}},
+            "content": event_content(State),
             "description": "Server-sent events named `state`, two a second at most.",
         },
-        **_ERRORS,
     },
 )
 async def events(request: Request) -> StreamingResponse:
@@ -115,7 +114,7 @@ async def _events(dashboard: Dashboard) -> AsyncIterator[bytes]:
         await asyncio.sleep(UPDATE_S)
 
 
-@_admin.get("/entries", summary="Saved prompts", response_model=Entries, responses=_ERRORS)
+@_admin.get("/entries", summary="Saved prompts", response_model=Entries)
 async def entries(request: Request) -> JSONResponse:
     """The saved prompts, and the tree of what they share. Read from the store, at most every few seconds."""
     dashboard = _dashboard(request)
@@ -127,7 +126,7 @@ async def entries(request: Request) -> JSONResponse:
 @_admin.delete(
     "/entries/{entry_id}",
     summary="Delete a saved prompt",
-    responses=_ERRORS | _WITH_400 | {404: {"model": ErrorBody}},
+    responses={404: {"model": ErrorBody}},
 )
 async def delete_entry(request: Request, entry_id: str) -> DeletedEntry:
     """Remove a saved prompt, with the blocks that nothing else needs. Without API keys, only on a loopback address."""
@@ -151,7 +150,7 @@ async def simulation(request: Request) -> JSONResponse:
     return JSONResponse(Simulated(hours=body.hours, scopes=rows).model_dump())
 
 
-@_admin.get("/clients", summary="Settings of clients", responses=_ERRORS)
+@_admin.get("/clients", summary="Settings of clients")
 async def clients(request: Request) -> list[ClientSettings]:
     """The settings with which agents and libraries use this daemon, as `diskprefix clients` prints them."""
     daemon = _dashboard(request).daemon

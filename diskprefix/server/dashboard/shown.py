@@ -168,6 +168,8 @@ class Entries(BaseModel):
     total: int = Field(description="Saved prompts; `entries` has those that were used last.")
     entries: list[Entry]
     trees: list[Tree]
+    age_s: float = Field(description="Seconds since they were read from the store; 0: for this answer.")
+    again_s: float = Field(description="Seconds until they are read anew; an answer before that has the same ones.")
 
 
 class DeletedEntry(BaseModel):

@@ -16,7 +16,6 @@ from diskprefix.engine.activity import Activity
 from diskprefix.server.browser_guard import is_loopback
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.dashboard.problems import problems
-from diskprefix.server.dashboard.shown import Problem
 from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
 
@@ -69,9 +68,6 @@ class Watch:
     def ended(self, since: int) -> list[dict[str, Any]]:
         """Returns the remembered requests that ended after the one with the number `since`."""
         return [asdict(ended) for ended in self._daemon.recent.since(since)]
-
-    def _problems(self, cache: dict[str, Any] | None) -> list[Problem]:
-        return problems(cache, self._daemon.breaks.as_list(), self._daemon.recent.failures)
 
     async def _cache(self, serving: Serving) -> dict[str, Any] | None:
         """Returns the counts of the cache, those of before while the disk is slow."""

@@ -65,7 +65,7 @@ class _EntryFile:
         self._fd = fd
         self._offsets = offsets
         self._tokens, self._states = manifest.token_tensors(), manifest.state_tensors()
-        self._logits_bytes = manifest.logits_tensor().num_bytes
+        self._logits_bytes = manifest.logits_tensor().num_bytes if manifest.with_logits else 0
         self._token_bytes = sum(tensor.num_bytes for tensor in self._tokens.values()) // manifest.num_tokens
         self._row_bytes = {name: tensor.num_bytes // tensor.shape[0] for name, tensor in self._states.items()}
 
@@ -78,10 +78,10 @@ class _EntryFile:
     def _runs(self, span: Span) -> Iterator[tuple[int, int]]:
         """Yields offset and size in the file of each part of a node's payload, in the payload's order."""
         for name, tensor in self._tokens.items():
-            _, heads, num_tokens, head_dim = tensor.shape
-            token_bytes = head_dim * tensor.itemsize
-            for head in range(heads if span.num_tokens else 0):
-                first_token = head * num_tokens + span.position
+            num_tokens = self.manifest.num_tokens
+            token_bytes = tensor.num_bytes // (tensor.rows * num_tokens)
+            for row in range(tensor.rows if span.num_tokens else 0):
+                first_token = row * num_tokens + span.position
                 yield self._offsets[name] + first_token * token_bytes, span.num_tokens * token_bytes
         if span.states is not None:
             for name, row_bytes in self._row_bytes.items():

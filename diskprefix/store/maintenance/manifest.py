@@ -34,6 +34,8 @@ _DTYPES = {
     "float16": ("F16", 2),
     "float8_e4m3fn": ("F8_E4M3", 1),
     "float8_e5m2": ("F8_E5M2", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
 }
 """torch's name of a dtype → safetensors' name, and its bytes."""
 
@@ -79,11 +81,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the file. `dtype` is the name that safetensors uses, `itemsize` its size in bytes."""
+    """A tensor of the file. `dtype` is the name that safetensors uses, `itemsize` its size in bytes. One that has
+    a part for each token is cut into `rows`, each with its part of all tokens."""
 
     dtype: str
     itemsize: int
     shape: tuple[int, ...]
+    rows: int = 1
 
     @property
     def num_bytes(self) -> int:
@@ -170,7 +174,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the per-token tensors by name, in the order of a payload. Raises `StoreCorrupt`."""
         groups = self._parsed_layout().groups
         return _named(
-            (name, _tensor(group.dtype, (1, group.heads, self.num_tokens, group.head_dim)))
+            (name, _tensor(group.dtype, group.shape(self.num_tokens), group.rows_each))
             for group in groups
             for name in group.tensors
         )
@@ -206,6 +210,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         if not math.isfinite(self.created_at):
             raise StoreCorrupt("its time of creation is out of range")
         self._check_states()
+        self._check_pages()
         if root_hash(self.identity) != self.root:
             raise StoreCorrupt("its root is not the hash of its identity")
         self._check_identity(Identity.parse(self.identity))
@@ -222,6 +227,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         on_grid = all(position % self.block_size == 0 and position <= self.num_tokens for position in points)
         if not on_grid or list(points) != sorted(set(points)) or end not in ((), (self.num_tokens,)):
             raise StoreCorrupt("its states are at impossible positions")
+
+    def _check_pages(self) -> None:
+        for group in self._parsed_layout().groups:
+            try:
+                group.check()
+            except ValueError as error:
+                raise StoreCorrupt(f"its layout has {shown(str(error))}") from error
+            if self.num_tokens % group.page or self.block_size % group.page:
+                raise StoreCorrupt(f"its blocks are not whole pages of {group.page} tokens")
 
     def _check_identity(self, identity: Identity) -> None:
         for name, told, found in (
@@ -262,7 +276,7 @@ def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return dict(found)
 
 
-def _tensor(dtype: str, shape: tuple[int, ...]) -> Tensor:
+def _tensor(dtype: str, shape: tuple[int, ...], rows: int = 1) -> Tensor:
     if dtype not in _DTYPES or min(shape) < 1:
         raise StoreCorrupt(f"its layout has a tensor of {shown(dtype)} of shape {shape}")
-    return Tensor(*_DTYPES[dtype], shape)
+    return Tensor(*_DTYPES[dtype], shape, rows)

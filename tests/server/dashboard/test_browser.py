@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,13 +40,18 @@ def daemon(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @contextmanager
-def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
+def opened(
+    browser: Browser, url: str, prepare: Callable[[Page], None] = lambda _page: None, **options: Any
+) -> Iterator[Page]:
     """The page once it shows the daemon's state. What the browser complains about fails the test."""
     context = browser.new_context(**({"viewport": WIDE} | options))
+    # The daemon rests after it has read what is stored, longer where reading took longer.
+    context.set_default_timeout(120_000)
     page = context.new_page()
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
+    prepare(page)
     page.goto(url)
     page.wait_for_selector("#tiles div")
     yield page
@@ -102,6 +107,63 @@ def test_a_prompt_is_deleted_after_a_question_only(browser: Browser, daemon: Dae
         page.once("dialog", lambda dialog: dialog.accept())
         page.click("#trunk button.danger")
         trunk.wait_for(state="detached")
+
+
+def test_a_tree_that_the_daemon_had_kept_is_asked_for_again(browser: Browser, daemon: DaemonProcess) -> None:
+    ask(daemon, "the page shows this prompt, which was saved after the daemon had read what is stored. " * 3)
+    daemon.wait_saved()
+    kept = {"total": 0, "entries": [], "trees": [], "age_s": 9.0, "again_s": 0.0}
+
+    def answer_once(page: Page) -> None:
+        page.route("**/dashboard/entries", lambda route: route.fulfill(json=kept), times=1)
+
+    with opened(browser, daemon.url, answer_once) as page:
+        page.locator("#icicle p", has_text="Nothing is stored yet").wait_for()
+        page.locator("#icicle button", has_text="saved after the daemon").first.wait_for()
+
+
+def crowded(state: dict[str, Any]) -> dict[str, Any]:
+    """The daemon's state with more of everything, and every text too long for a line of a telephone."""
+    word = "averylongnamewithoutaplacetobreak" * 3
+    now = state["now"]
+    running: dict[str, Any] = dict.fromkeys(
+        ("prompt_tokens", "restored_tokens", "ready_tokens", "reply_tokens"), 123_456_789
+    )
+    running |= {"scope": "auto:30", "elapsed_s": 1e5, "queue_s": 1.0, "ttft_s": 1e5, "tokens_per_s": 12345.6}
+    failed = {"route": f"POST /v1/{word}", "status": 400, "error": word, "prefix_cache": None, "timings": None}
+    ended: dict[str, Any] = {"ended_at": now, "prompt_tokens": 0, "reply_tokens": 0}
+    slot = {"tokens": 1, "num_bytes": 1, "busy": True, "used_at": now}
+    return state | {
+        "model": state["model"] | {"name": word},
+        "message": word,
+        "requests": [running | {"id": str(number), "state": "prefilling"} for number in range(3)],
+        "ended": [*state["ended"], *(ended | failed | {"number": 10_000 + number} for number in range(20))],
+        "memory": state["memory"] | {"slots": [slot] * 100},
+        "cache": state["cache"] | {"misses": {word: 1, "no_match": 2}, "codec": word},
+        "problems": [{"level": "hint", "what": word, "todo": word, "count": 2, "last_at": None}] * 3,
+    }
+
+
+def crowded_trees(entries: dict[str, Any]) -> dict[str, Any]:
+    """The saved prompts as those of several tenants and models with long names."""
+    tree = entries["trees"][0]
+    others = [{"root": str(n), "model": "averylongnameofamodel" * 4, "tenant": "0123456789abcdef"} for n in range(3)]
+    return entries | {"trees": [tree, *(tree | other for other in others)]}
+
+
+def test_a_crowded_page_is_no_wider_than_a_telephone(browser: Browser, daemon: DaemonProcess) -> None:
+    ask(daemon, "a prompt for the crowded page, which is long enough to be saved and to have a trunk. " * 3)
+    daemon.wait_saved()
+    with daemon.client() as client, opened(browser, daemon.url, viewport=PHONE) as page:
+        page.wait_for_selector("#icicle button")
+        page.evaluate("shown => showEntries(shown)", crowded_trees(client.get("/dashboard/entries").json()))
+        page.locator("#icicle button").first.click()
+        page.evaluate("now => onState(now)", crowded(client.get("/dashboard/state").json()))
+        too_wide = """() => [...document.querySelectorAll("body *")].filter((one) =>
+          one.getBoundingClientRect().right > innerWidth && !one.closest(".scroll, #icicle, pre, .unseen"))
+          .map((one) => one.outerHTML.slice(0, 100))"""
+        assert page.evaluate(too_wide) == []
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
 
 
 @pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "light"), (PHONE, "dark")])

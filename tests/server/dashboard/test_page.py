@@ -53,6 +53,14 @@ def test_only_the_page_s_own_style_and_script_run_and_nothing_is_fetched_from_el
     assert not re.findall(r"\son\w+\s*=|\sstyle\s*=", html.partition("<script>")[0]), "the policy would refuse these"
 
 
+def test_the_page_is_asked_for_anew_tells_nobody_where_it_is_and_stands_in_no_frame() -> None:
+    headers = page_response().headers
+    assert (headers["vary"], headers["cache-control"]) == ("Accept", "no-cache")
+    assert (headers["referrer-policy"], headers["x-content-type-options"]) == ("no-referrer", "nosniff")
+    for directive in ("frame-ancestors", "base-uri", "form-action"):
+        assert f"{directive} 'none'" in headers["content-security-policy"]
+
+
 def test_texts_of_requests_and_prompts_are_never_taken_for_markup() -> None:
     script = bytes(page_response().body).decode().partition("<script>")[2]
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", script)

@@ -9,9 +9,12 @@ import pytest
 from diskprefix.server.dashboard.problems import problems
 from diskprefix.server.dashboard.shown import Problem
 from diskprefix.server.recent import Ended
+from diskprefix.tiers.remote.ledger import Ledger
 from tests.server.scripted import STATS
 
 WELL = dict(STATS) | {"quarantined": 0, "errors": 0, "dropped": 0, "evicted_blocks": 0}
+
+REMOTE = Ledger().as_dict() | {"url": "s3://b", "state": "ok"}
 
 
 def failed(number: int, status: int = 400, error: str | None = "top_p: too large", **changes: Any) -> Ended:
@@ -26,6 +29,7 @@ def failed(number: int, status: int = 400, error: str | None = "top_p: too large
 
 def test_a_daemon_that_is_well_has_no_problems() -> None:
     assert problems(WELL, [], []) == []
+    assert problems(WELL | {"remote": REMOTE}, [], []) == []
     assert problems(None, [], []) == []
 
 
@@ -38,6 +42,9 @@ def test_a_daemon_that_is_well_has_no_problems() -> None:
         ({"errors": 3}, "warning", "became misses", "log"),
         ({"dropped": 3}, "warning", "not saved whole", "--kv-cache-write-buffer"),
         ({"gate": {"state": "closed"}}, "hint", "computing is faster", "--kv-cache-gate off"),
+        ({"remote": REMOTE | {"state": "failing"}}, "warning", "s3://b does not answer", "access keys"),
+        ({"remote": REMOTE | {"refused": {"mac": 2, "foreign": 0}}}, "warning", "refused: mac", "without the key"),
+        ({"remote": REMOTE | {"dropped": 3}}, "hint", "could not be left in s3://b", "--remote-write off"),
         ({"evicted_blocks": 3, "used_bytes": 95, "budget_bytes": 100}, "hint", "full", "--kv-cache-budget"),
     ],
 )

@@ -50,3 +50,63 @@ def test_one_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(simulation, "_LIMIT_S", 0.01)
     with pytest.raises(DiskPrefixError, match="ask for fewer hours"):
         run(record(tmp_path / "day.jsonl", block_size=16))
+
+
+def test_one_that_takes_too_long_or_that_nobody_waits_for_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "_RUN", "import time; time.sleep(600)")
+    monkeypatch.setattr(simulation, "_LIMIT_S", 0.01)
+    begin, begun = asyncio.create_subprocess_exec, []
+
+    async def noted(*command: Any, **how: Any) -> Any:
+        begun.append(await begin(*command, **how))
+        return begun[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    with pytest.raises(DiskPrefixError):
+        asyncio.run(simulation._output([]))
+    monkeypatch.setattr(simulation, "_LIMIT_S", 600.0)
+
+    async def leave() -> None:
+        waiting = asyncio.create_task(simulation._output([]))
+        while len(begun) < 2:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+    asyncio.run(leave())
+    assert [process.returncode for process in begun] == [-9, -9]
+
+
+def test_it_runs_with_the_lowest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "_RUN", simulation._RUN.partition("from diskprefix")[0] + "print(os.nice(0))")
+    assert asyncio.run(simulation._output([])) == 19
+
+
+def test_one_runs_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    running, most = [0], [0]
+
+    async def output(_arguments: Any) -> list[Any]:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        await asyncio.sleep(0)
+        running[0] -= 1
+        return []
+
+    monkeypatch.setattr(simulation, "_output", output)
+
+    async def both() -> None:
+        alone = Simulation()
+        await asyncio.gather(*(alone.run(Settings(record=tmp_path), serving(), 1.0) for _ in range(2)))
+
+    asyncio.run(both())
+    assert most == [1]
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "exact_at", "regime"),
+    [(0, "token", "token"), (0, "grid", "sliceable"), (9, "token", "checkpoints"), (9, "grid", "checkpoints")],
+)
+def test_the_kind_of_model_is_that_of_the_daemon(state_bytes: int, exact_at: str, regime: str) -> None:
+    layout = SimpleNamespace(state_bytes=state_bytes, exact_at=exact_at)
+    engine = SimpleNamespace(cache=SimpleNamespace(layout=layout))
+    assert simulation._regime(cast("Serving", SimpleNamespace(engine=engine))) == regime

@@ -170,6 +170,21 @@ def test_anybody_reads_the_tensors_with_their_true_dtypes_and_shapes(pub: Public
         assert same_bits(tensors[f"layers.{name}"], torch.cat([block[name] for block in blocks], dim=2)), name
 
 
+def test_pages_come_along_page_by_page(store: Store, target: Store, tmp_path: Path) -> None:
+    group = {"heads": 2, "head_dim": 4, "dtype": "uint8", "tensors": ["0.pages", "1.pages"]}
+    group |= {"axes": ["page", "token", "head", "dim"], "page": BLOCK // 2}
+    layout = json.dumps({"version": 1, "groups": [group], "logits": [0, "float32"], "shard": [1, 2]})
+    pub, again = (entry_of(one, prompt(2, 2 * BLOCK), layout=layout, with_tail=False) for one in (store, target))
+    pub, again = (replace(one, nodes=one.nodes[:2], tip=one.nodes[1].name) for one in (pub, again))
+    store.publish(pub)
+    file = export(store, pub, tmp_path / "e.safetensors")
+    pages = load_file(file)["layers.1.pages"]
+    assert tuple(pages.shape) == (4, BLOCK // 2, 2, 4)
+    assert pages.numpy().tobytes() == b"".join(bytes(node.payload)[-len(node.payload) // 2 :] for node in pub.nodes)
+    import_file(target, file)
+    assert is_whole(target, again)
+
+
 def test_the_metadata_says_what_the_file_is(pub: Publication, file: Path) -> None:
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()

@@ -21,19 +21,25 @@ function onState(now) {
   find("#simulation").hidden = !now.recording;
 }
 
-// What is stored is read again when requests ended since, because reading it takes the daemon longer.
-let readAfter = -1, isReading = false;
+// What is stored is read again when more was saved since, but not before the daemon would: reading it takes the daemon longer.
+let readAfter = -1, readNotBefore = 0, reading = Promise.resolve();
 
-async function readEntries() {
-  if (isReading) return;
-  isReading = true;
+function readEntries() {
+  readNotBefore = Infinity;
+  return (reading = reading.then(readOnce));
+}
+
+async function readOnce() {
+  const before = state.now.cache?.saved_bytes ?? 0;
   try {
-    readAfter = state.now.cache?.saved_bytes ?? 0;
-    showEntries(await ask("GET", "/dashboard/entries"));
+    const found = await ask("GET", "/dashboard/entries");
+    // An answer that was kept may be without what was saved last.
+    readAfter = found.age_s > 0 ? 0 : before;
+    readNotBefore = Date.now() + 1000 * found.again_s;
+    showEntries(found);
   } catch (error) {
+    readNotBefore = 0;
     find("#icicle").replaceChildren(make("p", { class: "quiet" }, error.message));
-  } finally {
-    isReading = false;
   }
 }
 
@@ -55,7 +61,7 @@ async function follow() {
         find("#all").hidden = false;
         find("#login").hidden = true;
         onState(now);
-        if (isFirst || (now.cache && readAfter < 0)) now.model && readEntries();
+        if (isFirst || (now.cache && readAfter < 0 && Date.now() >= readNotBefore)) now.model && readEntries();
         if (now.model && !knowsClients) { knowsClients = true; readClients(); }
       });
       setText(find("#status"), "the daemon has ended; trying again …");
@@ -65,6 +71,7 @@ async function follow() {
     }
     find("#status").className = "bad";
     readAfter = -1;
+    readNotBefore = 0;
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
 }
@@ -122,7 +129,7 @@ find("#copy").addEventListener("click", async () => {
 
 setInterval(() => {
   const cache = state.now?.cache;
-  if (!document.hidden && cache && readAfter >= 0 && cache.pending === 0 && cache.saved_bytes !== readAfter) readEntries();
+  if (!document.hidden && cache && Date.now() >= readNotBefore && cache.pending === 0 && cache.saved_bytes !== readAfter) readEntries();
 }, ENTRIES_MS);
 new ResizeObserver(() => state.now && drawTtft(find("#ttft"), state.ended)).observe(find("#ttft"));
 follow();

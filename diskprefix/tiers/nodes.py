@@ -65,6 +65,12 @@ class PromptNodes:
         """The block that continues `parent` and ends at `end`, before it is full."""
         return self._node(parent, floor_to_grid(end, self.block_size), end, Kind.BLOCK, generated=False)
 
+    def partial_block_of(self, parent: bytes, index: int, token_ids: bytes) -> Node:
+        """The block number `index` that continues `parent` with other token ids than the prompt's (int32,
+        little-endian)."""
+        name = node_name(self._secret, parent, token_ids, Kind.BLOCK)
+        return Node(name, parent, index * self.block_size, len(token_ids) // _ID_BYTES, Kind.BLOCK)
+
     @cached_property
     def block_names(self) -> list[bytes]:
         """The names of all full blocks, as a prefill from position 0 makes them."""

@@ -1,0 +1,1 @@
+"""Connectors: the store under another engine. README.md tells how to use them."""

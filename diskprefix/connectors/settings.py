@@ -1,0 +1,85 @@
+"""The settings of a connector: those of the daemon that are about its store, under shorter names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from diskprefix.errors import SettingsError
+from diskprefix.policy.scope import parse_scope
+from diskprefix.settings import SETTINGS, Settings, flag_of, parse_duration, parse_size
+
+NAMES = {
+    "path": "kv_cache_dir",
+    "budget": "kv_cache_budget",
+    "scope": "disk_prefix_cache",
+    "ttl": "kv_cache_ttl",
+    "min_tokens": "kv_cache_min_tokens",
+    "min_free": "kv_cache_min_free",
+    "write_buffer": "kv_cache_write_buffer",
+    "codec": "kv_cache_codec",
+    "on_corruption": "kv_cache_on_corruption",
+    "block_size": "block_size",
+    "namespace_key_file": "namespace_key_file",
+    "remote_tier": "remote_tier",
+    "remote_write": "remote_write",
+    "remote_deadline": "remote_deadline",
+    "record": "record",
+}
+"""A key of the connector's configuration → the field of `Settings`."""
+
+_WRITE_BUFFER = 256 * 1024**2
+_LEAST_BLOCK = 128
+"""Tokens. Smaller blocks would be restored no sooner, and each takes a record of its own."""
+
+
+def connector_settings(config: Mapping[str, Any], page_tokens: int) -> Settings:
+    """Returns the settings that a configuration asks for. `page_tokens`: the engine's pages hold as many tokens, and a
+    block of the store holds whole pages.
+
+    Raises `SettingsError` or `InvalidScope` that names the key.
+    """
+    if unknown := sorted(config.keys() - NAMES.keys()):
+        raise SettingsError(f"{unknown[0]}: unknown key; there are: {', '.join(NAMES)}")
+    if not config.get("path"):
+        raise SettingsError("path: must name the folder of the store")
+    given = {NAMES[key]: _converted(key, value) for key, value in config.items() if value is not None}
+    given.setdefault("kv_cache_write_buffer", _WRITE_BUFFER)
+    given.setdefault("block_size", page_tokens * math.ceil(_LEAST_BLOCK / page_tokens))
+    with own_names():
+        settings = Settings(**given)
+    if settings.block_size % page_tokens:
+        raise SettingsError(f"block_size: {settings.block_size} tokens are not whole pages of {page_tokens} tokens")
+    return settings
+
+
+def _converted(key: str, value: object) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise SettingsError(f"{key}: must be a number or a text")
+    kind = SETTINGS[NAMES[key]].kind
+    if key == "scope":
+        return str(parse_scope(value, param=key))
+    if kind == "size" and not isinstance(value, float):
+        return parse_size(value, param=key)
+    if kind == "duration":
+        return parse_duration(value, param=key)
+    if kind in ("file", "folder"):
+        return Path(str(value)).expanduser()
+    if isinstance(value, str) != (kind == "text"):
+        raise SettingsError(f"{key}: {value!r} is not {'a text' if kind == 'text' else 'a number'}")
+    return value
+
+
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Within it, a `SettingsError` names keys in the place of the daemon's flags."""
+    try:
+        yield
+    except SettingsError as error:
+        message = error.message
+        for key, name in NAMES.items():
+            message = message.replace(flag_of(name), key)
+        raise SettingsError(message) from error

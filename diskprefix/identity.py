@@ -1,0 +1,47 @@
+"""The canonical text of an identity: its hash is the root of all that is stored of one model for one tenant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def identity_text(
+    fingerprint: Mapping[str, str], block_size: int, layout_version: int, layout: str, salt: str = ""
+) -> str:
+    """Returns the text whose hash (`tokens.root_hash`) is the root, the parent of every first block.
+
+    `fingerprint` has everything that changes the numbers. `layout` describes a block's payload, `layout_version` is
+    that of its byte format. `salt` keeps tenants apart.
+    """
+    return canonical(
+        {
+            "fingerprint": fingerprint,
+            "block_size": block_size,
+            "layout_version": layout_version,
+            "layout": layout,
+            "salt": salt,
+        }
+    )
+
+
+def canonical(values: Mapping[str, Any]) -> str:
+    """Returns JSON with sorted keys, or "" for no values. Equal values give equal text, also after one was written to a
+    file (tuples, 1.0)."""
+    return json.dumps(plain(values), sort_keys=True, separators=(",", ":")) if values else ""
+
+
+def plain(value: Any) -> Any:
+    """Returns a value as JSON has it. What JSON has no form for becomes its text, without the name of torch."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(plain(item) for item in value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value).removeprefix("torch.")

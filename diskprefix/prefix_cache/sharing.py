@@ -1,0 +1,91 @@
+"""What requests take from the tier that machines share, and what they leave there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from diskprefix.cache_options import CacheOptions
+from diskprefix.policy.select import Selection
+from diskprefix.prefix_cache.namespaces import TenantNamespace
+from diskprefix.prefix_cache.resources import CacheResources
+from diskprefix.prefix_cache.restore import Restored
+from diskprefix.store.changes import NewNode
+from diskprefix.store.store import Chain, Publication
+from diskprefix.tiers.nodes import PromptNodes
+from diskprefix.tiers.remote.bringing import Bringing, Brought
+from diskprefix.tiers.remote.upload import Offer
+
+
+def bring(
+    cache: CacheResources,
+    namespace: TenantNamespace,
+    nodes: PromptNodes,
+    ttl_s: float | None,
+    store_id: bytes,
+    is_cancelled: Callable[[], bool],
+    have: int,
+) -> Brought:
+    """Fetches what the shared tier has of a prompt and nearer ones have not, into the writer's buffer: it is read from
+    there like anything that was just computed, and written to the disk. Waits, up to `--remote-deadline`. It is not
+    asked if hardly more is missing than the first `have` tokens, which are in memory."""
+    remote, cost_model = cache.remote, cache.cost_model
+    if remote is None or cache.store.problem is not None:
+        return Brought()
+    wish = Bringing(
+        nodes=nodes,
+        tiers=cache.tiers,
+        publish=partial(_publish, cache, namespace, store_id, Chain()),
+        most_s=cache.settings.remote_deadline,
+        have=have,
+        pays=cost_model.pays_remote,
+        is_cancelled=is_cancelled,
+        prefill_s_per_token=cost_model.prefill_s_per_token or 0.0,
+        ttl_s=ttl_s,
+        replaces=cache.layout.state_kind == "token",
+    )
+    brought = remote.bring(wish)
+    if brought.is_late:
+        # It would have taken longer still.
+        cost_model.note_remote(brought.num_bytes or brought.wanted_bytes, brought.seconds)
+    elif brought.num_bytes and brought.is_whole:
+        cost_model.note_remote(brought.num_bytes, brought.seconds)
+    return brought
+
+
+def offer(
+    cache: CacheResources,
+    namespace: TenantNamespace,
+    nodes: PromptNodes,
+    options: CacheOptions,
+    selection: Selection,
+    restored: Restored,
+) -> None:
+    """Has what is stored of a prompt and its reply written to the shared tier, as far as `--remote-write` says."""
+    remote = cache.remote
+    if remote is None or not options.save:
+        return
+    num_tokens = len(nodes.token_ids)
+    match cache.settings.remote_write:
+        case "off":
+            return
+        case "seen-twice":
+            # What came before is worth sharing: it was restored, or another prompt begins with it.
+            num_tokens = min(num_tokens, max(restored.num_tokens, selection.common, selection.seen))
+    if num_tokens >= nodes.block_size:
+        in_parts = cache.layout.state_kind == "token"
+        remote.offer(Offer(nodes, num_tokens, namespace.record, cache.tiers, in_parts))
+
+
+def _publish(
+    cache: CacheResources, namespace: TenantNamespace, store_id: bytes, chain: Chain, nodes: tuple[NewNode, ...]
+) -> bool:
+    """Returns False if the writer's buffer has no room."""
+    size = sum(len(node.payload) for node in nodes)
+    if not cache.writer.reserve(size):
+        return False
+    publication = Publication(
+        store_id=store_id, root=namespace.root, root_record=namespace.record, nodes=nodes, chain=chain
+    )
+    cache.writer.submit(publication, reserved_bytes=size)
+    return True

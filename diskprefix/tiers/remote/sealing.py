@@ -1,0 +1,95 @@
+"""How what lies in the object store is signed, and how it is checked before anything of it is used.
+
+Whoever can write to the bucket could plant state that steers answers. So a checksum is not enough: each object carries
+a MAC by a key that only the machines of one namespace have, over its own path and over keyed digests of all parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from typing import Literal, TypeAlias
+
+from diskprefix.errors import CacheError
+from diskprefix.namespace_key import NamespaceKey
+
+RefusalReason: TypeAlias = Literal["truncated", "foreign", "mac", "replayed", "damaged", "mismatch", "oversized"]
+
+_MAGIC = b"dpxR"
+_VERSION = 1
+_PREAMBLE = struct.Struct("<4sHHI4x8s32s")
+"""Magic, version, length of the path, length of what is signed, the beginning of the namespace's digest, the MAC."""
+SEAL_BYTES = _PREAMBLE.size
+MOST_SIGNED_BYTES = 4 << 20
+"""Path, token ids and digests. It is read before anything is verified, so it must not be much. The largest bundles need
+less than a quarter of it."""
+DIGEST_BYTES = 16
+
+
+class ObjectRefused(CacheError):
+    """A remote object fails its checks. `reason` is a word for the counters."""
+
+    def __init__(self, reason: RefusalReason, message: str) -> None:
+        super().__init__(message)
+        self.reason: RefusalReason = reason
+
+
+def sealed(key: NamespaceKey, path: str, content: bytes) -> bytes:
+    """Returns `content` signed for the object at `path`. Raises `ObjectRefused` if nobody would read so much."""
+    signed = path.encode() + content
+    if len(signed) > MOST_SIGNED_BYTES:
+        raise ObjectRefused("oversized", f"{path} would have a header of {len(signed)} bytes")
+    mac = _mac(key, len(path), signed)
+    return _PREAMBLE.pack(_MAGIC, _VERSION, len(path), len(signed), key.digest[:8], mac) + signed
+
+
+def sealed_bytes(beginning: bytes | memoryview) -> int:
+    """Returns how many bytes the signed part takes, from its first `SEAL_BYTES`. Nothing is verified: the answer is
+    bounded, and may be wrong. Raises `ObjectRefused`."""
+    return SEAL_BYTES + _preamble(beginning)[1]
+
+
+def unsealed(key: NamespaceKey, path: str, data: bytes | memoryview) -> bytes:
+    """Returns what was signed for the object at `path`; `data` may go on behind it. Raises `ObjectRefused`."""
+    path_bytes, num_signed, namespace, mac = _preamble(data)
+    signed = bytes(data[SEAL_BYTES : SEAL_BYTES + num_signed])
+    if len(signed) != num_signed:
+        raise ObjectRefused("truncated", f"it has {len(data)} bytes of {SEAL_BYTES + num_signed}")
+    if namespace != key.digest[:8]:
+        raise ObjectRefused("foreign", "it was signed with the key of another namespace")
+    if not hmac.compare_digest(mac, _mac(key, path_bytes, signed)):
+        raise ObjectRefused("mac", "its MAC is wrong")
+    if signed[:path_bytes] != path.encode():
+        raise ObjectRefused("replayed", f"it was written as {signed[:path_bytes].decode(errors='replace')}")
+    return signed[path_bytes:]
+
+
+def piece_digest(key: NamespaceKey, name: bytes, index: int, stored: bytes | bytearray | memoryview) -> bytes:
+    """Returns the keyed digest of a piece of the node `name`. It verifies without the rest of the object."""
+    digest = hashlib.blake2b(key=key.mac_key, digest_size=DIGEST_BYTES, person=b"dpx piece")
+    digest.update(name + struct.pack("<I", index))
+    digest.update(stored)
+    return digest.digest()
+
+
+def require_piece(key: NamespaceKey, name: bytes, index: int, stored: memoryview, digest: bytes) -> None:
+    """Raises `ObjectRefused` unless the piece has this digest."""
+    if not hmac.compare_digest(piece_digest(key, name, index, stored), digest):
+        raise ObjectRefused("damaged", f"piece {index} of node {name.hex()} is not the one that was signed")
+
+
+def _preamble(data: bytes | memoryview) -> tuple[int, int, bytes, bytes]:
+    if len(data) < SEAL_BYTES:
+        raise ObjectRefused("truncated", f"it has {len(data)} bytes, fewer than its beginning")
+    magic, version, path_bytes, num_signed, namespace, mac = _PREAMBLE.unpack_from(data)
+    if (magic, version) != (_MAGIC, _VERSION) or not path_bytes <= num_signed <= MOST_SIGNED_BYTES:
+        raise ObjectRefused("foreign", "it is not an object of this version of diskprefix")
+    return path_bytes, num_signed, namespace, mac
+
+
+def _mac(key: NamespaceKey, path_bytes: int, signed: bytes) -> bytes:
+    mac = hashlib.blake2b(key=key.mac_key, digest_size=32, person=b"dpx object")
+    mac.update(struct.pack("<HHI", _VERSION, path_bytes, len(signed)))
+    mac.update(signed)
+    return mac.digest()

@@ -1,0 +1,226 @@
+"""What doctor finds in a model's files, without its weights, and how it judges replies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from diskprefix.cli import doctor_model, warm_target
+from diskprefix.cli.doctor_model import local_folder, model_findings
+from diskprefix.cli.findings import Finding
+from diskprefix.errors import ModelError
+from diskprefix.model import memory
+from diskprefix.settings import Settings
+from tests.server.chat_model import write_tokenizer
+
+GIB = 2**30
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder with a tokenizer, and a file for its weights."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Says how much memory the weights take, and how much is free."""
+
+    def set_to(needed: int, free: int) -> None:
+        monkeypatch.setattr(memory, "weights_bytes", lambda _files, bytes_each: needed * bytes_each // 2)
+        monkeypatch.setattr(memory, "available_ram_bytes", lambda: free)
+
+    set_to(GIB, 10 * GIB)
+    return set_to
+
+
+def found_in(folder: Path, **settings: Any) -> dict[str, Finding]:
+    return {each.check: each for each in model_findings(Settings(model=str(folder), **settings), lambda _line: None)}
+
+
+def levels(findings: dict[str, Finding]) -> dict[str, str]:
+    assert all(each.advice for each in findings.values() if each.level in ("note", "problem"))
+    return {check: each.level for check, each in findings.items()}
+
+
+@pytest.mark.parametrize(
+    ("needed", "settings", "level"),
+    [
+        (5, {}, "ok"),
+        (9, {}, "note"),
+        (11, {}, "problem"),
+        (9, {"dtype": "float32"}, "problem"),
+        (11, {"device": "cuda"}, "ok"),
+    ],
+)
+def test_weights_are_compared_with_the_memory(
+    folder: Path, sizes: Any, needed: int, settings: dict[str, Any], level: str
+) -> None:
+    sizes(needed * GIB, 10 * GIB)
+    assert levels(found_in(folder, **settings))["model"] == level
+
+
+def test_a_folder_without_weights_is_a_problem(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert levels(found_in(folder))["model"] == "problem"
+
+
+def test_weights_that_cannot_be_read_are_a_problem(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*_: Any) -> int:
+        raise ModelError("model.safetensors is cut off")
+
+    monkeypatch.setattr(memory, "weights_bytes", damaged)
+    found = found_in(folder)["model"]
+    assert (found.level, found.text) == ("problem", "model.safetensors is cut off")
+
+
+def test_the_tokenizer_of_a_file_is_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    assert levels(found_in(tmp_path / "model.gguf")) == {"model": "ok", "tokenizer": "skipped"}
+
+
+def test_a_model_that_is_only_partly_here_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in (None, "org/absent", "not a name//"):
+        assert local_folder(name) is None
+
+
+def test_a_tokenizer_that_cannot_be_read_is_a_problem(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    assert levels(found_in(folder)) == {"model": "ok", "tokenizer": "problem"}
+
+
+def change(folder: Path, name: str, **values: Any) -> None:
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def template(folder: Path, text: str) -> None:
+    (folder / "template.jinja").write_text(text)
+
+
+def test_a_good_template_has_boundaries(folder: Path) -> None:
+    found = found_in(folder)
+    assert (found["template"].level, "the system message ends at one" in found["template"].text) == ("ok", True)
+
+
+def test_a_system_message_inside_the_turn_of_the_user_ends_at_no_boundary(folder: Path) -> None:
+    turn = "<|im_start|>user\n{{ messages[0].content }}\n{{ messages[1].content }}<|im_end|>\n"
+    template(folder, f"{turn}{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}")
+    found = found_in(folder, chat_template=folder / "template.jinja")
+    assert "none at the system message's end" in found["template"].text
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "says"),
+    [
+        ("{% for message in messages %}{{ message.content }} {% endfor %}", "note", "safe to cut"),
+        ("{{ raise_exception('no') }}", "problem", "no"),
+    ],
+)
+def test_a_template_that_does_not_do_is_told(folder: Path, text: str, level: str, says: str) -> None:
+    template(folder, text)
+    found = found_in(folder, chat_template=folder / "template.jinja")
+    assert (levels(found)["template"], says in found["template"].text) == (level, True)
+
+
+def test_a_model_without_a_template_is_told(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    found = levels(found_in(folder))
+    assert (found["template"], "tool calls" in found) == ("note", False)
+
+
+def test_a_tokenizer_that_changes_texts_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert levels(found_in(folder))["tokenizer"] == "ok"
+    decode = PreTrainedTokenizerFast.decode
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *args, **how: decode(*args, **how).lower())
+    assert levels(found_in(folder))["tokenizer"] == "note"
+
+
+@pytest.mark.parametrize(("name", "level"), [("none", "note"), ("json", "note"), ("qwen", "ok")])
+def test_calls_in_no_known_format_are_told(name: str, level: str) -> None:
+    assert doctor_model._calls_finding(name).level == level
+
+
+def reply(text: str = "hello", restored: int = 90, **report: Any) -> dict[str, Any]:
+    return {
+        "usage": {"prompt_tokens": 100},
+        "choices": [{"message": {"content": text}}],
+        "timings": {"ttft_ms": 12.0},
+        "prefix_cache": {"restored": restored, "source": "disk"} | report,
+    }
+
+
+def judged(*replies: dict[str, Any]) -> dict[str, Finding]:
+    return {each.check: each for each in doctor_model._judged(list(replies), "token")}
+
+
+def test_replies_that_are_restored_and_equal_are_good() -> None:
+    found = judged(reply(restored=0), reply(), reply())
+    assert set(levels(found).values()) == {"ok"}
+    assert "90 tokens from disk" in found["restart"].text
+
+
+def test_a_restart_that_restores_nothing_is_a_problem() -> None:
+    found = judged(reply(restored=0), reply(), reply(restored=0, miss_reason="no_match"))
+    assert (levels(found)["repeated"], levels(found)["restart"]) == ("ok", "problem")
+    assert "no_match" in found["restart"].text
+
+
+def test_replies_that_differ_are_a_problem() -> None:
+    assert levels(judged(reply(restored=0), reply(), reply("hallo")))["same reply"] == "problem"
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *statuses: int) -> tuple[dict[str, Finding], list[Settings]]:
+    """What is found when the requests are answered so; and the settings of each start."""
+    starts: list[Settings] = []
+    answers = iter(statuses)
+
+    @contextmanager
+    def in_this_process(settings: Settings, _say: Any) -> Iterator[Any]:
+        starts.append(settings)
+
+        def call(method: str, _path: str, _body: Any) -> Any:
+            if method == "GET":
+                return SimpleNamespace(body={"model": {"identity": {"exact_at": "token"}}})
+            return SimpleNamespace(status=next(answers), message="busy", body=reply())
+
+        yield call
+
+    monkeypatch.setattr(warm_target, "in_this_process", in_this_process)
+    settings = Settings(kv_cache_dir=tmp_path / "kv", record=tmp_path / "day.jsonl", api_keys=tmp_path / "keys")
+    found = doctor_model.client_findings(settings, lambda _line: None)
+    return {each.check: each for each in found}, starts
+
+
+def test_the_request_is_sent_to_a_store_of_its_own_without_keys_gate_and_recording(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found, starts = asked(monkeypatch, tmp_path, 200, 200, 200)
+    assert levels(found)["restart"] == "ok"
+    assert len(starts) == 2
+    for own in starts:
+        assert (own.kv_cache_gate, own.record, own.api_keys) == ("off", None, None)
+        assert own.kv_cache_dir == starts[0].kv_cache_dir != tmp_path / "kv"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("statuses", [(503,), (200, 503), (200, 200, 503)])
+def test_a_request_that_fails_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, statuses: tuple[int, ...]
+) -> None:
+    found, _ = asked(monkeypatch, tmp_path, *statuses)
+    assert (levels(found), found["request"].text) == ({"request": "problem"}, "busy")

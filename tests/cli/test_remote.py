@@ -1,0 +1,101 @@
+"""`diskprefix remote`: listing, sweeping and purging the bucket that machines share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diskprefix.namespace_key import NamespaceKey
+from diskprefix.store.schema import RootRecord
+from diskprefix.tenant import SHARED
+from diskprefix.tiers.remote.upload import Offer
+from tests.cli.conftest import Run
+from tests.store.building import BLOCK, ROOT, prompt
+from tests.tiers.remote.made import machine
+
+PROMPT = prompt(1, 3 * BLOCK)
+SECRET = b"a key that these machines share"
+ALICE = str(SHARED.with_salt("alice"))
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """A bucket with a prompt of everybody's and one of alice's."""
+    key_file, bucket = tmp_path / "key", (tmp_path / "bucket").as_uri()
+    key_file.write_bytes(SECRET)
+    with machine(tmp_path / "kv", bucket, key=NamespaceKey.of(SECRET)) as one:
+        for number, tenant in enumerate(("", ALICE)):
+            root = ROOT[:-1] + bytes([number])
+            one.save(PROMPT, root=root)
+            record = RootRecord(model="tiny", block_size=BLOCK, layout=one.layout, created_at=0.0, tenant=tenant)
+            one.remote.offer(Offer(one.nodes(PROMPT, root), len(PROMPT), record, one.tiers))
+        assert one.remote.flush(20)
+    return ["--remote-tier", bucket, "--namespace-key-file", str(key_file)]
+
+
+def test_what_is_shared_is_listed_swept_and_purged(run: Run, flags: list[str]) -> None:
+    listed = json.loads(run("remote", "ls", "--json", *flags).stdout)
+    assert [(root["model"], root["tenant"], root["objects"]) for root in listed["roots"]] == [
+        ("tiny", "", 1),
+        ("tiny", ALICE, 1),
+    ]
+    shown = run("remote", "ls", *flags).stdout.splitlines()
+    assert len(shown) == 2
+    assert f"tiny  {ALICE[:8]}  1 object" in shown[1]
+    swept = json.loads(run("remote", "sweep", "--ttl", "7d", "--budget", "1GiB", "--json", *flags).stdout)
+    assert (swept["found"], swept["objects"]) == (2, 0)
+    planned = run("remote", "purge", "--tenant", "alice", "--dry-run", *flags).stdout
+    assert planned.startswith("would remove 1 object, ")
+    done = run("remote", "purge", "--tenant", "alice", *flags)
+    assert (done.exit_code, done.stdout) == (0, planned.replace("would remove", "removed"))
+    assert run("remote", "purge", "--all", *flags).stdout.startswith("removed 1 object, ")
+    assert run("remote", "ls", *flags).stdout == "nothing is shared yet\n"
+
+
+def test_who_lists_or_purges_is_warned_of_what_cannot_be_read(run: Run, flags: list[str], tmp_path: Path) -> None:
+    (next(tmp_path.rglob("about")).parent / "two\nlines").touch()
+    warning = "warning: left out 1 name that obstore cannot read; what a server lists next may be missing\n"
+    for command in (["ls"], ["sweep", "--ttl", "7d"], ["purge", "--model", "tiny", "--dry-run"]):
+        ended = run("remote", *command, *flags)
+        assert (ended.exit_code, ended.stderr) == (0, warning)
+
+
+def test_who_lists_or_purges_is_warned_of_what_is_nobodys(run: Run, flags: list[str], tmp_path: Path) -> None:
+    sorted(tmp_path.rglob("about"))[1].unlink()
+    warning = "warning: 1 object lies beside no sound description: whose, nobody can say\n"
+    assert run("remote", "ls", *flags).stderr == warning
+    assert run("remote", "purge", "--model", "tiny", "--dry-run", *flags).stderr == warning
+    ended = run("remote", "purge", "--tenant", "alice", *flags)
+    assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
+    assert "1 object lies beside no sound description" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("ls",), "give the bucket with --remote-tier"),
+        (("sweep", "FLAGS"), "give --ttl, --budget or both"),
+        (("sweep", "--ttl", "0s", "FLAGS"), "must be more than 0"),
+        (("sweep", "--ttl", "soon", "FLAGS"), "--ttl: 'soon' is not a duration"),
+        (("purge", "FLAGS"), "give --tenant, --model or both, or --all alone"),
+        (("purge", "--all", "--model", "x", "FLAGS"), "or --all alone"),
+        (("purge", "--tenant", "nobody", "FLAGS"), "nothing is shared of this tenant"),
+        (("ls", "FLAGS", "--remote-tier", "bucket"), "--remote-tier: 'bucket' cannot be used"),
+        (("ls", "FLAGS", "--remote-tier", "s3://[x"), "--remote-tier: 's3://[x' cannot be used"),
+        (("ls", "FLAGS", "--remote-tier", "file:///no/such/folder"), "cannot be used: Generic LocalFileSystem"),
+        (("ls", "FLAGS", "--namespace-key-file", "/none"), "--namespace-key-file: cannot read /none"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_usage_is_one_line(args: tuple[str, ...], message: str, run: Run, tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_bytes(SECRET)
+    (tmp_path / "bucket").mkdir()
+    flags = ["--remote-tier", (tmp_path / "bucket").as_uri(), "--namespace-key-file", str(key_file)]
+    given = [part for arg in args for part in (flags if arg == "FLAGS" else [arg])]
+    ended = run("remote", *given)
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert message in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1

@@ -1,0 +1,1 @@
+"""`tools/vllm`: the connector in a real vLLM."""

@@ -1,0 +1,46 @@
+"""`tools/vllm`: makes an environment with vLLM in a folder of its own, and checks the connector in it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import click
+
+from diskprefix.errors import DiskPrefixError
+from diskprefix.progress import Report
+from tools.connector.bench import bench
+from tools.connector.crash import crash
+from tools.connector.faults import faults
+from tools.connector.kills import kill
+from tools.connector.shared import shared
+from tools.connector.theirs import theirs
+from tools.peers.environments import python_of
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@click.group()
+def main() -> None:
+    """The connector for vLLM, in a real vLLM on this machine's processor."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+@main.command()
+def environment() -> None:
+    """Make the environment, and print its Python."""
+    report: Report = _say
+    print(python_of("connector", report))
+
+
+for _command in (bench, kill, crash, faults, shared, theirs):
+    main.add_command(_command)
+
+if __name__ == "__main__":
+    try:
+        main(prog_name="tools/vllm")
+    except (OSError, DiskPrefixError) as error:
+        _say(f"tools/vllm: {error}")
+        sys.exit(1)

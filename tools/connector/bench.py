@@ -1,0 +1,228 @@
+"""First tokens and bytes on disk: without a connector, with vLLM's example connector, and with ours."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from diskprefix.progress import Report
+from tools.benchmarks.restart import NEW_TOKENS, WORDS, extended, prompt_text
+from tools.connector.server import Connector, Reply, Server, disk_bytes, stored_blocks
+from tools.measuring.options import FOLDER, JSON, codec_option
+from tools.measuring.workspace import measuring, model_folder
+
+_FIRST_TOKENS = 1000
+_TURN_TOKENS = 100
+_CONTEXT_LEFT = 256
+_BLOCK_TOKENS = 128
+KINDS: tuple[Connector, ...] = ("none", "example", "diskprefix")
+_LABELS = {
+    "cold": "cold",
+    "warm": "warm",
+    "warm_nearest": f"warm, +{NEW_TOKENS} tokens",
+    "exact": "after a kill",
+    "nearest": f"after a kill, +{NEW_TOKENS} tokens",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt. `equal`: its reply, log-probabilities included, is that of the same server with vLLM's own cache warm
+    (after a kill), or that of the first server (cold)."""
+
+    connector: Connector
+    case: str
+    tokens: int
+    ttft_ms: float
+    restored: int
+    reply: Reply
+    equal: bool | None = None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Bytes that a conversation adds on the disk."""
+
+    connector: Connector
+    disk_bytes: int
+
+
+@click.command()
+@click.option("--model", default="smollm2", show_default=True, help="A real model's name or a model's folder.")
+@click.option("--tokens", multiple=True, type=int, default=(2048, 4096), show_default=True, help="Repeatable.")
+@click.option("--connector", "kinds", multiple=True, type=click.Choice(KINDS), default=KINDS, help="Repeatable.")
+@click.option("--turns", type=click.IntRange(min=0), default=10, show_default=True, help="Of the conversation.")
+@codec_option("planes")
+@FOLDER
+@JSON
+def bench(
+    model: str,
+    tokens: tuple[int, ...],
+    kinds: tuple[Connector, ...],
+    turns: int,
+    codec: str,
+    folder: Path | None,
+    as_json: bool,
+) -> None:
+    """Cold, with vLLM's own cache warm, after a kill, each with 23 tokens more too, and a conversation.
+
+    Ends with 1 if a reply of ours after the kill is not that of the same server before it, if nothing was restored, or
+    if a load failed. Then the logs and the replies are kept.
+    """
+    progress = Console(stderr=True)
+    weights = model_folder(model, progress)
+    with measuring(folder, progress) as workspace:
+        cases, conversations, errors = measured(weights, workspace, tokens, kinds, turns, codec, progress.print)
+        found = {"cases": list(map(asdict, cases)), "conversations": list(map(asdict, conversations))}
+        is_wrong = errors > 0 or any(
+            one.connector == "diskprefix" and one.case in ("exact", "nearest") and not (one.equal and one.restored)
+            for one in cases
+        )
+        if is_wrong:
+            _keep(workspace, found, progress.print)
+    if as_json:
+        print(json.dumps(found | {"load_errors": errors}))
+    else:
+        _show(cases, conversations, errors)
+    sys.exit(is_wrong)
+
+
+def measured(
+    model: Path,
+    workspace: Path,
+    sizes: tuple[int, ...],
+    kinds: tuple[Connector, ...],
+    turns: int,
+    codec: str,
+    report: Report,
+) -> tuple[list[Case], list[Conversation], int]:
+    """Runs all. What a size adds is asked for in the same servers, which are started twice for each connector. Returns
+    the number of our loads that failed too."""
+    context = max(*sizes, _FIRST_TOKENS + turns * _TURN_TOKENS) + _CONTEXT_LEFT
+    cases: list[Case] = []
+    conversations: list[Conversation] = []
+    errors = 0
+    cold: dict[tuple[int, int], Reply] = {}
+
+    def add(case: Case) -> None:
+        report(
+            f"{_LABELS[case.case]}, {case.tokens} tokens: {case.ttft_ms:.0f} ms, {case.restored} restored{_as(case)}"
+        )
+        cases.append(case)
+
+    for kind in kinds:
+        folder = workspace / kind
+        folder.mkdir()
+        server = Server(model, folder, report, kind, context=context, codec=codec)
+        with started(server, kind, report):
+            for size, run in itertools.product(sizes, (1, 2)):
+                case = _asked(server, "cold", size, run)
+                wanted = cold.setdefault((size, run), case.reply)
+                add(case if wanted is case.reply else replace(case, equal=_is_equal(case.reply, wanted)))
+            warm = [_asked(server, name, size) for size in sizes for name in ("warm", "warm_nearest")]
+            for case in warm:
+                add(case)
+            if kind == "none":
+                continue
+            _wait_until_saved(server, sum(2 * (size // _BLOCK_TOKENS) for size in sizes))
+            if turns:
+                conversations.append(Conversation(kind, _talk(server, turns)))
+        with started(server, kind, report):
+            names = [(name, size) for size in sizes for name in ("exact", "nearest")]
+            for (name, size), before in zip(names, warm, strict=True):
+                case = _asked(server, name, size)
+                add(replace(case, equal=_is_equal(case.reply, before.reply)))
+            errors += int(server.metrics().get("load_errors", 0))
+    return cases, conversations, errors
+
+
+def _asked(server: Server, case: str, size: int, run: int = 1) -> Case:
+    """Asks for a prompt of a size, of which there are two; the one with more tokens is the second."""
+    prompt = extended(prompt_text(size, 2)) if case.endswith("nearest") else prompt_text(size, run)
+    reply = server.ask(prompt)
+    return Case(server.connector, case, size, reply.ttft_s * 1e3, reply.restored, reply)
+
+
+def _wait_until_saved(server: Server, least: int) -> None:
+    """Waits until all blocks are written, at least so many. Raises `PeerError` if they are not."""
+    server.settle()
+    if server.connector == "diskprefix":
+        wanted = max(least, int(server.metrics().get("saved_blocks", 0)))
+        server.settle(lambda: stored_blocks(server.store) >= wanted)
+
+
+def _keep(workspace: Path, found: dict[str, Any], report: Report) -> None:
+    kept = Path(tempfile.mkdtemp(prefix="diskprefix-differs-"))
+    (kept / "replies.json").write_text(json.dumps(found), encoding="utf-8")
+    for log in workspace.glob("*/server.log"):
+        shutil.copy(log, kept / f"{log.parent.name}.log")
+    report(f"the logs and the replies are in {kept}")
+
+
+@contextmanager
+def started(server: Server, kind: Connector, report: Report) -> Iterator[None]:
+    """A server that has its first request behind it, and is killed at the end."""
+    with running(server):
+        report(f"{kind}: ready after {server.start_s:.0f} s")
+        server.ask(" ".join(WORDS[:40]))
+        yield
+
+
+def _talk(server: Server, turns: int) -> int:
+    """Turns behind a first prompt as long as that of a small agent."""
+    server.settle()
+    before = disk_bytes(server.store)
+    choose = random.Random(5)
+    prompt = "".join(f" {word}" for word in choose.choices(WORDS, k=_FIRST_TOKENS))
+    for _ in range(turns):
+        prompt += "".join(f" {word}" for word in choose.choices(WORDS, k=_TURN_TOKENS))
+        prompt += "".join(server.ask(prompt).tokens)
+    server.settle()
+    return disk_bytes(server.store) - before
+
+
+def _is_equal(one: Reply, other: Reply) -> bool:
+    return (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+
+
+def _as(case: Case) -> str:
+    """How the reply compares, in words."""
+    if case.equal is None:
+        return ""
+    other = "the first server's" if case.case == "cold" else "the warm one"
+    return f", {'the same' if case.equal else 'not the same'} reply as {other}"
+
+
+def _show(cases: list[Case], conversations: list[Conversation], errors: int) -> None:
+    table = Table(*("connector", "prompt", "tokens", "first token, ms", "restored", "reply"))
+    for case in cases:
+        columns = (case.connector, _LABELS[case.case], str(case.tokens), f"{case.ttft_ms:.0f}", str(case.restored))
+        table.add_row(*columns, _as(case).removeprefix(", "))
+    console = Console()
+    console.print(table)
+    for one in conversations:
+        console.print(f"{one.connector}: {one.disk_bytes / 2**20:.1f} MiB more on disk after the conversation")
+    console.print(f"{errors} loads failed")
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """A server that is started, and killed at the end."""
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()

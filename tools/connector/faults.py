@@ -1,0 +1,172 @@
+"""What may happen to a store under vLLM: every answer must be the right one."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from diskprefix.progress import Report
+from tools.benchmarks.restart import prompt_text
+from tools.connector.bench import running
+from tools.connector.server import Reply, Server
+from tools.measuring.options import FOLDER
+from tools.measuring.workspace import measuring, model_folder
+from tools.peers.peer import PeerError
+
+_TOKENS = 700
+_DTYPE = "float32"
+"""A prompt that is restored is computed in other steps than a cold one, so its numbers are rounded differently. In
+float32 that changes no token here."""
+_PROMPTS = tuple(prompt_text(_TOKENS, run) for run in range(4))
+_LONG_REPLY = 200
+_CLOSE = 0.02
+"""How much a log-probability may differ by rounding."""
+
+
+@dataclass
+class Verdicts:
+    """What was asked and answered."""
+
+    right: int = 0
+    wrong: int = 0
+    restored: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def judge(self, reply: Reply, wanted: Reply) -> None:
+        near = all(abs(a - b) < _CLOSE for a, b in zip(reply.logprobs, wanted.logprobs, strict=True))
+        self.right += reply.tokens == wanted.tokens and near
+        self.wrong += not (reply.tokens == wanted.tokens and near)
+        self.restored += reply.restored > 0
+
+    def fail(self, problem: str) -> None:
+        self.problems.append(problem)
+
+
+@click.command()
+@FOLDER
+def faults(folder: Path | None) -> None:
+    """The store deleted, damaged, of another dtype or block size, while and before vLLM uses it. Ends with 1 if an
+    answer was wrong."""
+    progress, verdicts = Console(stderr=True), Verdicts()
+    model = model_folder("smollm2", progress)
+    with measuring(folder, progress) as workspace:
+        wanted = _wanted(model, workspace, progress.print)
+
+        def ask_all(server: Server, what: str) -> int:
+            """Returns for how many prompts something was restored."""
+            before = verdicts.restored
+            for prompt, reply in zip(_PROMPTS, wanted, strict=True):
+                verdicts.judge(server.ask(prompt), reply)
+            restored = verdicts.restored - before
+            progress.print(f"{what}: {restored} of {len(_PROMPTS)} restored; {server.metrics()}", highlight=False)
+            return restored
+
+        def expect(restored: int, wanted: int, what: str) -> None:
+            if restored != wanted:
+                verdicts.fail(f"{what}: {restored} restored instead of {wanted}")
+
+        # vLLM's own cache is off, so that each prompt asks the store.
+        own_off = ("--no-enable-prefix-caching",)
+        record = workspace / "requests.jsonl"
+        first = Server(model, workspace, progress.print, dtype=_DTYPE, arguments=own_off, record=str(record))
+        with running(first) as server:
+            expect(ask_all(server, "new"), 0, "a new store")
+            server.settle()
+            expect(ask_all(server, "again"), len(_PROMPTS), "the same prompts again")
+            _commands(server.store, record, verdicts)
+            expect(ask_all(server, "purged beside it"), 0, "after a purge")
+            server.settle()
+            expect(ask_all(server, "and saved again"), len(_PROMPTS), "what was saved after a purge")
+            shutil.rmtree(server.store)
+            ask_all(server, "store deleted under it")
+            time.sleep(3)
+            ask_all(server, "a new one in its place")
+            server.settle()
+            expect(ask_all(server, "and restored from it"), len(_PROMPTS), "after the store was deleted")
+        with running(Server(model, workspace, progress.print, dtype="bfloat16", arguments=own_off)) as server:
+            expect(server.ask(_PROMPTS[0]).restored, 0, "another dtype")
+        _flip_bits(workspace / "kv" / "data.mdb")
+        other_pages = (*own_off, "--block-size", "64")
+        with running(Server(model, workspace, progress.print, dtype=_DTYPE, arguments=other_pages)) as server:
+            expect(ask_all(server, "other pages, damaged payloads"), 0, "other pages")
+        with running(Server(model, workspace, progress.print, dtype=_DTYPE, arguments=own_off)) as server:
+            ask_all(server, "damaged payloads")
+        # So little memory that requests preempt each other, beside requests whose clients hang up.
+        tight = ("--num-gpu-blocks-override", "16", "--max-num-seqs", "4")
+        with running(Server(model, workspace, progress.print, dtype=_DTYPE, arguments=tight)) as server:
+            with ThreadPoolExecutor(2 * len(_PROMPTS)) as clients:
+                leaving = [clients.submit(_hang_up, server, number) for number in range(len(_PROMPTS))]
+                asking = [clients.submit(server.ask, prompt, _LONG_REPLY) for prompt in _PROMPTS]
+                for reply, expected in zip(asking, wanted, strict=True):
+                    verdicts.judge(reply.result().head(len(expected.tokens)), expected)
+                for one in leaving:
+                    one.result()
+            ask_all(server, f"after {server.preemptions()} preemptions and {len(_PROMPTS)} aborts")
+    _end(verdicts)
+
+
+def _hang_up(server: Server, number: int) -> None:
+    """Asks, and leaves before the reply is there."""
+    with suppress(PeerError):
+        server.ask(prompt_text(_TOKENS, 50 + number), patience_s=0.2 + 0.5 * number)
+
+
+def _wanted(model: Path, workspace: Path, report: Report) -> list[Reply]:
+    """The replies of vLLM without a connector."""
+    plain = workspace / "plain"
+    plain.mkdir()
+    with running(Server(model, plain, report, "none", dtype=_DTYPE)) as server:
+        return [server.ask(prompt) for prompt in _PROMPTS]
+
+
+def damage(store: Path) -> str:
+    """What `diskprefix verify` says against a store; empty if it is clean."""
+    ended = _diskprefix("verify", "--kv-cache-dir", str(store))
+    return "" if ended.returncode == 0 else (ended.stdout + ended.stderr).strip()
+
+
+def _commands(store: Path, record: Path, verdicts: Verdicts) -> None:
+    """The commands work while vLLM has the store open. The last one removes all."""
+    folder = ("--kv-cache-dir", str(store))
+    for command in (
+        ("inspect", *folder),
+        ("verify", *folder),
+        ("simulate", str(record)),
+        ("purge", "--all", "--yes", *folder),
+    ):
+        ended = _diskprefix(*command)
+        if ended.returncode:
+            verdicts.fail(f"diskprefix {command[0]}: {(ended.stdout + ended.stderr).strip()}")
+
+
+def _diskprefix(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-P", "-m", "diskprefix", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+def _flip_bits(file: Path) -> None:
+    """Damages payloads: each is far longer than the other records, so random places lie in them."""
+    choose = random.Random(3)
+    with file.open("r+b") as data:
+        size = file.stat().st_size
+        for _ in range(20):
+            place = choose.randrange(size // 2, size)
+            data.seek(place)
+            byte = data.read(1)
+            data.seek(place)
+            data.write(bytes([byte[0] ^ 4]) if byte else b"")
+
+
+def _end(verdicts: Verdicts) -> None:
+    print(verdicts)
+    sys.exit(bool(verdicts.wrong or verdicts.problems))

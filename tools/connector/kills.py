@@ -1,0 +1,123 @@
+"""SIGKILL of vLLM's processes at random moments: every answer must be the right one, and the store whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import click
+from rich.console import Console
+
+from tools.connector.faults import damage
+from tools.connector.nursery import NUM_PROMPTS, Life
+from tools.connector.server import environment_of
+from tools.measuring.options import FOLDER
+from tools.measuring.workspace import measuring
+from tools.peers.environments import python_of
+from tools.peers.peer import PeerError
+
+_CLOSE = 0.02
+"""How much a log-probability may differ by rounding: a prompt that is restored is computed in other steps."""
+_LONGEST_LIFE_S, _LONGEST_START_S = 6.0, 5.0
+_IN_START = 0.15
+"""The share of kills that meet vLLM while it starts."""
+
+
+Live: TypeAlias = Callable[[Life], dict[str, Any]]
+"""Has a life lived, and returns what became of it."""
+
+
+@click.command()
+@click.option("--kills", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option("--seed", type=int, default=1, show_default=True)
+@FOLDER
+def kill(kills: int, seed: int, folder: Path | None) -> None:
+    """SIGKILL vLLM's client, its scheduler or its worker at random moments, each time in a vLLM that was just started.
+
+    The model is a small one, made up. Its answers are compared with those of a vLLM without the connector. Ends with 1
+    if one is wrong, if the store is damaged, or if the last vLLM does not answer all.
+    """
+    progress, choose = Console(stderr=True), random.Random(seed)
+    victims: Counter[str] = Counter()
+    judged: Counter[str] = Counter()
+    problems: list[str] = []
+    with measuring(folder, progress) as workspace, _nursery(workspace, progress) as live:
+        store = workspace / "kv"
+        wanted = {number: answer for number, *answer in live(Life(seed))["answers"]}
+        if len(wanted) < NUM_PROMPTS:
+            raise PeerError(f"vLLM without the connector answered {len(wanted)} of {NUM_PROMPTS} prompts")
+
+        def judge(life: Life) -> dict[str, Any]:
+            found = live(life)
+            for number, tokens, logprobs, restored in found["answers"]:
+                is_right = tokens == wanted[number][0] and all(
+                    abs(one - other) < _CLOSE for one, other in zip(logprobs, wanted[number][1], strict=True)
+                )
+                judged["right" if is_right else "wrong"] += 1
+                judged["restored"] += restored > 0
+            if problem := damage(store) if store.exists() else "":
+                problems.append(f"{life}: {problem}")
+            return found
+
+        for number in range(1, kills + 1):
+            in_start = choose.random() < _IN_START
+            after_s = choose.uniform(0, _LONGEST_START_S if in_start else _LONGEST_LIFE_S)
+            found = judge(Life(seed + number, str(store), after_s, in_start, choose.randrange(3)))
+            if not (in_start or found["ready_s"]):
+                problems.append(f"vLLM did not start after kill {number - 1}")
+            victims[f"{found['killed']}{'' if found['ready_s'] else ' in the start'}"] += 1
+            progress.print(
+                f"{number}: {found['ready_s'] or 0:.1f} s to start; killed the {found['killed']}; {dict(judged)}",
+                highlight=False,
+            )
+            if problems:
+                break
+        last = judge(Life(seed, str(store)))
+        if len(last["answers"]) < NUM_PROMPTS or last["code"]:
+            problems.append(f"the last one answered {len(last['answers'])} of {NUM_PROMPTS}, code {last['code']}")
+    who = ", ".join(f"{name} {number}" for name, number in sorted(victims.items()))
+    print(f"{kills} kills ({who}): {judged['right']} right answers, {judged['restored']} of them with tokens from the")
+    print(f"store, {judged['wrong']} wrong; {'; '.join(problems) or 'the store is clean after each'}")
+    sys.exit(bool(judged["wrong"] or problems))
+
+
+@contextmanager
+def _nursery(workspace: Path, progress: Console) -> Iterator[Live]:
+    """vLLM's environment, as long as it is needed."""
+    command = [str(python_of("connector", progress.print)), "-P", "-m", "tools.connector.nursery"]
+    environment = os.environ | environment_of() | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"VLLM_RPC_BASE_PATH": str(workspace)}
+    with (workspace / "nursery.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, str(workspace / "model")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            text=True,
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+
+    def live(life: Life) -> dict[str, Any]:
+        print(json.dumps(asdict(life)), file=stdin, flush=True)
+        if not (line := stdout.readline()):
+            raise PeerError("vLLM's environment ended: " + (workspace / "nursery.log").read_text("utf-8")[-2000:])
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    try:
+        yield live
+    finally:
+        stdin.close()
+        process.wait()
