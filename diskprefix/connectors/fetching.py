@@ -14,10 +14,9 @@ from diskprefix.connectors.processors import unbind
 from diskprefix.connectors.shared_store import SharedStore
 from diskprefix.errors import CacheError
 from diskprefix.prefix_cache.cost_model import CostModel
-from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
-from diskprefix.store.store import Chain, Publication
+from diskprefix.tiers.buffer import publisher
 from diskprefix.tiers.nodes import PromptNodes
 from diskprefix.tiers.remote.bringing import Bringing, Brought
 from diskprefix.tiers.remote.tier import RemoteTier
@@ -72,44 +71,26 @@ class Fetcher:
             for number in range(len(self._ranks)):
                 left_s = self._shared.settings.remote_deadline - (time.monotonic() - started)
                 found.append(self._remote.bring(self._wish(fetch, number, tenant, prompt, have, ttl_s, left_s)))
-            if any(brought.names for brought in found) and self._shared.num_users == 1:
+            if any(one.names for one in found) and self._shared.num_users == 1:
                 # The workers are other processes: they see what is on the disk.
                 self._shared.writer.flush(self._shared.settings.remote_deadline)
         except CacheError as error:
             log.warning("[remote] a prompt is not fetched: %s", error)
         except Exception:
             log.exception("[remote] a prompt is not fetched")
-        fetch.names = frozenset().union(*(brought.names for brought in found))
-        self._note(found, time.monotonic() - started)
-
-    def _note(self, found: Sequence[Brought], seconds: float) -> None:
-        num_bytes = sum(brought.num_bytes for brought in found)
-        if any(brought.is_late for brought in found):
-            # It would have taken longer still.
-            self.cost_model.note_remote(num_bytes or sum(brought.wanted_bytes for brought in found), seconds)
-        elif num_bytes and all(brought.is_whole for brought in found):
-            self.cost_model.note_remote(num_bytes, seconds)
+        brought = Brought.together(found, time.monotonic() - started)
+        fetch.names = brought.names
+        self.cost_model.note_remote(brought)
 
     def _wish(
         self, fetch: Fetch, number: int, tenant: str, prompt: TokenIds, have: int, ttl_s: float | None, left_s: float
     ) -> Bringing:
-        rank, layout, shared, chain = self._ranks[number], self._layouts[number], self._shared, Chain()
-        record = rank.record(tenant)
-        root = rank.root(tenant)
-
-        def publish(nodes: tuple[NewNode, ...]) -> bool:
-            publication = Publication(
-                store_id=shared.store.store_id, root=root, root_record=record, nodes=nodes, chain=chain
-            )
-            if not shared.writer.reserve(publication.payload_bytes):
-                return False
-            shared.writer.submit(publication, reserved_bytes=publication.payload_bytes)
-            return True
-
+        rank, layout, shared = self._ranks[number], self._layouts[number], self._shared
+        root, names = rank.root(tenant), shared.store.names
         return Bringing(
-            nodes=PromptNodes(shared.store.secret, root, prompt, shared.settings.block_size, layout),
+            nodes=PromptNodes(names.secret, root, prompt, shared.settings.block_size, layout),
             tiers=shared.tiers,
-            publish=publish,
+            publish=publisher(shared.writer, names.store_id, root, rank.record(tenant)),
             most_s=left_s,
             have=have,
             pays=lambda num_tokens, num_bytes: self.cost_model.pays_remote(num_tokens, len(self._ranks) * num_bytes),

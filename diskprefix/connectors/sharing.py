@@ -57,12 +57,9 @@ class Sharing:
             tracked.is_timed = True
 
     def share(self, tracked: Tracked, selection: Selection) -> None:
-        """Has what is stored of a request written, as far as the settings say. A tier that writes nothing drops it."""
-        num_blocks = tracked.num_stored
-        if self._write == "seen-twice":
-            # What came before is worth sharing: the store or the engine had it, or another prompt begins with it.
-            seen = max(tracked.num_restored, tracked.num_cached, selection.common, selection.seen)
-            num_blocks = min(num_blocks, seen // self._block_size)
+        """Has what is stored of a request written, as far as the settings say."""
+        had, num_tokens = max(tracked.num_restored, tracked.num_cached), tracked.num_stored * self._block_size
+        num_blocks = selection.shared(self._write, num_tokens, had) // self._block_size
         if num_blocks and tracked.options.cache.save:
             self._shares.append(Share(str(tracked.tenant), tracked.token_ids[: 4 * num_blocks * self._block_size]))
 

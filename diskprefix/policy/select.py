@@ -114,6 +114,14 @@ class Selection:
             self, reason=reason, selected=0, aligned=0, keep_tail=False, keeps_reply=False, checkpoints=(), votes=()
         )
 
+    def shared(self, rule: str, num_tokens: int, had: int) -> int:
+        """Returns how many of the first `num_tokens` tokens are left for other machines. `rule` is `--remote-write`:
+        `all`, `off`, or what came before (`seen-twice`), which is worth sharing. Of that, the store or the engine
+        `had` so many tokens, or another prompt begins with them."""
+        if rule == "seen-twice":
+            return min(num_tokens, max(had, self.common, self.seen))
+        return num_tokens if rule == "all" else 0
+
     @property
     def diverged_at(self) -> int | None:
         """Index of the first token that leaves every prompt looked at; None without any, or if nothing leaves them."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from diskprefix.cache_options import CacheOptions
 from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restored
-from diskprefix.store.changes import NewNode
-from diskprefix.store.store import Chain, Publication
+from diskprefix.tiers.buffer import publisher
 from diskprefix.tiers.nodes import PromptNodes
 from diskprefix.tiers.remote.bringing import Bringing, Brought
 from diskprefix.tiers.remote.upload import Offer
@@ -35,7 +33,7 @@ def bring(
     wish = Bringing(
         nodes=nodes,
         tiers=cache.tiers,
-        publish=partial(_publish, cache, namespace, store_id, Chain()),
+        publish=publisher(cache.writer, store_id, namespace.root, namespace.record),
         most_s=cache.settings.remote_deadline,
         have=have,
         pays=cost_model.pays_remote,
@@ -45,11 +43,7 @@ def bring(
         replaces=cache.layout.state_kind == "token",
     )
     brought = remote.bring(wish)
-    if brought.is_late:
-        # It would have taken longer still.
-        cost_model.note_remote(brought.num_bytes or brought.wanted_bytes, brought.seconds)
-    elif brought.num_bytes and brought.is_whole:
-        cost_model.note_remote(brought.num_bytes, brought.seconds)
+    cost_model.note_remote(brought)
     return brought
 
 
@@ -65,27 +59,7 @@ def offer(
     remote = cache.remote
     if remote is None or not options.save:
         return
-    num_tokens = len(nodes.token_ids)
-    match cache.settings.remote_write:
-        case "off":
-            return
-        case "seen-twice":
-            # What came before is worth sharing: it was restored, or another prompt begins with it.
-            num_tokens = min(num_tokens, max(restored.num_tokens, selection.common, selection.seen))
+    num_tokens = selection.shared(cache.settings.remote_write, len(nodes.token_ids), restored.num_tokens)
     if num_tokens >= nodes.block_size:
         in_parts = cache.layout.state_kind == "token"
         remote.offer(Offer(nodes, num_tokens, namespace.record, cache.tiers, in_parts))
-
-
-def _publish(
-    cache: CacheResources, namespace: TenantNamespace, store_id: bytes, chain: Chain, nodes: tuple[NewNode, ...]
-) -> bool:
-    """Returns False if the writer's buffer has no room."""
-    size = sum(len(node.payload) for node in nodes)
-    if not cache.writer.reserve(size):
-        return False
-    publication = Publication(
-        store_id=store_id, root=namespace.root, root_record=namespace.record, nodes=nodes, chain=chain
-    )
-    cache.writer.submit(publication, reserved_bytes=size)
-    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -13,10 +13,30 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
+from diskprefix.store.schema import RootRecord
+from diskprefix.store.store import Chain, Publication
 from diskprefix.store.writer import Writer
 from diskprefix.tiers.nodes import Node
 from diskprefix.tiers.tier import TierName, Write
 from diskprefix.tokens import TokenIds, common_prefix_length
+
+
+def publisher(
+    writer: Writer, store_id: bytes, root: bytes, record: RootRecord
+) -> Callable[[tuple[NewNode, ...]], bool]:
+    """Returns what puts nodes of one prompt into the buffer of a writer, which writes them to the disk: parents first,
+    call after call. It returns False if the buffer has no room for them. `store_id` names the store whose secret named
+    the nodes."""
+    chain = Chain()
+
+    def publish(nodes: tuple[NewNode, ...]) -> bool:
+        publication = Publication(store_id=store_id, root=root, root_record=record, nodes=nodes, chain=chain)
+        has_room = writer.reserve(publication.payload_bytes)
+        if has_room:
+            writer.submit(publication, reserved_bytes=publication.payload_bytes)
+        return has_room
+
+    return publish
 
 
 class BufferTier:

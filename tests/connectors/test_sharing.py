@@ -161,7 +161,7 @@ def test_what_is_slower_than_computing_is_not_fetched(machine: Make) -> None:
     model = other.scheduler._sharing._fetcher.cost_model
     for _ in range(4):
         model.note_prefill(BLOCK, 1e-6)
-        model.note_remote(1000, 1.0)
+        model.note_remote(Brought(num_bytes=1000, seconds=1.0))
     assert asks(other, "b") == (0, "none")
     assert other.scheduler.take_counts()["remote_slower"] == 1
 

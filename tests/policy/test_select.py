@@ -28,6 +28,12 @@ UNLIKELY = Sighting(trials=10)
 """Of a prompt whose kind never came again."""
 
 
+def test_what_is_left_for_others_is_everything_nothing_or_what_came_before() -> None:
+    selection = Selection(scope=FULL, prompt_tokens=100, reason="full", common=20, seen=30)
+    assert [selection.shared(rule, 80, 10) for rule in ("all", "off", "seen-twice")] == [80, 0, 30]
+    assert [selection.shared("seen-twice", 80, had) for had in (50, 90)] == [50, 80]
+
+
 def tokens(scope: int) -> Scope:
     return Scope("tokens", scope)
 

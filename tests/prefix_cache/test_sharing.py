@@ -230,7 +230,7 @@ def test_fetching_pays_where_the_measured_network_is_faster_than_the_model() -> 
     for num_tokens in (200, 400, 800, 1600):
         worth.note_prefill(num_tokens, 0.001 * num_tokens)
         # 50 ms, and 1 MB a second.
-        worth.note_remote(1000 * num_tokens, 0.05 + 0.0005 * num_tokens)
+        worth.note_remote(Brought(num_bytes=1000 * num_tokens, seconds=0.05 + 0.0005 * num_tokens))
     assert worth.pays_remote(1000, 1_000_000)
     assert not worth.pays_remote(50, 50_000)
     figures = worth.as_dict()

@@ -39,6 +39,26 @@ class Brought(NamedTuple):
     is_whole: bool = True
     is_late: bool = False
 
+    @classmethod
+    def together(cls, found: Sequence[Brought], seconds: float) -> Brought:
+        """What was brought for one prompt in several parts, which took so long in all."""
+        return cls(
+            frozenset().union(*(one.names for one in found)),
+            sum(one.num_bytes for one in found),
+            sum(one.wanted_bytes for one in found),
+            seconds,
+            all(one.is_whole for one in found),
+            any(one.is_late for one in found),
+        )
+
+    @property
+    def telling_bytes(self) -> int:
+        """How many bytes `seconds` tell about the speed of the tier; 0 if they tell nothing."""
+        if self.is_late:
+            # It would have taken longer still.
+            return self.num_bytes or self.wanted_bytes
+        return self.num_bytes if self.is_whole else 0
+
 
 @dataclass(frozen=True)
 class Bringing:

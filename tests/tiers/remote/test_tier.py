@@ -15,6 +15,7 @@ import pytest
 
 from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import Kind, RootRecord
+from diskprefix.tiers.remote.bringing import Brought
 from diskprefix.tiers.remote.bundle import Header, Slot, read_header, slot_nodes
 from diskprefix.tiers.remote.objects import RemoteUnavailable
 from diskprefix.tiers.remote.sealing import sealed, sealed_bytes
@@ -427,3 +428,14 @@ def test_machines_agree_on_the_format(make: MakeMachine, bucket: Path) -> None:
     data = bundles(bucket)[f"{KEY.digest.hex()}/{ROOT.hex()}/{name}.3"].read_bytes()
     assert data[:6] == b"dpxR\x01\x00"
     assert data[16:24] == KEY.digest[:8]
+
+
+def test_what_was_brought_in_parts_tells_how_fast_the_tier_is_if_all_of_it_came_or_too_late() -> None:
+    whole = Brought(frozenset({b"a"}), 100, 200, 1.0)
+    late = Brought(frozenset({b"b"}), 0, 300, 9.0, is_whole=False, is_late=True)
+    failed = Brought(frozenset({b"c"}), 7, 400, 2.0, is_whole=False)
+    both = Brought.together([whole, late], 10.0)
+    assert both == Brought(frozenset({b"a", b"b"}), 100, 500, 10.0, is_whole=False, is_late=True)
+    assert [one.telling_bytes for one in (whole, late, failed, both)] == [100, 300, 0, 100]
+    assert Brought.together([whole, failed], 3.0).telling_bytes == 0
+    assert Brought.together([], 1.0).telling_bytes == 0
