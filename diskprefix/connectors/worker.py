@@ -166,7 +166,12 @@ class WorkerSide:
         for block, ttl_s in zip(save.blocks, save.ttls, strict=True):
             if not self._shared.writer.reserve(self.block_bytes):
                 break
-            nodes.append(self._captured(block, ttl_s, save.is_expected))
+            try:
+                nodes.append(self._captured(block, ttl_s, save.is_expected))
+            except Exception:
+                self._shared.writer.release(self.block_bytes)
+                log.exception("[disk-cache] %s: the rest is not saved", save.request_id)
+                break
         if nodes:
             self._publish(save.tenant, chain, nodes=nodes)
         is_dropped = len(nodes) < len(save.blocks) and chain.break_off()

@@ -205,6 +205,29 @@ def test_a_full_write_buffer_drops_the_rest_of_a_prompt(engine: Make) -> None:
     assert engine().begin(Request("b", PROMPT)) == 2 * BLOCK
 
 
+def test_pages_that_cannot_be_copied_end_what_is_saved_of_a_request_and_nothing_else(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+    (worker,) = one.workers
+    read, copied = worker._pages.read, list[Any]()
+
+    def fail_at_the_second(*args: Any) -> None:
+        copied.append(args)
+        if len(copied) == 2:
+            raise RuntimeError("out of memory")
+        read(*args)
+
+    monkeypatch.setattr(worker._pages, "read", fail_at_the_second)
+    one.run(Request("a", PROMPT), step=len(PROMPT))
+    assert one.shared.writer.pending_bytes == 0
+    assert worker.take_counts()["dropped"] == 1
+    other = prompt(2, 2 * BLOCK)
+    one.run(Request("b", other))
+    again = engine()
+    assert [again.begin(Request(name, [*ids, 9])) for name, ids in (("c", PROMPT), ("d", other))] == [BLOCK, 2 * BLOCK]
+
+
 @pytest.mark.parametrize("numbers", [{"dtype": "float16"}, {"weights_digest": "other"}, {"vllm_version": "0.33"}])
 def test_what_something_else_computed_is_a_miss_with_its_reason(
     engine: Make, numbers: dict[str, str], caplog: pytest.LogCaptureFixture
