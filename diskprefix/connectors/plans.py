@@ -55,7 +55,8 @@ class Save:
 
 @dataclass(frozen=True)
 class Ended:
-    """A request that has ended. Its last saved block is `names`, by rank, after `num_tokens` tokens."""
+    """Nothing more is saved of a request. Its last saved block is `names`, by rank, after `num_tokens` tokens; 0: none
+    of it is new."""
 
     request_id: str
     tenant: str

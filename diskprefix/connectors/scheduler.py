@@ -107,6 +107,7 @@ class SchedulerSide:
             log.warning("[disk-cache] %s: served without the cache: %s", request_id, error)
             self._counts["miss_store"] += 1
             self._forget(request_id)
+            self._end(tracked)
             return 0
         return max(0, tracked.num_loadable(self._block_size) * self._block_size - num_computed)
 
@@ -149,18 +150,13 @@ class SchedulerSide:
         tracked = self._forget(request_id)
         if tracked is None or tracked.selection is None:
             return None
-        selection, num_blocks = tracked.selection, tracked.num_stored
+        selection = tracked.selection
         if self._sharing is not None:
             self._sharing.time(tracked)
             self._sharing.share(tracked, selection)
         self._record(tracked, selection)
         self._tally(tracked)
-        if tracked.num_saved:
-            position = num_blocks * self._block_size
-            ttl_s = ttl_at(position, tracked.options.marks, tracked.options.cache.ttl_s)
-            names = tuple(names[num_blocks] for names in tracked.names)
-            scope = str(tracked.options.cache.scope)
-            self._ended.append(Ended(request_id, str(tracked.tenant), names, position, scope, selection.reason, ttl_s))
+        self._end(tracked)
         if tracked.request.kv_transfer_params is None:
             return None
         return {
@@ -212,6 +208,18 @@ class SchedulerSide:
         if tracked is not None and self._sharing is not None:
             self._sharing.forget(tracked)
         return tracked
+
+    def _end(self, tracked: Tracked) -> None:
+        """Has the workers forget what they know of a request, and list what they saved of it."""
+        selection, cache = tracked.selection, tracked.options.cache
+        if not tracked.has_saves or selection is None:
+            return
+        num_blocks = tracked.num_stored if tracked.num_saved else 0
+        position = num_blocks * self._block_size
+        ttl_s = ttl_at(position, tracked.options.marks, cache.ttl_s)
+        names = tuple(names[num_blocks] for names in tracked.names)
+        request_id, tenant, scope = tracked.request.request_id, str(tracked.tenant), str(cache.scope)
+        self._ended.append(Ended(request_id, tenant, names, position, scope, selection.reason, ttl_s))
 
     def _look_up(self, tracked: Tracked, num_cached: int) -> None:
         self._extend(tracked, len(tracked.prompt))
@@ -327,6 +335,7 @@ class SchedulerSide:
         self._differs = None
         tracked.num_stored += len(planned)
         tracked.num_saved += len(planned)
+        tracked.has_saves = True
         options, selection = tracked.options, tracked.selection
         ends = (block.position + self._block_size for block in planned)
         ttls = tuple(ttl_at(position, options.marks, options.cache.ttl_s) for position in ends)

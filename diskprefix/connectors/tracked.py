@@ -36,8 +36,8 @@ class Tracked:
     stored by all ranks, or will be; `num_matched` of them can be loaded. `selection` says what is kept.
 
     `num_preemptions` is what the engine's request had when it was looked up. `loading` are the tokens that are to be
-    loaded, until the engine goes on. `num_restored` tokens were loaded; `num_saved` blocks are new. The engine
-    had `num_cached` tokens itself.
+    loaded, until the engine goes on. `num_restored` tokens were loaded; `num_saved` blocks are new, and with
+    `has_saves` workers were told of some, which may be lost. The engine had `num_cached` tokens itself.
 
     `fetch` is what it asked of the tier that machines share. `computing` is since when it is computed, and from which
     token on; `is_timed` says that this is known of the whole prompt."""
@@ -53,6 +53,7 @@ class Tracked:
     num_stored: int = 0
     num_restored: int = 0
     num_saved: int = 0
+    has_saves: bool = False
     num_cached: int = 0
     num_preemptions: int = -1
     loading: range = range(0)

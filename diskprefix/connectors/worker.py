@@ -198,7 +198,7 @@ class WorkerSide:
 
     def _end(self, ended: Ended) -> None:
         chain = self._chains.pop(ended.request_id, None)
-        if chain is None or chain.is_broken():
+        if chain is None or chain.is_broken() or not ended.num_tokens:
             return
         entry = EntryRecord(
             root=self._identity.root(ended.tenant),

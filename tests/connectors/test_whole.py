@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from diskprefix.connectors.plans import NO_PAGE
+from diskprefix.errors import StoreUnavailable
 from diskprefix.simulate.formats import read_trace
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import piece_key
@@ -177,6 +178,37 @@ def test_after_a_preemption_a_request_is_looked_up_again(engine: Make) -> None:
     one.step(request, len(PROMPT))
     one.end(request)
     assert engine().begin(Request("b", PROMPT)) == 3 * BLOCK
+
+
+def test_a_worker_forgets_a_request_whose_saves_were_lost_or_whose_store_failed(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+
+    def preempted(name: str, seed: int) -> Request:
+        request = Request(name, prompt(seed, 3 * BLOCK))
+        one.begin(request)
+        one.step(request, 2 * BLOCK)
+        one.shared.writer.flush(10)
+        request.num_computed_tokens, request.num_preemptions = 0, 1
+        return request
+
+    lost = preempted("lost", 1)
+    one.shared.store.quarantine(*stored_at(one, 0))
+    assert one.scheduler.match("lost", 0) == 0
+    preempted("failed", 2)
+    assert set(one.workers[0]._chains) == {"lost", "failed"}
+
+    def fail() -> Any:
+        raise StoreUnavailable("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(one.shared, "views", fail)
+        assert one.scheduler.match("failed", 0) == 0
+    one.end(lost)
+    assert one.workers[0]._chains == {}
+    with one.shared.store.snapshot() as snapshot:
+        assert [entry.num_tokens for _, entry in snapshot.entries()] == [2 * BLOCK]
 
 
 def test_vllms_null_block_is_not_named_as_bad(engine: Make) -> None:
