@@ -67,14 +67,15 @@ class ObjectServer:
 
 
 @contextmanager
-def object_server(folder: Path) -> Iterator[ObjectServer]:
-    """Runs rclone on `folder`, and the proxy."""
+def object_server(folder: Path, *, in_memory: bool = False) -> Iterator[ObjectServer]:
+    """Runs rclone on `folder`, and the proxy. `in_memory`: objects may have names that no file can have, and whoever
+    asks without a signature is served."""
     (folder / BUCKET).mkdir(parents=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         backend_port: int = free.getsockname()[1]
-    command = [rclone(), "serve", "s3", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"]
-    command += ["--addr", f"127.0.0.1:{backend_port}", "--no-checksum", str(folder)]
+    command = [rclone(), "serve", "s3", "--addr", f"127.0.0.1:{backend_port}", "--no-checksum"]
+    command += [":memory:"] if in_memory else ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", str(folder)]
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder)}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as backend:
         try:
@@ -160,6 +161,9 @@ def _forward(server: ObjectServer, request: BaseHTTPRequestHandler, body: bytes,
     finally:
         connection.close()
     headers = {name: value for name, value in response.getheaders() if name.lower() not in _KEPT_OUT}
+    if "transfer-encoding" in response.headers:
+        # It came in pieces, so without its length.
+        headers["Content-Length"] = str(len(content))
     status = 206 if response.status == 200 and "Content-Range" in headers else response.status
     if is_partial and request.command == "GET" and len(content) > 1:
         _send(request, status, headers, content[: len(content) // 2])

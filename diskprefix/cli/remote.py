@@ -159,7 +159,7 @@ def _warn(objects: ObjectStore, unknown_objects: int) -> None:
         click.echo(f"warning: {_unknown(unknown_objects)}", err=True)
     if objects.num_unreadable:
         names = f"{counted(objects.num_unreadable, 'name')} that obstore cannot read"
-        click.echo(f"warning: left out {names}; what a server lists next may be missing", err=True)
+        click.echo(f"warning: left out {names}; what a server lists shortly before may be missing", err=True)
 
 
 def _tell(objects: ObjectStore, removed: Removed, *, dry_run: bool, as_json: bool) -> None:

@@ -7,6 +7,7 @@ and writing have one each, because a bucket that is full or read-only can still 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -120,21 +121,32 @@ class ObjectStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yields all objects below a prefix. Names that obstore cannot read are not ours: they are left out and
-        counted. In a bucket, what the server lists after such a name may be left out too."""
-        # One by one: obstore throws away what is in a batch with such a name.
-        stream = self._obstore.list(self._store, prefix, chunk_size=1)
+        counted. In a bucket, what comes before such a name in the same thousand is left out too."""
+        start: str | None = None
+        while True:
+            # One by one: obstore throws away what is in a batch with such a name.
+            stream = self._obstore.list(self._store, prefix, offset=start, chunk_size=1)
+            error: BaseException | None = None
+            while (found := self._call(partial(self._next, stream))) is not None:
+                error = found if isinstance(found, BaseException) else None
+                if isinstance(found, BaseException):
+                    self._unreadable.add(hash(str(found)))
+                    log.debug("[remote] %s: %s", self.url, escaped(first_line(found)))
+                else:
+                    yield from map(_info, found)
+            behind = None if error is None else _behind(str(error), prefix)
+            # A folder's listing goes on by itself, and is in no order.
+            if behind is None or behind <= (start or "") or self.url.startswith("file:"):
+                return
+            start = behind
 
-        def following() -> Sequence[Any] | None:
-            try:
-                found: Sequence[Any] | None = next(stream, None)
-            except self._obstore.exceptions.InvalidPathError as error:
-                self._unreadable.add(hash(str(error)))
-                log.debug("[remote] %s: %s", self.url, escaped(first_line(error)))
-                return ()
+    def _next(self, stream: Iterator[Sequence[Any]]) -> Sequence[Any] | BaseException | None:
+        """Returns what is listed next, None at the end. A name that cannot be read ends a bucket's listing."""
+        try:
+            return next(stream, None)
+        except self._obstore.exceptions.InvalidPathError as error:
+            found: BaseException = error
             return found
-
-        while (batch := self._call(following)) is not None:
-            yield from map(_info, batch)
 
     def _call(self, request: Callable[[], _Result], breaker: Breaker | None = None) -> _Result | None:
         """Returns None if there is no such object. `breaker` is that of reading if none is given."""
@@ -168,6 +180,15 @@ def _read(result: Any, path: str, most_bytes: int) -> Got:
     if end - start > most_bytes:
         raise ObjectRefused("oversized", f"{path} has {end - start} bytes, and {most_bytes} at most are expected")
     return Got(memoryview(result.bytes()), result.meta["last_modified"].timestamp())
+
+
+def _behind(error: str, prefix: str) -> str | None:
+    """Returns where a listing goes on behind the name that an error is about: behind all that begin as it does up to
+    what cannot be read, and before all names of ours. None if the error does not tell."""
+    if (found := re.search(f"{re.escape(prefix)}([^\0-\x1f]*?)(/(?=/)|[\0-\x1f])", error)) is None:
+        return None
+    readable, unreadable = found.groups()
+    return f"{prefix}{readable}/0" if unreadable == "/" else f"{prefix}{readable}!"
 
 
 def _info(meta: Any) -> ObjectInfo:

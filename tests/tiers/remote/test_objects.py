@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from diskprefix.errors import SettingsError
 from diskprefix.tiers.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.tiers.remote.sealing import ObjectRefused
+from tests.object_server import BUCKET, object_server
 
 
 @pytest.fixture
@@ -82,3 +84,31 @@ def test_a_folder_is_made_only_by_who_writes(tmp_path: Path) -> None:
     assert not folder.exists()
     ObjectStore(folder.as_uri())
     assert folder.exists()
+
+
+def test_a_listing_of_a_bucket_goes_on_behind_names_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with object_server(tmp_path, in_memory=True) as server:
+        for name, value in (server.environment | {"AWS_SKIP_SIGNATURE": "true"}).items():
+            monkeypatch.setenv(name, value)
+
+        def put(path: str) -> None:
+            connection = HTTPConnection("127.0.0.1", server.port)
+            connection.request("PUT", f"/{BUCKET}{path}", b"")
+            assert connection.getresponse().status == 200
+            connection.close()
+
+        put("")
+        objects = ObjectStore(server.url)
+        # A page of the listing has a thousand names.
+        ours = [f"ns/root/{number:04x}.1" for number in range(1100)]
+        for path in ours:
+            put(f"/shared/{path}")
+        assert [one.path for one in objects.list("ns/")] == ours
+        for stranger in ("%09first", "0009%0Aname", "0422.1%0D"):
+            put(f"/shared/ns/root/{stranger}")
+        listed = [one.path for one in objects.list("ns/")]
+        assert objects.num_unreadable == 3
+        # What is left out stands before a stranger, in the same thousand names.
+        assert listed == ours[9:1009] + ours[0x423:]
