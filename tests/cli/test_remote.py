@@ -56,7 +56,7 @@ def test_what_is_shared_is_listed_swept_and_purged(run: Run, flags: list[str]) -
 
 def test_who_lists_or_purges_is_warned_of_what_cannot_be_read(run: Run, flags: list[str], tmp_path: Path) -> None:
     (next(tmp_path.rglob("about")).parent / "two\nlines").touch()
-    warning = "warning: left out 1 name that obstore cannot read; what a server lists next may be missing\n"
+    warning = "warning: left out 1 name that obstore cannot read; what a server lists shortly before may be missing\n"
     for command in (["ls"], ["sweep", "--ttl", "7d"], ["purge", "--model", "tiny", "--dry-run"]):
         ended = run("remote", *command, *flags)
         assert (ended.exit_code, ended.stderr) == (0, warning)
