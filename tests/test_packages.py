@@ -18,8 +18,8 @@ BELOW: dict[str, frozenset[str]] = {}
 for _row in (
     "errors identity printable progress version",
     "namespace_key settings tenant tokens",
-    "prompt memo",
-    "policy store kv native recipes",
+    "prompt memo native",
+    "policy store kv recipes",
     "cache_options cache_report tiers",
     "model prefix_cache",
     "engine chat simulate",

@@ -1,5 +1,5 @@
 """The compiled operators, for the CPU that this runs on. Where there are none, `operators` returns None, and torch's
-kernels take their place."""
+kernels take their place; `planes` are those that need no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-
-import torch
 
 from diskprefix.native import build
 
@@ -22,7 +20,7 @@ REVISION = 2
 """The number changes with the bits of what an operator computes."""
 
 _NUM_ARGUMENTS = {"attention": 2, "product": 1, "norm": 1, "gated": 1, "attention_block": 2, "layer": 2}
-"""The operators in the order of `source/interface.h`."""
+"""The operators that compute a model, in the order of `source/interface.h`."""
 
 _chosen = "auto"
 
@@ -52,8 +50,29 @@ class Operators:
         return f"{self.variant}, {self.compiler}, {REVISION}"
 
 
+class PlanesCall(ctypes.Structure):
+    """What `split` and `join` are called with. See `source/interface.h`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("dtype", "bits", "num_rows", "width", "stride", "num_bytes")),
+        ("values", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True)
+class PlanesOperators:
+    """They take a reference to a `PlanesCall`, and return 0, or 1 if it cannot be done."""
+
+    split: Any
+    join: Any
+
+
 class _Table(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), *((name, ctypes.c_void_p) for name in _NUM_ARGUMENTS))
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        *((name, ctypes.c_void_p) for name in (*_NUM_ARGUMENTS, "split", "join")),
+    )
 
 
 def choose(kernels: str) -> None:
@@ -74,6 +93,18 @@ def operators() -> Operators | None:
     return _loaded(_chosen)[0]
 
 
+@lru_cache
+def planes(variant: str | None = None) -> PlanesOperators | None:
+    """Returns the best operators on planes that this CPU computes, or those of `variant`; None if there are none. All
+    compute the same bits, so nothing else chooses between them."""
+    try:
+        _, table = _table(variant)
+    except Unavailable:
+        return None
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(PlanesCall))
+    return PlanesOperators(split=prototype(table.split), join=prototype(table.join))
+
+
 def described() -> str:
     """Returns which kernels are used, for people, and why if they are not the compiled ones."""
     found, why = _loaded(_chosen)
@@ -91,6 +122,21 @@ def _loaded(kernels: str) -> tuple[Operators | None, str]:
 def _load(kernels: str) -> Operators:
     if kernels == "torch":
         raise Unavailable("as it was chosen")
+    library, table = _table(None if kernels == "auto" else kernels)
+    found = {
+        name: ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_char_p] * count)(getattr(table, name))
+        for name, count in _NUM_ARGUMENTS.items()
+    }
+    return Operators(
+        variant=table.name.decode(),
+        compiler=library.diskprefix_compiler().decode(),
+        parallel_for=_parallel_for(),
+        **found,
+    )
+
+
+def _table(variant: str | None) -> tuple[ctypes.CDLL, _Table]:
+    """Opens the library. Without `variant`, the table is that of the best one."""
     if not build.LIBRARY.exists():
         raise Unavailable("the operators were not compiled when diskprefix was installed")
     if not build.is_current():
@@ -101,24 +147,16 @@ def _load(kernels: str) -> Operators:
         raise Unavailable(f"the operators cannot be loaded: {error}") from error
     library.diskprefix_operators.restype = ctypes.POINTER(_Table)
     library.diskprefix_compiler.restype = ctypes.c_char_p
-    name = None if kernels == "auto" else kernels.encode()
-    table = library.diskprefix_operators(ctypes.c_char_p(name))
+    table = library.diskprefix_operators(ctypes.c_char_p(variant.encode() if variant else None))
     if not table:
-        raise Unavailable(f"there are no operators {kernels!r} for this CPU" if name else "this CPU is too old")
-    found = {
-        name: ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_char_p] * count)(getattr(table.contents, name))
-        for name, count in _NUM_ARGUMENTS.items()
-    }
-    return Operators(
-        variant=table.contents.name.decode(),
-        compiler=library.diskprefix_compiler().decode(),
-        parallel_for=_parallel_for(),
-        **found,
-    )
+        raise Unavailable(f"there are no operators {variant!r} for this CPU" if variant else "this CPU is too old")
+    return library, table.contents
 
 
 def _parallel_for() -> int:
     """Returns the address of torch's own loop over threads."""
+    import torch  # here, as the store works without it
+
     try:
         found = ctypes.CDLL(str(torch._C.__file__)).torch_parallel_for
     except (OSError, AttributeError) as error:

@@ -23,7 +23,7 @@ from diskprefix.tokens import HASH_BYTES, TokenIds, block_hash, checksum
 HISTORY_TOKENS = 1 << 22
 """The most tokens that the history of a root holds (16 MiB of token ids), however many prompts a request asks for."""
 GROUP_BYTES = 8
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "history", "notes")
 
 _HEADER = struct.Struct("<16s16sIIBBHxxxxQQ")

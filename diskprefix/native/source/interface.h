@@ -109,6 +109,14 @@ struct Layer {
   Norm norms[4];
 };
 
+// Rows of `width` values, `stride` bytes apart, and the `num_bytes` of what they are in planes: `bits` in a code. Splitting
+// takes the room for them and sets both; it returns 1 if they do not fit. Joining returns 1 for what splitting does not
+// write.
+struct Planes {
+  int64_t dtype, bits, num_rows, width, stride, num_bytes;
+  void *values, *data;
+};
+
 // The operators, as one variant computes them. They return 0, or 1 if there is not enough memory.
 struct Operators {
   const char* name;
@@ -118,6 +126,8 @@ struct Operators {
   int32_t (*gated)(const Gated* call);
   int32_t (*attention_block)(const AttentionBlock* call, const Run* runs);
   int32_t (*layer)(const Layer* call, const Run* runs);
+  int32_t (*split)(Planes* call);
+  int32_t (*join)(Planes* call);
 };
 
 }  // namespace diskprefix

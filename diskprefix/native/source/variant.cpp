@@ -1,6 +1,7 @@
 // The operators, compiled once for each kind of CPU: VARIANT is its name.
 
 #include "blocks.h"
+#include "planes.h"
 
 #define TEXT_OF(name) #name
 #define TEXT(name) TEXT_OF(name)
@@ -8,6 +9,6 @@
 namespace diskprefix {
 
 extern const Operators VARIANT;
-const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer};
+const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer, split, join};
 
 }  // namespace diskprefix

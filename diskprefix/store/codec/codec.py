@@ -12,7 +12,6 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -20,15 +19,14 @@ import numpy as np
 import zstandard
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.codec.planes import BF16, FP16, FP32, Bytes, FloatFormat
+from diskprefix.store.codec.planes import BF16, FP16, FP32, Bytes, join, split
 from diskprefix.tokens import TokenIds, checksum
 
 PIECE_BYTES = 512 * 1024
 """The size of a piece before encoding. It is a part of the format, because it decides where payloads are cut."""
 
-_HEADER = struct.Struct("<QIIBB30s")
+_HEADER = struct.Struct("<QIIBB30x")
 _CHECKSUM = struct.Struct("<Q")
-_ZEROS = bytes(30)
 _LEAST_SAVING = 32
 """Data that does not become shorter by this part of its size stays raw: decoding would cost more than reading."""
 _RUN_BYTES = 16 * 1024
@@ -94,11 +92,10 @@ def encode_piece(raw: memoryview, piece: Piece, codec: Codec, seed: int) -> byte
     A piece that the codec does not make shorter is stored raw. Safe to call from several threads.
     """
     assert len(raw) == piece.num_bytes < 2**32
-    used, parts = _encode(raw, piece, codec)
-    if not _is_worthwhile(sum(map(len, parts)), len(raw)):
-        used, parts = Codec.RAW, [raw]
-    split = len(parts[0]) if used == Codec.PLANES else 0
-    stored = bytearray().join([_HEADER.pack(0, len(raw), split, used, piece.element, _ZEROS), *parts])
+    used, bits, data = _encode(raw, piece, codec)
+    if not _is_worthwhile(len(data), len(raw)):
+        used, bits, data = Codec.RAW, 0, raw
+    stored = bytearray().join([_HEADER.pack(0, len(raw), bits, used, piece.element), data])
     _CHECKSUM.pack_into(stored, 0, checksum(memoryview(stored)[_CHECKSUM.size :], seed))
     return stored
 
@@ -111,7 +108,7 @@ def decode_piece(stored: memoryview, piece: Piece, seed: int, out: Bytes) -> Non
     assert out.shape == (piece.num_rows, piece.row_bytes)
     if len(stored) < _HEADER.size:
         raise StoreCorrupt(f"a piece of {len(stored)} bytes is shorter than its header")
-    found, raw_bytes, split, codec, element, _ = _HEADER.unpack_from(stored)
+    found, raw_bytes, bits, codec, element = _HEADER.unpack_from(stored)
     if found != checksum(stored[_CHECKSUM.size :], seed):
         raise StoreCorrupt("the checksum of a piece does not match")
     if (raw_bytes, element) != (piece.num_bytes, piece.element):
@@ -123,38 +120,44 @@ def decode_piece(stored: memoryview, piece: Piece, seed: int, out: Bytes) -> Non
         raise StoreCorrupt(f"a piece of {raw_bytes} bytes has the unknown codec {codec}")
     data = stored[_HEADER.size :]
     if codec == Codec.PLANES:
-        _join(_FORMATS.get(piece.element), data[:split], data[split:], out)
+        form = _FORMATS.get(piece.element)
+        if form is None or piece.row_bytes % form.item_bytes:
+            raise StoreCorrupt(f"rows of {piece.row_bytes} bytes of kind {element} cannot be in planes")
+        join(form, bits, data, out)
     else:
         decode = _decompress if codec == Codec.ZSTD else _as_is
         out[...] = decode(data, out.size).reshape(out.shape)
 
 
-def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, Sequence[bytes | memoryview]]:
+def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, int, bytes | memoryview]:
+    """Returns the codec, the bits of a code in planes, and the data."""
     if codec == Codec.RAW or not raw:
-        return Codec.RAW, [raw]
+        return Codec.RAW, 0, raw
     if codec == Codec.ZSTD or piece.element == Element.BYTES:
-        return Codec.ZSTD, [_zstd.general.compress(raw)]
-    float_format = _FORMATS.get(piece.element)
-    if float_format is None:
-        return Codec.ZSTD, [_entropy_code(raw, piece.row_bytes)]
-    if piece.row_bytes % float_format.item_bytes:
-        return Codec.ZSTD, [_zstd.general.compress(raw)]
-    exponents, rest = float_format.split(raw)
-    row_values = piece.row_bytes // float_format.item_bytes
-    return Codec.PLANES, [_encode_rest(rest), _shorter(_entropy_code(exponents.data, row_values), exponents.data)]
+        return Codec.ZSTD, 0, _zstd.general.compress(raw)
+    form = _FORMATS.get(piece.element)
+    if form is None:
+        return Codec.ZSTD, 0, _entropy_code(raw, piece.row_bytes)
+    if piece.row_bytes % form.item_bytes:
+        return Codec.ZSTD, 0, _zstd.general.compress(raw)
+    values = np.frombuffer(raw, np.uint8).reshape(piece.num_rows, piece.row_bytes)
+    planes = split(form, values)
+    if planes is None:
+        return Codec.RAW, 0, raw
+    bits, data = planes
+    # Signs and fractions hardly ever shrink. Where they do, as of zeros, a frame may be far shorter, if slow.
+    if _shrinks(data[: len(raw) // form.item_bytes * (form.item_bytes - 1)]):
+        frame = _zstd.general.compress(raw)
+        if len(frame) < len(data) // 2:
+            return Codec.ZSTD, 0, frame
+    return Codec.PLANES, bits, data.data
 
 
-def _encode_rest(rest: Bytes) -> bytes | memoryview:
-    """As it is where a sample does not shrink, which is the rule."""
-    if len(rest) > 4 * _RUN_BYTES:
-        sample = np.ascontiguousarray(rest[: len(rest) // 16 * 16].reshape(16, -1)[:, : _RUN_BYTES // 16])
-        if not _is_worthwhile(len(_zstd.entropy.compress(sample.data)), sample.size):
-            return rest.data
-    return _shorter(_zstd.entropy.compress(rest.data), rest.data)
-
-
-def _shorter(frame: bytes, plane: memoryview) -> bytes | memoryview:
-    return frame if _is_worthwhile(len(frame), len(plane)) else plane
+def _shrinks(plane: Bytes) -> bool:
+    """Whether a sample of it does."""
+    if len(plane) > 4 * _RUN_BYTES:
+        plane = np.ascontiguousarray(plane[: len(plane) // 16 * 16].reshape(16, -1)[:, : _RUN_BYTES // 16])
+    return _is_worthwhile(len(_zstd.entropy.compress(plane.data)), plane.size)
 
 
 def _entropy_code(data: memoryview, row_bytes: int) -> bytes:
@@ -171,18 +174,6 @@ def _entropy_code(data: memoryview, row_bytes: int) -> bytes:
 
 def _is_worthwhile(stored_bytes: int, raw_bytes: int) -> bool:
     return stored_bytes <= raw_bytes - raw_bytes // _LEAST_SAVING
-
-
-def _join(float_format: FloatFormat | None, rest: memoryview, exponents: memoryview, out: Bytes) -> None:
-    """Write the values of two stored planes to `out`."""
-    if float_format is None or out.shape[1] % float_format.item_bytes:
-        raise StoreCorrupt(f"rows of {out.shape[1]} bytes cannot be in planes")
-    values = out.size // float_format.item_bytes
-    float_format.join(_plane(exponents, values), _plane(rest, out.size - values), out)
-
-
-def _plane(part: memoryview, num_bytes: int) -> Bytes:
-    return _as_is(part, num_bytes) if len(part) == num_bytes else _decompress(part, num_bytes)
 
 
 def _as_is(data: memoryview, num_bytes: int) -> Bytes:

@@ -1,133 +1,217 @@
-"""Floating-point values as two planes of bytes: the exponents, of which there are few different ones, and the rest.
+"""Floating-point values as two planes: the exponents, of which there are few different ones, and the rest.
 
-What a model computes spreads over few exponents, while signs and fractions look like noise. `README.md` of the store
-gives the bits of each plane.
+What a model computes spreads over few exponents, while signs and fractions look like noise. So the exponents become
+codes of a few bits. `README.md` of the store gives the bytes. The compiled operators do this at the speed of memory;
+where there are none, numpy does it, with the same bytes.
 """
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Callable, Iterator
+import ctypes
+import sys
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from diskprefix.errors import StoreCorrupt
+from diskprefix.native import library
+from diskprefix.native.library import PlanesCall, PlanesOperators
+
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Words: TypeAlias = npt.NDArray[np.uint16]
-"""Values of two bytes, or the halves of longer ones."""
+"""Values of two bytes, or the upper halves of longer ones."""
 
-_TILE = 256 * 1024
-"""Values that are worked on at a time: what they need stays in a core's cache, and there are few calls to make."""
+MOST_BITS = 4
+_GROUP = 64
+"""Values whose codes lie in the same words: word i has bit i of each code."""
+_RUN = 2048
+"""Values of a row that share a base."""
 
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """How values of `item_bytes` bytes are taken apart and put together. Safe to call from several threads."""
+    """Values of `item_bytes` bytes. `dtype` is its number in `native/source/interface.h`. The bits `marks` of the upper
+    byte stand beside the codes."""
 
+    dtype: int
     item_bytes: int
-    _split: Callable[..., None]
-    _join: Callable[..., None]
+    marks: tuple[int, ...] = ()
 
-    def split(self, raw: memoryview) -> tuple[Bytes, Bytes]:
-        """Exponents and rest of the values in `raw`: one byte and `item_bytes - 1` bytes for each."""
-        values = np.frombuffer(raw, dtype=f"<u{self.item_bytes}")
-        exponents = np.empty(len(values), np.uint8)
-        rest = np.empty(len(values) * (self.item_bytes - 1), np.uint8)
-        planes = self._planes(exponents, rest)
-        for start in range(0, len(values), _TILE):
-            part = slice(start, start + _TILE)
-            self._split(values[part], *(plane[part] for plane in planes))
-        return exponents, rest
+    def exponents(self, words: Words) -> Bytes:
+        return (words >> 10 & 0x1F if self.marks else words >> 7).astype(np.uint8)
 
-    def join(self, exponents: Bytes, rest: Bytes, out: Bytes) -> None:
-        """Write the values to `out`, shape [rows, row_bytes]; each row is contiguous."""
-        planes = self._planes(exponents, rest)
-        for part, tile in _tiles(out.view(f"<u{self.item_bytes}")):
-            self._join(tile, *(plane[part].reshape(tile.shape) for plane in planes))
+    def rest(self, words: Words) -> Bytes:
+        return (words if self.marks else words >> 8 & 0x80 | words & 0x7F).astype(np.uint8)
 
-    def _planes(self, exponents: Bytes, rest: Bytes) -> list[npt.NDArray[Any]]:
-        """Arrays with one element a value."""
-        if self.item_bytes == 2:
-            return [exponents, rest]
-        return [exponents, rest[: len(exponents)], rest[len(exponents) :].view("<u2")]
+    def joined(self, exponents: Bytes, rest: Bytes) -> Words:
+        """`exponents` are whole upper bytes where there are marks."""
+        upper, lower = exponents.astype(np.uint16), rest.astype(np.uint16)
+        words = upper << 8 | lower if self.marks else upper << 7 | (lower & 0x80) << 8 | lower & 0x7F
+        return words.astype(np.uint16, copy=False)
 
 
-def _tiles(out: npt.NDArray[Any]) -> Iterator[tuple[slice, npt.NDArray[Any]]]:
-    """Whole rows, as many as fit a tile, or parts of one row; each with the place of its values in the planes."""
-    num_rows, row = out.shape
-    rows, columns = max(1, _TILE // row), min(row, _TILE)
-    for top in range(0, num_rows, rows):
-        for left in range(0, row, columns):
-            tile = out[top : top + rows, left : left + columns]
-            start = top * row + left
-            yield slice(start, start + tile.size), tile
+BF16 = FloatFormat(1, 2)
+FP16 = FloatFormat(2, 2, (0x01, 0x02, 0x80))
+FP32 = FloatFormat(0, 4)
 
 
-class _Scratch(threading.local):
-    """Memory of the calling thread for two tiles: fresh memory costs more than the work that is done in it."""
+class _Parts(NamedTuple):
+    """How many bytes the parts of the data take, but for the exceptions, which come last."""
 
-    def __init__(self) -> None:
-        self._words = np.empty((2, _TILE), np.uint16)
+    rest: int
+    codes: int
+    counts: int
+    bases: int
 
-    def words(self, shape: tuple[int, ...]) -> tuple[Words, Words]:
-        size = math.prod(shape)
-        return self._words[0, :size].reshape(shape), self._words[1, :size].reshape(shape)
-
-
-_scratch = _Scratch()
-
-
-def _split_bf16(values: Words, exponents: Bytes, rest: Bytes) -> None:
-    signs, fractions = _scratch.words(values.shape)
-    np.right_shift(values, np.uint16(7), out=signs)
-    np.copyto(exponents, signs, casting="unsafe")
-    np.right_shift(values, np.uint16(8), out=signs)
-    np.bitwise_and(signs, np.uint16(0x80), out=signs)
-    np.bitwise_and(values, np.uint16(0x7F), out=fractions)
-    np.bitwise_or(signs, fractions, out=signs)
-    np.copyto(rest, signs, casting="unsafe")
+    @classmethod
+    def of(cls, form: FloatFormat, num_rows: int, width: int, bits: int) -> _Parts:
+        """Of rows of `width` values."""
+        words = num_rows * -(-width // _GROUP) * (bits + len(form.marks))
+        runs = num_rows * -(-width // _RUN)
+        return cls(num_rows * width * (form.item_bytes - 1), 8 * words, 2 * runs, runs)
 
 
-def _join_bf16(out: Words, exponents: Bytes, rest: Bytes) -> None:
-    """Widening the rest as signed bytes puts the sign where it belongs; what else it sets is masked out."""
-    upper, lower = _scratch.words(out.shape)
-    np.copyto(upper, exponents)
-    np.multiply(upper, np.uint16(1 << 7), out=upper)
-    np.copyto(lower, rest.view(np.int8), casting="unsafe")
-    np.bitwise_and(lower, np.uint16(0x807F), out=lower)
-    np.bitwise_or(upper, lower, out=out)
+def split(form: FloatFormat, values: Bytes) -> tuple[int, Bytes] | None:
+    """Returns the bits of a code and the data of `values`, shape [rows, row_bytes]; each row is contiguous. None if the
+    data would not be shorter than the values. Safe to call from several threads."""
+    operators = _operators()
+    return split_with_numpy(form, values) if operators is None else split_with(operators, form, values)
 
 
-def _split_fp16(values: Words, exponents: Bytes, rest: Bytes) -> None:
-    upper, _ = _scratch.words(values.shape)
-    np.right_shift(values, np.uint16(8), out=upper)
-    np.copyto(exponents, upper, casting="unsafe")
-    np.copyto(rest, values, casting="unsafe")
+def join(form: FloatFormat, bits: int, data: memoryview, out: Bytes) -> None:
+    """Write the values to `out`, shape [rows, row_bytes]; each row is contiguous.
+
+    Raises `StoreCorrupt` if the data is none that `split` writes; `out` may hold anything then. Safe to call from
+    several threads.
+    """
+    operators = _operators()
+    if not (
+        join_with_numpy(form, bits, data, out) if operators is None else join_with(operators, form, bits, data, out)
+    ):
+        raise StoreCorrupt(f"{len(data)} bytes are no {out.size // form.item_bytes} values in planes")
 
 
-def _join_fp16(out: Words, exponents: Bytes, rest: Bytes) -> None:
-    upper, lower = _scratch.words(out.shape)
-    np.copyto(upper, exponents)
-    np.multiply(upper, np.uint16(1 << 8), out=upper)
-    np.copyto(lower, rest)
-    np.bitwise_or(upper, lower, out=out)
+def _operators() -> PlanesOperators | None:
+    """They take the bytes as they lie in memory."""
+    return library.planes() if sys.byteorder == "little" else None
 
 
-def _split_fp32(values: npt.NDArray[np.uint32], exponents: Bytes, rest: Bytes, lower: Words) -> None:
-    halves = values.view("<u2")
-    _split_bf16(halves[1::2], exponents, rest)
-    np.copyto(lower, halves[0::2])
+def split_with(operators: PlanesOperators, form: FloatFormat, values: Bytes) -> tuple[int, Bytes] | None:
+    """`split`, by the compiled operators."""
+    data = np.empty(values.size, np.uint8)
+    call = _call(form, 0, values, data)
+    return None if operators.split(ctypes.byref(call)) else (call.bits, data[: call.num_bytes])
 
 
-def _join_fp32(out: npt.NDArray[np.uint32], exponents: Bytes, rest: Bytes, lower: Words) -> None:
-    halves = out.view("<u2")
-    _join_bf16(halves[:, 1::2], exponents, rest)
-    np.copyto(halves[:, 0::2], lower)
+def join_with(operators: PlanesOperators, form: FloatFormat, bits: int, data: memoryview, out: Bytes) -> bool:
+    """`join`, by the compiled operators. Returns whether the data is right."""
+    return not operators.join(ctypes.byref(_call(form, bits, out, np.frombuffer(data, np.uint8))))
 
 
-BF16 = FloatFormat(2, _split_bf16, _join_bf16)
-FP16 = FloatFormat(2, _split_fp16, _join_fp16)
-FP32 = FloatFormat(4, _split_fp32, _join_fp32)
+def _call(form: FloatFormat, bits: int, values: Bytes, data: Bytes) -> PlanesCall:
+    num_rows, row_bytes = values.shape
+    assert values.strides[1] == 1
+    assert not row_bytes % form.item_bytes
+    return PlanesCall(
+        dtype=form.dtype,
+        bits=bits,
+        num_rows=num_rows,
+        width=row_bytes // form.item_bytes,
+        stride=values.strides[0],
+        num_bytes=data.size,
+        values=values.ctypes.data,
+        data=data.ctypes.data,
+    )
+
+
+def split_with_numpy(form: FloatFormat, values: Bytes) -> tuple[int, Bytes] | None:
+    """`split`, by numpy."""
+    items = values.view(f"<u{form.item_bytes}")
+    words = items if form.item_bytes == 2 else (items >> 16).astype(np.uint16)
+    exponents = form.exponents(words)
+    best = _codes(exponents)
+    num_rows, width = exponents.shape
+    total = [
+        sum(_Parts.of(form, num_rows, width, bits)) + int(counts.sum())
+        for bits, (_, counts) in enumerate(best, start=1)
+    ]
+    bits = int(np.argmin(total)) + 1
+    if total[bits - 1] >= values.size:
+        return None
+    bases, counts = best[bits - 1]
+    codes = _by_value(bases, width) - exponents
+    is_exception = codes >= (1 << bits) - 1
+    codes[is_exception] = (1 << bits) - 1
+    planes = [codes & 1 << bit for bit in range(bits)] + [words >> 8 & mark for mark in form.marks]
+    packed = [np.packbits(_in_groups(plane != 0), axis=-1, bitorder="little") for plane in planes]
+    parts = [form.rest(words), np.stack(packed, axis=2), counts.astype("<u2"), bases, exponents[is_exception]]
+    if form.item_bytes == 4:
+        parts.insert(1, items.astype("<u2"))
+    return bits, np.concatenate([np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts])
+
+
+def join_with_numpy(form: FloatFormat, bits: int, data: memoryview, out: Bytes) -> bool:
+    """`join`, by numpy. Returns whether the data is right."""
+    items = out.view(f"<u{form.item_bytes}")
+    num_rows, width = items.shape
+    if not 1 <= bits <= MOST_BITS:
+        return False
+    sizes = _Parts.of(form, num_rows, width, bits)
+    if len(data) < sum(sizes):
+        return False
+    rest, codes, counts, bases, exceptions = np.split(np.frombuffer(data, np.uint8), np.cumsum(sizes))
+    listed = counts.view("<u2").reshape(num_rows, -1)
+    if listed.sum() != exceptions.size:
+        return False
+    groups = codes.reshape(num_rows, -(-width // _GROUP), bits + len(form.marks), 8)
+    planes = [
+        np.unpackbits(groups[:, :, bit], axis=-1, bitorder="little").reshape(num_rows, -1)[:, :width]
+        for bit in range(groups.shape[2])
+    ]
+    found: Any = planes[0]
+    for bit in range(1, bits):
+        found = found | planes[bit] << bit
+    is_exception = found == (1 << bits) - 1
+    for start in range(0, width, _RUN):
+        if (is_exception[:, start : start + _RUN].sum(axis=1) != listed[:, start // _RUN]).any():
+            return False
+    exponents: Any = _by_value(bases.reshape(num_rows, -1), width) - found
+    exponents[is_exception] = exceptions
+    if form.marks:
+        exponents = exponents << 2 & 0x7C
+        for plane, mark in zip(planes[bits:], form.marks, strict=True):
+            exponents |= plane * np.uint8(mark)
+    words = form.joined(exponents, rest[: items.size].reshape(items.shape))
+    if form.item_bytes == 4:
+        lower = rest[items.size :].view("<u2").reshape(items.shape)
+        items[...] = words.astype(np.uint32) << 16 | lower
+    else:
+        items[...] = words
+    return True
+
+
+def _codes(exponents: Bytes) -> list[tuple[Bytes, npt.NDArray[np.int64]]]:
+    """The best base of each run, and how many exceptions it leaves, by the number of bits: the lowest base of those
+    with fewest exceptions. Arrays of shape [rows, runs]."""
+    runs = [row[start : start + _RUN] for row in exponents for start in range(0, len(row), _RUN)]
+    counted = np.array([np.bincount(run, minlength=256) for run in runs]).reshape(len(exponents), -1, 256)
+    before = np.zeros((*counted.shape[:2], 257), np.int64)
+    np.cumsum(counted, axis=2, out=before[:, :, 1:])
+    found = []
+    for bits in range(1, MOST_BITS + 1):
+        window = before[:, :, 1:] - before[:, :, np.maximum(np.arange(256) + 2 - (1 << bits), 0)]
+        bases = window.argmax(axis=2)
+        found.append((bases.astype(np.uint8), before[:, :, -1] - window.max(axis=2)))
+    return found
+
+
+def _by_value(bases: Bytes, width: int) -> Bytes:
+    return bases[:, np.arange(width) // _RUN]
+
+
+def _in_groups(plane: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Shape [rows, groups, 64], with nothing set behind each row."""
+    num_rows, width = plane.shape
+    return np.pad(plane, ((0, 0), (0, -width % _GROUP))).reshape(num_rows, -1, _GROUP)

@@ -17,7 +17,7 @@ from diskprefix.namespace_key import NamespaceKey
 RefusalReason: TypeAlias = Literal["truncated", "foreign", "mac", "replayed", "damaged", "mismatch", "oversized"]
 
 _MAGIC = b"dpxR"
-_VERSION = 1
+_VERSION = 2
 _PREAMBLE = struct.Struct("<4sHHI4x8s32s")
 """Magic, version, length of the path, length of what is signed, the beginning of the namespace's digest, the MAC."""
 SEAL_BYTES = _PREAMBLE.size
