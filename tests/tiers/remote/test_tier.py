@@ -426,7 +426,7 @@ def test_machines_agree_on_the_format(make: MakeMachine, bucket: Path) -> None:
     machine.share(PROMPT)
     name = machine.nodes(PROMPT).block_names[2].hex()
     data = bundles(bucket)[f"{KEY.digest.hex()}/{ROOT.hex()}/{name}.3"].read_bytes()
-    assert data[:6] == b"dpxR\x01\x00"
+    assert data[:6] == b"dpxR\x02\x00"
     assert data[16:24] == KEY.digest[:8]
 
 
