@@ -1,4 +1,5 @@
-"""First tokens and bytes on disk: without a connector, with vLLM's example connector, and with ours."""
+"""First tokens and bytes on disk: without a connector, with vLLM's example connector, with ours, and with vLLM's own
+prefix cache, which a restart empties."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import itertools
 import json
 import random
 import shutil
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ class Case:
     connector: Connector
     case: str
     tokens: int
+    run: int
     ttft_ms: float
     restored: int
     reply: Reply
@@ -60,11 +63,99 @@ class Conversation:
     disk_bytes: int
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    model: Path
+    sizes: tuple[int, ...]
+    kinds: tuple[Connector, ...]
+    turns: int
+    kills: int
+    codec: str
+
+
+@dataclass
+class Results:
+    """What one run found, or several. `load_errors`: the number of our loads that failed."""
+
+    cases: list[Case] = field(default_factory=list)
+    conversations: list[Conversation] = field(default_factory=list)
+    load_errors: int = 0
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """What a run wrote with --json. Raises `click.UsageError`."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            cases = [Case(**case | {"reply": _reply(case["reply"])}) for case in found["cases"]]
+            return cls(cases, [Conversation(**one) for one in found["conversations"]], found["load_errors"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise click.UsageError(f"{path} is not what a run wrote with --json: {error}") from error
+
+    @classmethod
+    def joined(cls, parts: Iterable[Results]) -> Results:
+        whole = cls()
+        for part in parts:
+            whole.cases += part.cases
+            whole.conversations += part.conversations
+            whole.load_errors += part.load_errors
+        return whole
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.load_errors > 0 or any(
+            one.connector == "diskprefix" and one.case in ("exact", "nearest") and not (one.equal and one.restored)
+            for one in self.cases
+        )
+
+    def ttft_ms(self, connector: Connector, case: str, tokens: int) -> float | None:
+        """The median; None if it was not measured."""
+        times = [
+            one.ttft_ms for one in self.cases if (one.connector, one.case, one.tokens) == (connector, case, tokens)
+        ]
+        return statistics.median(times) if times else None
+
+    def disk_bytes(self, connector: Connector) -> int | None:
+        """Of the conversation."""
+        return next((one.disk_bytes for one in self.conversations if one.connector == connector), None)
+
+    def ratios(self) -> dict[str, Any]:
+        """Ours and the example connector's: first tokens after a kill by size, and bytes on the disk."""
+        ttft = {
+            case: {
+                tokens: _ratio(self.ttft_ms("diskprefix", case, tokens), self.ttft_ms("example", case, tokens))
+                for tokens in sorted({one.tokens for one in self.cases})
+            }
+            for case in ("exact", "nearest")
+        }
+        fewer = _ratio(self.disk_bytes("example"), self.disk_bytes("diskprefix"))
+        return {"ttft_to_example": ttft, "times_fewer_bytes_than_example": fewer}
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return None if one is None or not other else round(one / other, 3)
+
+
+def _reply(found: dict[str, Any]) -> Reply:
+    return Reply(tuple(found["tokens"]), tuple(found["logprobs"]), found["ttft_s"], found["restored"])
+
+
 @click.command()
 @click.option("--model", default="smollm2", show_default=True, help="A real model's name or a model's folder.")
 @click.option("--tokens", multiple=True, type=int, default=(2048, 4096), show_default=True, help="Repeatable.")
 @click.option("--connector", "kinds", multiple=True, type=click.Choice(KINDS), default=KINDS, help="Repeatable.")
 @click.option("--turns", type=click.IntRange(min=0), default=10, show_default=True, help="Of the conversation.")
+@click.option(
+    "--kills", type=click.IntRange(min=1), default=1, show_default=True, help="After each, all is asked again."
+)
+@click.option(
+    "--with",
+    "earlier",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What an earlier run wrote with --json: its results are joined with those of this one. Repeatable.",
+)
 @codec_option("planes")
 @FOLDER
 @JSON
@@ -73,87 +164,79 @@ def bench(
     tokens: tuple[int, ...],
     kinds: tuple[Connector, ...],
     turns: int,
+    kills: int,
+    earlier: tuple[Path, ...],
     codec: str,
     folder: Path | None,
     as_json: bool,
 ) -> None:
     """Cold, with vLLM's own cache warm, after a kill, each with 23 tokens more too, and a conversation.
 
+    A long run may be made in parts, of some connectors or sizes each: --json > PART, and --with PART in the last one.
+
     Ends with 1 if a reply of ours after the kill is not that of the same server before it, if nothing was restored, or
     if a load failed. Then the logs and the replies are kept.
     """
     progress = Console(stderr=True)
     weights = model_folder(model, progress)
+    found = Results.joined(Results.read(path) for path in earlier)
     with measuring(folder, progress) as workspace:
-        cases, conversations, errors = measured(weights, workspace, tokens, kinds, turns, codec, progress.print)
-        found = {"cases": list(map(asdict, cases)), "conversations": list(map(asdict, conversations))}
-        is_wrong = errors > 0 or any(
-            one.connector == "diskprefix" and one.case in ("exact", "nearest") and not (one.equal and one.restored)
-            for one in cases
-        )
-        if is_wrong:
+        plan = Plan(weights, tokens, kinds, turns, kills, codec)
+        found = Results.joined([found, measured(plan, workspace, found.cases, progress.print)])
+        if found.is_wrong:
             _keep(workspace, found, progress.print)
     if as_json:
-        print(json.dumps(found | {"load_errors": errors}))
+        print(json.dumps(asdict(found) | found.ratios()))
     else:
-        _show(cases, conversations, errors)
-    sys.exit(is_wrong)
+        _show(found)
+    sys.exit(found.is_wrong)
 
 
-def measured(
-    model: Path,
-    workspace: Path,
-    sizes: tuple[int, ...],
-    kinds: tuple[Connector, ...],
-    turns: int,
-    codec: str,
-    report: Report,
-) -> tuple[list[Case], list[Conversation], int]:
-    """Runs all. What a size adds is asked for in the same servers, which are started twice for each connector. Returns
-    the number of our loads that failed too."""
-    context = max(*sizes, _FIRST_TOKENS + turns * _TURN_TOKENS) + _CONTEXT_LEFT
-    cases: list[Case] = []
-    conversations: list[Conversation] = []
-    errors = 0
-    cold: dict[tuple[int, int], Reply] = {}
+def measured(plan: Plan, workspace: Path, earlier: Iterable[Case], report: Report) -> Results:
+    """Runs all. What a size adds is asked for in the same servers, which are started once for each connector, and again
+    after each kill."""
+    context = max(*plan.sizes, _FIRST_TOKENS + plan.turns * _TURN_TOKENS) + _CONTEXT_LEFT
+    found = Results()
+    cold = {(case.tokens, case.run): case.reply for case in earlier if case.case == "cold"}
 
     def add(case: Case) -> None:
         report(
             f"{_LABELS[case.case]}, {case.tokens} tokens: {case.ttft_ms:.0f} ms, {case.restored} restored{_as(case)}"
         )
-        cases.append(case)
+        found.cases.append(case)
 
-    for kind in kinds:
+    for kind in plan.kinds:
         folder = workspace / kind
         folder.mkdir()
-        server = Server(model, folder, report, kind, context=context, codec=codec)
+        server = Server(plan.model, folder, report, kind, context=context, codec=plan.codec)
         with started(server, kind, report):
-            for size, run in itertools.product(sizes, (1, 2)):
+            for size, run in itertools.product(plan.sizes, (1, 2)):
                 case = _asked(server, "cold", size, run)
                 wanted = cold.setdefault((size, run), case.reply)
                 add(case if wanted is case.reply else replace(case, equal=_is_equal(case.reply, wanted)))
-            warm = [_asked(server, name, size) for size in sizes for name in ("warm", "warm_nearest")]
+            warm = [_asked(server, name, size) for size in plan.sizes for name in ("warm", "warm_nearest")]
             for case in warm:
                 add(case)
             if kind == "none":
                 continue
-            _wait_until_saved(server, sum(2 * (size // _BLOCK_TOKENS) for size in sizes))
-            if turns:
-                conversations.append(Conversation(kind, _talk(server, turns)))
-        with started(server, kind, report):
-            names = [(name, size) for size in sizes for name in ("exact", "nearest")]
-            for (name, size), before in zip(names, warm, strict=True):
-                case = _asked(server, name, size)
-                add(replace(case, equal=_is_equal(case.reply, before.reply)))
-            errors += int(server.metrics().get("load_errors", 0))
-    return cases, conversations, errors
+            _wait_until_saved(server, sum(2 * (size // _BLOCK_TOKENS) for size in plan.sizes))
+            if plan.turns:
+                found.conversations.append(Conversation(kind, _talk(server, plan.turns)))
+        for _ in range(plan.kills):
+            with started(server, kind, report):
+                names = [(name, size) for size in plan.sizes for name in ("exact", "nearest")]
+                for (name, size), before in zip(names, warm, strict=True):
+                    case = _asked(server, name, size)
+                    add(replace(case, equal=_is_equal(case.reply, before.reply)))
+                found.load_errors += int(server.metrics().get("load_errors", 0))
+    return found
 
 
 def _asked(server: Server, case: str, size: int, run: int = 1) -> Case:
     """Asks for a prompt of a size, of which there are two; the one with more tokens is the second."""
     prompt = extended(prompt_text(size, 2)) if case.endswith("nearest") else prompt_text(size, run)
     reply = server.ask(prompt)
-    return Case(server.connector, case, size, reply.ttft_s * 1e3, reply.restored, reply)
+    return Case(server.connector, case, size, run, reply.ttft_s * 1e3, reply.restored, reply)
 
 
 def _wait_until_saved(server: Server, least: int) -> None:
@@ -164,9 +247,9 @@ def _wait_until_saved(server: Server, least: int) -> None:
         server.settle(lambda: stored_blocks(server.store) >= wanted)
 
 
-def _keep(workspace: Path, found: dict[str, Any], report: Report) -> None:
+def _keep(workspace: Path, found: Results, report: Report) -> None:
     kept = Path(tempfile.mkdtemp(prefix="diskprefix-differs-"))
-    (kept / "replies.json").write_text(json.dumps(found), encoding="utf-8")
+    (kept / "replies.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
     for log in workspace.glob("*/server.log"):
         shutil.copy(log, kept / f"{log.parent.name}.log")
     report(f"the logs and the replies are in {kept}")
@@ -206,16 +289,42 @@ def _as(case: Case) -> str:
     return f", {'the same' if case.equal else 'not the same'} reply as {other}"
 
 
-def _show(cases: list[Case], conversations: list[Conversation], errors: int) -> None:
+def _show(found: Results) -> None:
     table = Table(*("connector", "prompt", "tokens", "first token, ms", "restored", "reply"))
-    for case in cases:
+    for case in found.cases:
         columns = (case.connector, _LABELS[case.case], str(case.tokens), f"{case.ttft_ms:.0f}", str(case.restored))
         table.add_row(*columns, _as(case).removeprefix(", "))
     console = Console()
     console.print(table)
-    for one in conversations:
+    console.print(_summary(found))
+    for one in found.conversations:
         console.print(f"{one.connector}: {one.disk_bytes / 2**20:.1f} MiB more on disk after the conversation")
-    console.print(f"{errors} loads failed")
+    if (fewer := found.ratios()["times_fewer_bytes_than_example"]) is not None:
+        console.print(f"{fewer:.1f} times fewer with diskprefix than with the example connector")
+    console.print(f"{found.load_errors} loads failed")
+
+
+def _summary(found: Results) -> Table:
+    """First tokens by size: what the restart costs with each connector, and what vLLM does without one."""
+    titles = ("prompt", "tokens", "no connector", "example", "diskprefix", "vLLM's own cache", "ours / example")
+    table = Table(
+        *titles, title="First token in ms: cold without a connector, after a kill, with vLLM's own cache warm"
+    )
+    ratios = found.ratios()["ttft_to_example"]
+    for tokens, (case, warm) in itertools.product(
+        sorted({one.tokens for one in found.cases}), (("exact", "warm"), ("nearest", "warm_nearest"))
+    ):
+        times = [
+            found.ttft_ms("none", "cold", tokens),
+            found.ttft_ms("example", case, tokens),
+            found.ttft_ms("diskprefix", case, tokens),
+            found.ttft_ms("none", warm, tokens),
+        ]
+        ratio = ratios[case][tokens]
+        label = "the same" if case == "exact" else f"+{NEW_TOKENS} tokens"
+        cells = ["" if one is None else f"{one:.0f}" for one in times]
+        table.add_row(label, str(tokens), *cells, "" if ratio is None else f"{ratio:.2f}")
+    return table
 
 
 @contextmanager
