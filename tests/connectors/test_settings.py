@@ -18,6 +18,8 @@ def test_keys_are_those_of_the_daemon_under_shorter_names() -> None:
     settings = connector_settings({"path": "/kv", "budget": "2GiB", "ttl": "7d", "scope": "AUTO:9"}, 128)
     assert (settings.kv_cache_dir, settings.kv_cache_budget, settings.kv_cache_ttl) == (Path("/kv"), 2**31, 604800.0)
     assert (settings.disk_prefix_cache, settings.block_size) == ("auto:9", 128)
+    assert settings.kv_cache_codec == "planes"
+    assert connector_settings({"path": "/kv", "codec": "raw"}, 128).kv_cache_codec == "raw"
 
 
 @pytest.mark.parametrize(("page", "block"), [(16, 128), (48, 144), (128, 128), (272, 272)])
