@@ -1,0 +1,59 @@
+"""The parts of `tools/vllm bench` that are joined, without vLLM."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import pytest
+
+from tools.connector.bench import Case, Conversation, Results
+from tools.connector.server import Connector, Reply
+
+REPLY = Reply((" a", " b"), (-0.5, -0.25), 0.1, 128)
+
+
+def case(connector: Connector, name: str, ttft_ms: float, *, tokens: int = 2048, equal: bool | None = True) -> Case:
+    return Case(connector, name, tokens, 1, ttft_ms, REPLY.restored, REPLY, equal)
+
+
+def written(folder: Path, name: str, results: Results) -> Path:
+    path = folder / name
+    path.write_text(json.dumps(asdict(results) | results.ratios()), encoding="utf-8")
+    return path
+
+
+def test_parts_are_joined_with_their_ratios(tmp_path: Path) -> None:
+    theirs = Results([case("example", "exact", 400)], [Conversation("example", 9000)])
+    ours = Results([case("diskprefix", "exact", ms) for ms in (100, 300, 900)], [Conversation("diskprefix", 1000)])
+    paths = [written(tmp_path, "theirs.json", theirs), written(tmp_path, "ours.json", ours)]
+    whole = Results.joined(map(Results.read, paths))
+    assert whole.cases == theirs.cases + ours.cases
+    assert whole.ratios() == {
+        "ttft_to_example": {"exact": {2048: 0.75}, "nearest": {2048: None}},
+        "times_fewer_bytes_than_example": 9.0,
+    }
+    assert not whole.is_wrong
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        Results(load_errors=1),
+        Results([case("diskprefix", "exact", 1, equal=False)]),
+        Results([Case("diskprefix", "nearest", 2048, 1, 1, 0, REPLY, True)]),
+    ],
+)
+def test_a_wrong_part_makes_the_whole_wrong(results: Results, tmp_path: Path) -> None:
+    right = Results([case("diskprefix", "exact", 1), case("example", "exact", 1, equal=False)])
+    assert not right.is_wrong
+    assert Results.joined([right, Results.read(written(tmp_path, "part.json", results))]).is_wrong
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"cases": [{}], "conversations": [], "load_errors": 0}'])
+def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
+    (path := tmp_path / "part.json").write_text(text, encoding="utf-8")
+    with pytest.raises(click.UsageError, match="part.json is not what a run wrote with --json"):
+        Results.read(path)
