@@ -55,5 +55,5 @@ def test_a_wrong_part_makes_the_whole_wrong(results: Results, tmp_path: Path) ->
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"cases": [{}], "conversations": [], "load_errors": 0}'])
 def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
     (path := tmp_path / "part.json").write_text(text, encoding="utf-8")
-    with pytest.raises(click.UsageError, match="part.json is not what a run wrote with --json"):
+    with pytest.raises(click.UsageError, match="is not what a run wrote with --json"):
         Results.read(path)
