@@ -2,6 +2,7 @@
 
     tools/bench peers --results peers.json                                  # everything, three rounds
     tools/bench peers --results peers.json --peer llama.cpp --rounds 1      # a part of it; the file has them all
+    tools/bench peers --results peers.json --size 64 --size 4000            # without the prompts that take minutes
 
 Every figure is the client's. A program is alone on the machine while it is measured; a product of matrices and a copy
 are timed before each, which says how even the machine was.
@@ -24,6 +25,7 @@ import click
 import torch
 from rich.console import Console
 
+from diskprefix.progress import Report
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, MODELS
 from tools.measuring.report import machine, new_table, print_report, say, short, show_machine
@@ -34,12 +36,12 @@ from tools.peers.known import PEERS, Model
 from tools.peers.peer import Peer, PeerError, rate_together
 from tools.peers.results import MACHINE, Figure, Results
 
-SIZES = (64, 4000, 16000)
+REPLY_TOKENS = {64: 64, 4000: 64, 16000: 16}
+"""By the size of the prompt: after a long one, a token takes long."""
 TOGETHER_SIZES = (64, 4000)
 """Five longer prompts take too long for those that compute them five times."""
 RESTART_SIZE = 4000
 NUM_TOGETHER = 5
-REPLY_TOKENS = 64
 NEW_WORDS = 23
 _ROOM = 256
 _PROBE_SIZE = 2048
@@ -74,25 +76,20 @@ def extended(prompt: str) -> str:
 def measured(peer: Peer, sizes: Sequence[int], round_: int) -> Iterator[Figure]:
     """Yields what one peer shows in one round. It is killed at the end. Raises `PeerError`."""
     try:
-        if round_ == 0:
-            # The first start of all may convert the model, and reads files that the next one finds in memory.
-            peer.start()
-            peer.kill()
-        yield Figure("ready_s", 0, peer.start())
+        peer.start()
         peer.ask([prompt_text(32, f"first-{round_}")], 2)
         for size in sizes:
             yield from _alone(peer, size, round_)
         for size in (size for size in TOGETHER_SIZES if size in sizes):
             yield from _together(peer, size, round_)
         yield Figure("memory_mib", 0, peer.memory_bytes() / 2**20)
-        if peer.restores:
-            yield from _restarted(peer, min(RESTART_SIZE, max(sizes)), round_)
+        yield from _restarted(peer, min(RESTART_SIZE, max(sizes)), round_)
     finally:
         peer.kill()
 
 
 def _alone(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
-    reply = peer.ask([prompt_text(size, f"alone-{round_}")], REPLY_TOKENS)[0]
+    reply = peer.ask([prompt_text(size, f"alone-{round_}")], REPLY_TOKENS[size])[0]
     yield Figure("cold_s", size, reply.ttft_s)
     yield Figure("rate", size, reply.decode_rate)
 
@@ -100,16 +97,24 @@ def _alone(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
 def _together(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
     """The prompts begin with one that was answered before: decoding is measured, and who can need not prefill."""
     prompts = [prompt_text(size, f"alone-{round_}") + f" {word}" for word in WORDS[:NUM_TOGETHER]]
-    yield Figure("together", size, rate_together(peer.ask(prompts, REPLY_TOKENS)))
+    yield Figure("together", size, rate_together(peer.ask(prompts, REPLY_TOKENS[size])))
 
 
 def _restarted(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
-    """Asks for a prompt that was answered before."""
+    """Kills it and asks for a prompt that was answered before."""
     prompt = prompt_text(size, f"alone-{round_}")
-    for case, text in (("exact_s", prompt), ("next_s", extended(prompt))):
-        peer.kill()
-        peer.start()
-        yield Figure(case, size, peer.ask([text], 2)[0].ttft_s)
+    yield _ready(peer)
+    if peer.restores:
+        yield Figure("exact_s", size, peer.ask([prompt], 2)[0].ttft_s)
+        yield _ready(peer)
+        yield Figure("next_s", size, peer.ask([extended(prompt)], 2)[0].ttft_s)
+
+
+def _ready(peer: Peer) -> Figure:
+    """The first start of a round is not counted: it may convert the model, and reads files that the next ones find in
+    memory."""
+    peer.kill()
+    return Figure("ready_s", 0, peer.start())
 
 
 def probe() -> list[Figure]:
@@ -134,10 +139,16 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def measure(
-    model: Model, names: Sequence[str], rounds: int, results: Results, folder: Path | None, console: Console
+    model: Model,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    rounds: int,
+    results: Results,
+    folder: Path | None,
+    console: Console,
 ) -> list[str]:
     """Adds what is not there yet. Returns the peers that failed, which are left out with their reasons."""
-    sizes = [size for size in SIZES if size + REPLY_TOKENS + _ROOM <= model.context]
+    sizes = [size for size in sizes if size + REPLY_TOKENS[size] + _ROOM <= model.context]
     failed: list[str] = []
     for round_ in range(rounds):
         for name in names:
@@ -149,7 +160,7 @@ def measure(
             ):
                 results.add(model.name, MACHINE, round_, probe())
                 try:
-                    figures = list(measured(PEERS[name](model, Path(workspace), note), sizes, round_))
+                    figures = list(told(measured(PEERS[name](model, Path(workspace), note), sizes, round_), note))
                 except (PeerError, NotInstalled) as error:
                     failed.append(name)
                     results.leave_out(model.name, name, str(error))
@@ -157,6 +168,14 @@ def measure(
                 else:
                     results.add(model.name, name, round_, figures)
     return failed
+
+
+def told(figures: Iterator[Figure], note: Report) -> Iterator[Figure]:
+    """Passes figures on, and says when each is there."""
+    began = time.perf_counter()
+    for figure in figures:
+        note(f"{time.perf_counter() - began:4.0f} s: {figure.cell} {_shown(figure.value)}")
+        yield figure
 
 
 def plot_figures(report: dict[str, Any]) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
@@ -206,7 +225,7 @@ def known_model(name: str, progress: Console) -> Model:
     with step(progress, f"the GGUF file of {name}") as note:
         gguf = real.gguf_file(name, note)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    longest = max(SIZES) + REPLY_TOKENS + _ROOM
+    longest = max(size + tokens for size, tokens in REPLY_TOKENS.items()) + _ROOM
     return Model(name, folder, gguf, min(config["max_position_embeddings"], longest))
 
 
@@ -231,6 +250,13 @@ def draw(report: dict[str, Any], path: Path, progress: Console) -> None:
     type=click.Choice(list(PEERS)),
     help="Only these; repeatable.",
 )
+@click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    type=click.Choice([str(size) for size in REPLY_TOKENS]),
+    help="Only prompts of these lengths; repeatable.",
+)
 @click.option("--rounds", type=click.IntRange(min=0), default=3, show_default=True, help="0: show what the file has.")
 @click.option(
     "--results",
@@ -243,6 +269,7 @@ def draw(report: dict[str, Any], path: Path, progress: Console) -> None:
 def main(
     models: tuple[str, ...],
     names: tuple[str, ...],
+    sizes: tuple[str, ...],
     rounds: int,
     results: Path | None,
     plot: Path | None,
@@ -258,10 +285,11 @@ def main(
     progress = Console(stderr=True)
     torch.set_num_threads(machine()["cpus"])
     found = Results(results)
+    wanted = sorted(map(int, sizes)) or list(REPLY_TOKENS)
     failed = [
         name
         for model in (models if rounds else ())
-        for name in measure(known_model(model, progress), names, rounds, found, folder, progress)
+        for name in measure(known_model(model, progress), names, wanted, rounds, found, folder, progress)
     ]
     report = found.report()
     print_report(report, as_json, show)

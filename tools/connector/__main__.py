@@ -32,7 +32,7 @@ def main() -> None:
 def environment() -> None:
     """Make the environment, and print its Python."""
     report: Report = _say
-    print(python_of("connector", report))
+    print(python_of("vllm", report))
 
 
 for _command in (bench, kill, crash, faults, shared, theirs):

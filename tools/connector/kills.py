@@ -93,7 +93,7 @@ def kill(kills: int, seed: int, folder: Path | None) -> None:
 @contextmanager
 def _nursery(workspace: Path, progress: Console) -> Iterator[Live]:
     """vLLM's environment, as long as it is needed."""
-    command = [str(python_of("connector", progress.print)), "-P", "-m", "tools.connector.nursery"]
+    command = [str(python_of("vllm", progress.print)), "-P", "-m", "tools.connector.nursery"]
     environment = os.environ | environment_of() | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     environment |= {"VLLM_RPC_BASE_PATH": str(workspace)}
     with (workspace / "nursery.log").open("wb") as log:

@@ -61,7 +61,7 @@ class Server:
         self.start_s = 0.0
         """How long the last start took, in seconds."""
         self._port = free_port()
-        command = [str(python_of("connector", report)), "-m", "vllm.entrypoints.openai.api_server"]
+        command = [str(python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", "model", "--host", "127.0.0.1"]
         command += ["--port", str(self._port), "--dtype", dtype, "--max-model-len", str(context), "--enforce-eager"]
         # The example connector saves what the first step of a prompt computes, so a step must hold a prompt.

@@ -40,7 +40,7 @@ def theirs(folder: Path | None) -> None:
     """Run vLLM's tests of life cycle, failed loads and invalid blocks against our connector, and our own tests in its
     environment. Ends as pytest does."""
     progress = Console(stderr=True)
-    python, sources = python_of("connector", progress.print), _sources(progress.print)
+    python, sources = python_of("vllm", progress.print), _sources(progress.print)
     with measuring(folder, progress) as workspace:
         command = [str(python), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "tools.connector.ours"]
         command += [f"--confcutdir={sources / _UNIT}", f"--rootdir={sources}", f"--basetemp={workspace / 'tests'}"]

