@@ -8,14 +8,15 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
+from diskprefix.model.ahead import ReadAhead
 from diskprefix.model.embedded import EMBEDDED, embedded_folder
 from diskprefix.model.fingerprint import weights_digest
 from diskprefix.model.gguf import converted_folder, quiet_transformers
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
+Clock: TypeAlias = Callable[[str], AbstractContextManager[None]]
+"""Measures a step of the load."""
+
+_ahead: ReadAhead[PreTrainedModel] = ReadAhead()
 _ALIGNMENT_BYTES = 1 << 20
 """Between the tensors of a model, and for those that are not in its files."""
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
@@ -69,6 +74,28 @@ class LoadedModel:
     timings: dict[str, float]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Source:
+    """The files of a model, and how they are loaded. `files` are those of the weights, in the form `weights`."""
+
+    folder: Path
+    name: str
+    files: list[Path]
+    config: PreTrainedConfig
+    kind: ModelKind
+    dtype: torch.dtype
+    device: torch.device
+    weights: str
+
+    @property
+    def ahead(self) -> tuple[list[Path], Hashable]:
+        """What its weights depend on, for `ReadAhead`."""
+        return [self.folder, *{file.parent for file in self.files} - {self.folder}], (self.dtype, *self.files)
+
+    def __str__(self) -> str:
+        return f"{self.folder.name} as {str(self.dtype).removeprefix('torch.')} on {self.device}"
+
+
 def load_model(settings: Settings, progress: Report, flag: str = "--model", *, kv_ahead_bytes: int = 0) -> LoadedModel:
     """Finds, fetches, converts, checks and loads the model that `settings` name.
 
@@ -85,10 +112,36 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model", *, k
         yield
         timings[step] = time.perf_counter() - started
 
+    template = read_template(settings.chat_template)
+    source = _source(settings, progress, clock, flag)
+    folder, files = source.folder, source.files
+    needed = weights_bytes(files, source.dtype.itemsize)
+    require_memory(needed, available_bytes(source.device), what=str(source), advice=ADVICE)
+    # Pages come beside the digest and the tokenizer.
+    is_used = source.device.type == "cpu" and (source.weights == "native" or _computes_with_packed())
+    ahead = kv_ahead(source.config, source.dtype, source.device, kv_ahead_bytes)
+    memory = large_pages(needed + _ALIGNMENT_BYTES if is_used else 0, *ahead)
+    with clock("digest"), _load_failures(folder):
+        digest = weights_digest(files)
+    with clock("tokenizer"):
+        tokenizer = read_tokenizer(folder, template)
+        media = _load_media(folder, source.config, source.kind) if source.kind.is_multimodal else None
+    with clock("weights"):
+        model = _load_weights(source, memory)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        media=media,
+        name=settings.served_model_name or source.name,
+        weights_digest=digest,
+        timings=timings,
+    )
+
+
+def _source(settings: Settings, progress: Report, clock: Clock, flag: str = "--model") -> _Source:
     # Wrong settings are reported before anything slow happens.
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
-    template = read_template(settings.chat_template)
     pick_weights = cache(partial(_pick_weights, settings.weights, settings.dtype, settings.device))
     if settings.weights in ("int8", "int4"):
         pick_weights()
@@ -107,44 +160,26 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model", *, k
         from diskprefix.model.quantising import weight_files_in
 
         files = weight_files_in(weights, folder, files, config, kind, dtype, device, progress)
-    what = f"{folder.name} as {str(dtype).removeprefix('torch.')} on {device}"
-    needed = weights_bytes(files, dtype.itemsize)
-    require_memory(needed, available_bytes(device), what=what, advice=ADVICE)
-    # Pages come beside the digest and the tokenizer.
-    is_used = device.type == "cpu" and (weights == "native" or _computes_with_packed())
-    ahead = kv_ahead(config, dtype, device, kv_ahead_bytes)
-    memory = large_pages(needed + _ALIGNMENT_BYTES if is_used else 0, *ahead)
-    with clock("digest"), _load_failures(folder):
-        digest = weights_digest(files)
-    with clock("tokenizer"):
-        tokenizer = read_tokenizer(folder, template)
-        media = _load_media(folder, config, kind) if kind.is_multimodal else None
-    with clock("weights"):
-        model = _load_weights(folder, files, config, kind, dtype, device, memory)
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        media=media,
-        name=settings.served_model_name or name,
-        weights_digest=digest,
-        timings=timings,
+    return _Source(
+        folder=folder, name=name, files=files, config=config, kind=kind, dtype=dtype, device=device, weights=weights
     )
 
 
 def import_model(settings: Settings) -> None:
-    """Imports the code of a model, and reads its tokenizer for `load_model`. An error is left to that."""
+    """Imports the code of a model, and reads its tokenizer for `load_model`. Quantised weights are read too, as far as
+    they need no memory: they are mapped from their file. An error is left to `load_model`."""
     with suppress(DiskPrefixError, OSError):
-        pick_weights = partial(_pick_weights, settings.weights, settings.dtype, settings.device)
-        folder, _ = _find(settings.model, lambda _line: None, pick_weights, with_weights=False)
-        quiet_transformers()
-        config = _read_config(folder)
-        require_served_kind(folder, config)
         template = read_template(settings.chat_template)
-        read_tokenizer_ahead(folder, template)
+        source = _source(settings, lambda _line: None, lambda _step: nullcontext())
+        read_tokenizer_ahead(source.folder, template)
         # transformers compiles a thousand patterns of names before it loads the first weights.
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-        get_checkpoint_conversion_mapping(config.model_type)
+        from diskprefix.model.quantised import is_quantised
+
+        get_checkpoint_conversion_mapping(source.config.model_type)
+        if is_quantised(source.files):
+            _ahead.read(*source.ahead, lambda: _read_weights(source))
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:
@@ -318,27 +353,38 @@ def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> Medi
     return media
 
 
-def _load_weights(
-    folder: Path,
-    files: Sequence[Path],
-    config: PreTrainedConfig,
-    kind: ModelKind,
-    dtype: torch.dtype,
-    device: torch.device,
-    memory: torch.Tensor,
-) -> PreTrainedModel:
-    from diskprefix.model.quantised import describe, is_quantised, prepare
+def _load_weights(source: _Source, memory: torch.Tensor) -> PreTrainedModel:
+    from diskprefix.model.quantised import prepare
     from diskprefix.model.quantising import generation_config_of
 
+    model = _ahead.take(*source.ahead)
+    if model is None:
+        model = _read_weights(source)
+    if source.device.type == "cpu":
+        with _load_failures(source.folder):
+            _copy_into(memory, model)
+            prepare(model)
+            own = generation_config_of(source.folder) if source.files[0].parent != source.folder else None
+            if own is not None:
+                model.generation_config = own
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _read_weights(source: _Source) -> PreTrainedModel:
+    """Returns the model as transformers loads it. On a CPU, weights that need no cast are mapped from their file."""
+    from diskprefix.model.quantised import describe, is_quantised
+
+    folder, files, config, device = source.folder, source.files, source.config, source.device
     # Other devices and weights that others quantised come with libraries of their own, which may compile.
     is_plain = device.type == "cpu" and getattr(config, "quantization_config", None) is None
     with _load_failures(folder), without_tracer() if is_plain else nullcontext():
         if is_quantised(files):
             describe(config, files)
-        model, info = kind.loader.from_pretrained(
+        model, info = source.kind.loader.from_pretrained(
             files[0].parent,
             config=config,
-            dtype=dtype,
+            dtype=source.dtype,
             device_map=None if device.type == "cpu" else {"": device},
             local_files_only=True,
             trust_remote_code=False,
@@ -354,15 +400,7 @@ def _load_weights(
         raise ModelError(
             f"the weights in {folder} do not match its config.json: {name} is {tuple(found)}, not {tuple(expected)}"
         )
-    if device.type == "cpu":
-        with _load_failures(folder):
-            _copy_into(memory, model)
-            prepare(model)
-            own = generation_config_of(folder) if files[0].parent != folder else None
-            if own is not None:
-                model.generation_config = own
-    model.requires_grad_(False)
-    return model.eval()
+    return model
 
 
 def _copy_into(memory: torch.Tensor, model: PreTrainedModel) -> None:

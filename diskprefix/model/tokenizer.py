@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Hashable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diskprefix.errors import ModelError, SettingsError
+from diskprefix.model.ahead import ReadAhead
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_read_ahead: dict[Hashable, PreTrainedTokenizerFast] = {}
-"""By what they were read from."""
+_ahead: ReadAhead[PreTrainedTokenizerFast] = ReadAhead()
 
 
 def read_template(path: Path | None) -> str | None:
@@ -37,21 +34,13 @@ def read_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFas
     `template` takes the place of its chat template. Raises `ModelError`, and `SettingsError` for a template that does
     not compile.
     """
-    with suppress(OSError):
-        if (tokenizer := _read_ahead.pop(_state_of(folder, template), None)) is not None:
-            return tokenizer
-    return _read(folder, template)
+    tokenizer = _ahead.take([folder], template)
+    return _read(folder, template) if tokenizer is None else tokenizer
 
 
 def read_tokenizer_ahead(folder: Path, template: str | None) -> None:
     """Reads it for the next `read_tokenizer`. Raises what that does, and `OSError`."""
-    _read_ahead[_state_of(folder, template)] = _read(folder, template)
-
-
-def _state_of(folder: Path, template: str | None) -> Hashable:
-    """Returns what differs if a file of the folder was written since. Raises `OSError`."""
-    files = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in os.scandir(folder))
-    return folder, template, tuple(files)
+    _ahead.read([folder], template, lambda: _read(folder, template))
 
 
 def _read(folder: Path, template: str | None) -> PreTrainedTokenizerFast:

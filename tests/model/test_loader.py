@@ -77,6 +77,33 @@ def test_a_spare_has_read_the_tokenizer_unless_a_file_was_written_since(
     assert len(read) == 4
 
 
+def test_a_spare_has_mapped_quantised_weights_unless_their_file_was_written_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.write_folder(tmp_path / "m", dtype=torch.bfloat16, hidden_size=64, intermediate_size=128)
+    ids = torch.arange(40).reshape(1, -1)
+    with torch.inference_mode():
+        expected = load(folder, weights="int8").model(ids).logits
+    own, read = loader._read_weights, list[Path]()
+
+    def reading(source: Any) -> Any:
+        read.extend(source.files)
+        return own(source)
+
+    monkeypatch.setattr(loader, "_read_weights", reading)
+    settings = Settings(model=str(folder), weights="int8")
+    loader.import_model(settings)
+    with torch.inference_mode():
+        assert torch.equal(load(folder, weights="int8").model(ids).logits, expected)
+    (file,) = read
+    loader.import_model(settings)
+    # The same bytes again, in a file of another time.
+    file.write_bytes(file.read_bytes())
+    with torch.inference_mode():
+        assert torch.equal(load(folder, weights="int8").model(ids).logits, expected)
+    assert len(read) == 3
+
+
 def test_a_loaded_model_computes_what_the_saved_one_did(folder: Path) -> None:
     ids = torch.arange(40).reshape(1, -1)
     with torch.inference_mode():
