@@ -116,7 +116,9 @@ def test_the_rate_of_several_counts_where_all_of_them_write() -> None:
     assert rate_together(one_after_the_other) == pytest.approx(2 / 3)
 
 
-def test_several_at_once_ask_what_goes_on_from_one_prompt(worker: WorkerPeer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_go_on_from_those_that_were_answered_before(
+    worker: WorkerPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[list[str]] = []
     ask = worker.ask
 
@@ -126,9 +128,12 @@ def test_several_at_once_ask_what_goes_on_from_one_prompt(worker: WorkerPeer, mo
 
     monkeypatch.setattr(worker, "ask", recorded)
     list(measured(worker, (64,), 1))
-    (alone,), together = asked[1:3]
+    (alone,), (first_turn,), together, (exact,), (next_turn,) = asked[1:]
     assert len(set(together)) == 5
     assert all(prompt.startswith(alone) for prompt in together)
+    assert exact == alone != first_turn
+    assert next_turn.startswith(first_turn)
+    assert next_turn != first_turn
 
 
 def test_more_of_a_rate_and_less_of_a_time_is_better() -> None:

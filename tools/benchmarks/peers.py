@@ -78,18 +78,21 @@ def measured(peer: Peer, sizes: Sequence[int], round_: int) -> Iterator[Figure]:
     try:
         peer.start()
         peer.ask([prompt_text(32, f"first-{round_}")], 2)
+        restored = max((size for size in sizes if size <= RESTART_SIZE), default=max(sizes))
         for size in sizes:
-            yield from _alone(peer, size, round_)
+            yield from _alone(peer, size, f"alone-{round_}")
+            if size == restored and peer.restores:
+                yield from _alone(peer, size, f"first-turn-{round_}")
         for size in (size for size in TOGETHER_SIZES if size in sizes):
             yield from _together(peer, size, round_)
         yield Figure("memory_mib", 0, peer.memory_bytes() / 2**20)
-        yield from _restarted(peer, min(RESTART_SIZE, max(sizes)), round_)
+        yield from _restarted(peer, restored, round_)
     finally:
         peer.kill()
 
 
-def _alone(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
-    reply = peer.ask([prompt_text(size, f"alone-{round_}")], REPLY_TOKENS[size])[0]
+def _alone(peer: Peer, size: int, name: str) -> Iterator[Figure]:
+    reply = peer.ask([prompt_text(size, name)], REPLY_TOKENS[size])[0]
     yield Figure("cold_s", size, reply.ttft_s)
     yield Figure("rate", size, reply.decode_rate)
 
@@ -101,20 +104,18 @@ def _together(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
 
 
 def _restarted(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
-    """Kills it and asks for a prompt that was answered before."""
-    prompt = prompt_text(size, f"alone-{round_}")
-    yield _ready(peer)
-    if peer.restores:
-        yield Figure("exact_s", size, peer.ask([prompt], 2)[0].ttft_s)
-        yield _ready(peer)
-        yield Figure("next_s", size, peer.ask([extended(prompt)], 2)[0].ttft_s)
+    """Kills it and asks for prompts that were answered before: two, as the second would find the first in memory.
 
-
-def _ready(peer: Peer) -> Figure:
-    """The first start of a round is not counted: it may convert the model, and reads files that the next ones find in
-    memory."""
+    The first start of a round is not counted. It may convert the model, and reads files that this one finds in memory.
+    """
     peer.kill()
-    return Figure("ready_s", 0, peer.start())
+    yield Figure("ready_s", 0, peer.start())
+    if peer.restores:
+        for case, prompt in (
+            ("exact_s", prompt_text(size, f"alone-{round_}")),
+            ("next_s", extended(prompt_text(size, f"first-turn-{round_}"))),
+        ):
+            yield Figure(case, size, peer.ask([prompt], 2)[0].ttft_s)
 
 
 def probe() -> list[Figure]:
@@ -140,15 +141,14 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def measure(
     model: Model,
-    names: Sequence[str],
     sizes: Sequence[int],
+    names: Sequence[str],
     rounds: int,
     results: Results,
     folder: Path | None,
     console: Console,
 ) -> list[str]:
     """Adds what is not there yet. Returns the peers that failed, which are left out with their reasons."""
-    sizes = [size for size in sizes if size + REPLY_TOKENS[size] + _ROOM <= model.context]
     failed: list[str] = []
     for round_ in range(rounds):
         for name in names:
@@ -220,13 +220,15 @@ def _shown(value: float) -> str:
     return short(value) if value >= 10 else f"{value:.3g}"
 
 
-def known_model(name: str, progress: Console) -> Model:
+def known_model(name: str, wanted: Sequence[int], progress: Console) -> tuple[Model, list[int]]:
+    """Returns a model with room for the longest of the sizes that it takes, and these sizes."""
     folder = model_folder(name, progress)
     with step(progress, f"the GGUF file of {name}") as note:
         gguf = real.gguf_file(name, note)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    longest = max(size + tokens for size, tokens in REPLY_TOKENS.items()) + _ROOM
-    return Model(name, folder, gguf, min(config["max_position_embeddings"], longest))
+    positions = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+    rooms = {size: size + REPLY_TOKENS[size] + _ROOM for size in wanted}
+    sizes = [size for size, room in rooms.items() if room <= positions]
+    return Model(name, folder, gguf, max(rooms[size] for size in sizes)), sizes
 
 
 def draw(report: dict[str, Any], path: Path, progress: Console) -> None:
@@ -289,7 +291,7 @@ def main(
     failed = [
         name
         for model in (models if rounds else ())
-        for name in measure(known_model(model, progress), names, wanted, rounds, found, folder, progress)
+        for name in measure(*known_model(model, wanted, progress), names, rounds, found, folder, progress)
     ]
     report = found.report()
     print_report(report, as_json, show)
