@@ -45,7 +45,7 @@ def _serve(settings: Settings, listeners: list[socket] | None = None, began_at: 
 
 
 def prepare(settings: Settings) -> None:
-    """Imports everything that serving the model takes, and reads its tokenizer. Opens nothing."""
+    """Imports everything that serving the model takes, and reads what needs little memory of the model."""
     from diskprefix.model.imports import import_transformers, without_collections
 
     with without_collections():

@@ -1,8 +1,8 @@
 """`serve --standby`: a small process that holds the listening sockets, a worker that serves, and a spare.
 
-The spare has imported everything, has read the tokenizer, and waits. When the worker dies, the spare takes its place
-and a new spare is made. Connections that arrive in between wait in the sockets' queue. This module imports neither
-torch nor the server.
+The spare has imported everything, has read the tokenizer and mapped quantised weights, and waits. When the worker dies,
+the spare takes its place and a new spare is made. Connections that arrive in between wait in the sockets' queue. This
+module imports neither torch nor the server.
 """
 
 from __future__ import annotations
