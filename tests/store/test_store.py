@@ -17,7 +17,7 @@ from diskprefix.store import environment
 from diskprefix.store.changes import Use
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.opening import DAMAGED
-from diskprefix.store.schema import Kind, history_sequence
+from diskprefix.store.schema import FORMAT_VERSION, Kind, history_sequence
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import PrefixTree
 from tests.store.building import BLOCK, ROOT, Clock, change_format, is_whole, layout_of, open_store, prompt, publication
@@ -265,7 +265,7 @@ def test_folder_and_files_are_private(tmp_path: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
 
 
-@pytest.mark.parametrize("version", [1, 7], ids=["older", "newer"])
+@pytest.mark.parametrize("version", [1, FORMAT_VERSION + 1], ids=["older", "newer"])
 def test_a_store_of_another_format_is_refused_with_what_to_do(tmp_path: Path, version: int) -> None:
     open_store(tmp_path).close()
     change_format(tmp_path, version)
@@ -278,7 +278,7 @@ def test_a_store_of_another_format_is_refused_with_what_to_do(tmp_path: Path, ve
     assert not (tmp_path / DAMAGED).exists()
 
 
-@pytest.mark.parametrize("version", [1, 7], ids=["older", "newer"])
+@pytest.mark.parametrize("version", [1, FORMAT_VERSION + 1], ids=["older", "newer"])
 def test_a_store_of_another_format_is_moved_aside_as_a_damaged_one_is(tmp_path: Path, version: int) -> None:
     open_store(tmp_path).close()
     change_format(tmp_path, version)
