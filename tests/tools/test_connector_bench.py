@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
+from tools.connector import bench
 from tools.connector.bench import Case, Conversation, Results
 from tools.connector.server import Connector, Reply
 
@@ -57,3 +58,46 @@ def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
     (path := tmp_path / "part.json").write_text(text, encoding="utf-8")
     with pytest.raises(click.UsageError, match="is not what a run wrote with --json"):
         Results.read(path)
+
+
+class FakeServer:
+    """Answers at once, always the same."""
+
+    def __init__(self, _model: Path, folder: Path, _report: object, connector: Connector, **_options: object) -> None:
+        self.connector, self.store, self.start_s = connector, folder / "kv", 0.0
+        self.store.mkdir()
+
+    def start(self) -> None:
+        (self.store / "data").write_bytes(bytes(100))
+
+    def kill(self) -> None:
+        pass
+
+    def settle(self, _is_done: object = None) -> None:
+        pass
+
+    def ask(self, _prompt: str) -> Reply:
+        with (self.store / "data").open("ab") as file:
+            file.write(bytes(5 if self.connector == "diskprefix" else 45))
+        return REPLY
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+def test_all_connectors_are_asked_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "Server", FakeServer)
+    monkeypatch.setattr(bench, "disk_bytes", lambda store: (store / "data").stat().st_size)
+    plan = bench.Plan(tmp_path, (512, 1024), bench.KINDS, turns=3, kills=2, codec="planes")
+    found = bench.measured(plan, tmp_path, (), lambda _line: None)
+    assert [(one.connector, one.disk_bytes) for one in found.conversations] == [("example", 135), ("diskprefix", 15)]
+    for kind, asked in (("none", 8), ("example", 16), ("diskprefix", 16)):
+        assert sum(one.connector == kind for one in found.cases) == asked
+    assert all(one.equal for one in found.cases if one.case in ("exact", "nearest"))
+    assert found.ratios()["ttft_to_example"]["exact"] == {512: 1.0, 1024: 1.0}
+    bench._show(found)
+    shown = capsys.readouterr().out
+    assert "9.0 times fewer with diskprefix" in shown
+    assert "ours" in shown
