@@ -95,10 +95,12 @@ def faults(folder: Path | None) -> None:
             expect(ask_all(server, "and restored from it"), len(_PROMPTS), "after the store was deleted")
         with running(Server(model, workspace, progress.print, dtype="bfloat16", arguments=own_off)) as server:
             expect(server.ask(_PROMPTS[0]).restored, 0, "another dtype")
+            _tells_why(server, "another dtype", verdicts)
         _flip_bits(workspace / "kv" / "data.mdb")
         other_pages = (*own_off, "--block-size", "64")
         with running(Server(model, workspace, progress.print, dtype=_DTYPE, arguments=other_pages)) as server:
             expect(ask_all(server, "other pages, damaged payloads"), 0, "other pages")
+            _tells_why(server, "other pages", verdicts)
         with running(Server(model, workspace, progress.print, dtype=_DTYPE, arguments=own_off)) as server:
             ask_all(server, "damaged payloads")
         # So little memory that requests preempt each other, beside requests whose clients hang up.
@@ -113,6 +115,11 @@ def faults(folder: Path | None) -> None:
                     one.result()
             ask_all(server, f"after {server.preemptions()} preemptions and {len(_PROMPTS)} aborts")
     _end(verdicts)
+
+
+def _tells_why(server: Server, what: str, verdicts: Verdicts) -> None:
+    if not server.metrics().get("misses:other_numbers"):
+        verdicts.fail(f"{what}: a miss without its reason")
 
 
 def _hang_up(server: Server, number: int) -> None:
