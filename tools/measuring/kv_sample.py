@@ -23,7 +23,7 @@ REAL_TEXT = Path(__file__).parents[1] / "prompts" / "agent_system.md"
 MODEL_TOKENS = 4096
 _CHANNEL_SPREAD = 0.5
 """Channels of keys and values differ in size. With so much spread (standard deviation, in powers of two) normal numbers
-compress as those of SmolLM2 do, 1.49 to 1."""
+compress as those of SmolLM2 do: 1.42 to 1, those 1.41."""
 
 SMOLLM2 = dense_layout(layers=30, heads=3, head_dim=64, dtype=torch.bfloat16, vocab_size=49152)
 """The embedded model's: 23 040 bytes a token."""
