@@ -125,6 +125,7 @@ class Restorer:
             pins,
             allows=lambda _num_tokens: True,
             pays=lambda _num_tokens, _num_bytes: True,
+            noted_logits=lambda: None,
         )
         return restoration.run(self.arena)
 

@@ -18,6 +18,8 @@ from diskprefix.policy.select import StateKind
 from diskprefix.prefix_cache.matching import Matcher
 from diskprefix.prompt import Prompt
 from diskprefix.store.listing import EntryInfo
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.notes import ReadOnlyNotes
 from diskprefix.store.pieces import LayoutText, PayloadLayout
 from diskprefix.store.savings import Savings
 from diskprefix.store.schema import Kind, RootRecord
@@ -154,7 +156,11 @@ class _Look:
                 return False
 
         similar = partial(_most_similar, snapshot, token_ids)
-        matcher = Matcher(nodes, is_stored, similar, _state_kind(record))
+        notes = ReadOnlyNotes(snapshot, root)
+        matcher = Matcher(
+            *(nodes, is_stored, similar, _state_kind(record)),
+            has_logits=lambda: notes.get(NoteKind.LOGITS, nodes.end_id) is not None,
+        )
         matcher.match()
         _, end = matcher.restorable()
         rest = matcher.rest.end if matcher.rest else 0

@@ -34,8 +34,6 @@ from diskprefix.tokens import TokenIds, root_hash
 log = logging.getLogger("diskprefix")
 
 _REMOTE_CLOSE_S = 5.0
-_NOTE_TTL_S = 30 * 86400.0
-"""Of notes, where `--kv-cache-ttl` is not given. OpenAI keeps responses for as long."""
 
 
 class PrefixCache(CacheResources):
@@ -78,8 +76,7 @@ class PrefixCache(CacheResources):
     def notes(self, tenant: Tenant) -> TenantNotes:
         """Returns the notes of a tenant; for any thread."""
         record = self._root_record(tenant)
-        ttl_s = self.settings.kv_cache_ttl or _NOTE_TTL_S
-        return TenantNotes(self.writer.notes, root_hash(record.identity), record, ttl_s)
+        return self.notes_of(root_hash(record.identity), record)
 
     def owner(self, tenant: Tenant) -> Hashable:
         """Returns what tells a tenant's state in memory from that of others, and from its own before a purge."""

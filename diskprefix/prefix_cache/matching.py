@@ -18,7 +18,8 @@ class Matcher:
     `is_stored` is asked about nodes. `most_similar` is asked for the node that continues a node or root (its name) and
     has most of the prompt's tokens between two positions. It returns None if no node has the first of them.
     `reuse_generated`: what a reply's decoding left behind will do too. Without `needs_logits`, the prompt may be
-    restored to its end without them.
+    restored to its end without them. `has_logits` is asked where all tokens are stored and the tail is not: whether the
+    logits at the end are kept elsewhere.
     """
 
     nodes: PromptNodes
@@ -27,6 +28,7 @@ class Matcher:
     state: StateKind
     reuse_generated: bool = False
     needs_logits: bool = True
+    has_logits: Callable[[], bool] = lambda: False
     blocks: list[Node] = field(default_factory=list)
     tail: Node | None = None
     rest: Rest | None = None
@@ -52,6 +54,8 @@ class Matcher:
             tail = self.nodes.tail(parent, len(self.blocks), generated=generated)
             self.tail = tail if self.is_stored(tail) else None
         self.rest = self._rest()
+        if self.needs_logits and self.tail is None and self._reaches_end() and self.has_logits():
+            self.needs_logits = False
 
     def drop(self, node: Node) -> None:
         """Forget a node that is damaged, and what continues it."""
@@ -81,6 +85,10 @@ class Matcher:
         elif self.state == "one_pass":
             blocks = []
         return blocks, blocks[-1].end if blocks else 0
+
+    def _reaches_end(self) -> bool:
+        end = self.rest.end if self.rest else self.blocks[-1].end if self.blocks else 0
+        return self.state == "token" and end == len(self.nodes.token_ids)
 
     def _part(self, num_blocks: int, end: int) -> tuple[Node, int] | None:
         """Returns the node that continues the first `num_blocks` blocks and has most of the prompt's tokens before

@@ -26,6 +26,7 @@ from diskprefix.prefix_cache.restore import Restoration, Restored
 from diskprefix.prefix_cache.saving import Saver
 from diskprefix.prefix_cache.sharing import bring, offer
 from diskprefix.prompt import Prompt
+from diskprefix.store.note_record import NoteKind
 from diskprefix.tiers.nodes import PromptNodes
 from diskprefix.tiers.remote.bringing import Brought
 from diskprefix.tokens import TokenIds
@@ -289,7 +290,7 @@ class CachedRequest:
             log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
 
     def _restoration(self) -> Restoration:
-        cache = self.cache
+        cache, notes = self.cache, self.cache.notes_of(self.namespace.root, self.namespace.record)
         return Restoration(
             self.nodes,
             cache.layout,
@@ -299,6 +300,7 @@ class CachedRequest:
             self._publisher.pins,
             allows=cache.cost_model.allows,
             pays=cache.cost_model.pays,
+            noted_logits=lambda: notes.get(NoteKind.LOGITS, self.nodes.end_id),
             reuse_generated=self.options.reuse_generated,
             needs_logits=not self.goes_on,
             brought=self._brought.names,

@@ -14,7 +14,9 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.settings import Settings
 from diskprefix.store.maintenance.repair import repair_index
+from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from diskprefix.tiers.buffer import BufferTier
@@ -25,6 +27,9 @@ from diskprefix.tiers.remote.tier import RemoteTier
 from diskprefix.tiers.tier import Tier
 
 log = logging.getLogger("diskprefix")
+
+_NOTE_TTL_S = 30 * 86400.0
+"""Of notes, where `--kv-cache-ttl` is not given. OpenAI keeps responses for as long."""
 
 
 def open_store(settings: Settings) -> Store:
@@ -92,6 +97,11 @@ class CacheResources:
         """Add one to a counter. For any thread."""
         with self._counting:
             self.counters[what] += 1
+
+    def notes_of(self, root: bytes, record: RootRecord, ttl_s: float | None = None) -> TenantNotes:
+        """Returns the notes of a root, for any thread. `ttl_s` is the time to live of those that are put, in seconds;
+        with None the daemon's `--kv-cache-ttl` holds."""
+        return TenantNotes(self.writer.notes, root, record, ttl_s or self.settings.kv_cache_ttl or _NOTE_TTL_S)
 
     def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until everything that is to be captured is in the writer's buffer, once that has room. Returns False if

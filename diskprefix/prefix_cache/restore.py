@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 
+import numpy as np
 import torch
 
 from diskprefix.cache_report import Refused, Source
@@ -16,6 +18,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.prefix_cache.matching import Matcher
 from diskprefix.prefix_cache.planning import Progress
+from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.evictor import Evictor
 from diskprefix.tiers.loading import Loader
 from diskprefix.tiers.nodes import Node, PromptNodes, Rest
@@ -29,12 +32,13 @@ class Restored(Progress):
 
     The store alone can restore `stored_tokens`; `tip` is the last node of these. `blocks` may reach further, and
     `refused` says why; `matched` is how far what is stored reaches, in tokens. `logits` (shape [vocab], the model's
-    dtype) come with an exact repeat.
+    dtype) come with an exact repeat; `has_tail`: the prompt's tail is stored, which has them too.
     """
 
     num_bytes: int = 0
     stored_tokens: int = 0
     logits: torch.Tensor | None = None
+    has_tail: bool = False
     matched: int = 0
     refused: Refused | None = None
     source: Source = "none"
@@ -48,7 +52,8 @@ class Restoration:
 
     `tiers` are where its nodes are looked for, the nearest first. `pins` gets what unpins the last node that matched
     and the one that is restored to. `allows` says whether so many tokens are worth restoring, and `pays` whether so
-    many more tokens are worth loading so many more bytes. `reuse_generated` and `needs_logits`: see `Matcher`.
+    many more tokens are worth loading so many more bytes. `noted_logits` gives the logits at the prompt's end as bytes,
+    if they were kept when its tail was replaced. `reuse_generated` and `needs_logits`: see `Matcher`.
     """
 
     nodes: PromptNodes
@@ -59,6 +64,7 @@ class Restoration:
     pins: ExitStack
     allows: Callable[[int], bool]
     pays: Callable[[int, int], bool]
+    noted_logits: Callable[[], bytes | None]
     reuse_generated: bool = False
     needs_logits: bool = True
     brought: Collection[bytes] = ()
@@ -66,6 +72,8 @@ class Restoration:
     _views: list[View] = field(default_factory=list)
     _found_in: dict[bytes, View] = field(default_factory=dict)
     """By the names of the nodes that were found."""
+    _logits: Bytes | None = None
+    """Those at the prompt's end, where they were kept when its tail was replaced."""
     _is_slower: bool = False
     kept: int = 0
     """Of how many tokens the arena still has the state if `run` raises."""
@@ -88,6 +96,7 @@ class Restoration:
                 self.layout.state_kind,
                 self.reuse_generated,
                 self.needs_logits,
+                partial(self._has_logits, have),
             )
             matcher.match()
             self._pin(matcher.deepest)
@@ -95,7 +104,7 @@ class Restoration:
             matched = time.perf_counter()
             while True:
                 missing = [(node, self._found_in[node.name]) for node in path if min(node.end, end) > have]
-                first_needed = self._first_needed(end)
+                first_needed = self._first_needed(matcher, end)
                 loader = Loader(self.nodes, missing, have, end, first_needed, arena)
                 if not missing:
                     break
@@ -114,13 +123,15 @@ class Restoration:
                 path, end = self._worth_restoring(matcher, have)
         loaded = time.perf_counter()
         if end > have:
-            logits = None if loader.logits is None else arena.logits_from(loader.logits)
+            at_end = loader.logits if matcher.tail is not None else self._logits
+            logits = arena.logits_from(at_end) if at_end is not None and end == len(self.nodes.token_ids) else None
         deepest, num_tokens = matcher.deepest, max(have, end)
         return Restored(
             num_tokens=num_tokens,
             num_bytes=loader.num_bytes,
             stored_tokens=end,
             logits=logits,
+            has_tail=matcher.tail is not None,
             blocks=matcher.blocks,
             rest=matcher.rest,
             tip=path[-1].name if path else None,
@@ -192,13 +203,20 @@ class Restoration:
                     break
         return max(found, key=attrgetter("end", "node.end"), default=None)
 
-    def _first_needed(self, end: int) -> dict[int, int]:
+    def _has_logits(self, have: int) -> bool:
+        """See `Matcher`. Who has the whole prompt has them already."""
+        found = self.noted_logits() if have < len(self.nodes.token_ids) else None
+        if found is not None and len(found) == self.layout.logits_bytes:
+            self._logits = np.frombuffer(bytearray(found), dtype=np.uint8)
+        return self._logits is not None
+
+    def _first_needed(self, matcher: Matcher, end: int) -> dict[int, int]:
         """See `Loader`."""
         # A block that the prompt goes on in will be stored: all of it is needed.
         block_start = floor_to_grid(end, self.nodes.block_size)
         first_needed = {n: min(g.first_needed(end), block_start) for n, g in enumerate(self.layout.groups)}
-        if end < len(self.nodes.token_ids):
-            # Logits are those at the prompt's end.
+        if matcher.tail is None or end < len(self.nodes.token_ids):
+            # Logits are those at the prompt's end, and not those of a longer tail.
             first_needed[self.nodes.layout.logits_group] = end
         return first_needed
 

@@ -10,6 +10,7 @@ import torch
 
 from diskprefix.cache_options import CacheOptions
 from diskprefix.kv.arena import KVArena
+from diskprefix.kv.capturer import Capture
 from diskprefix.policy.select import Selection
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes
@@ -18,6 +19,7 @@ from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restored
 from diskprefix.prefix_cache.states import HeldStates
 from diskprefix.prompt import Prompt
+from diskprefix.store.note_record import NoteKind
 from diskprefix.store.schema import Kind
 from diskprefix.tiers.nodes import Node, PromptNodes
 from diskprefix.tokens import TokenIds
@@ -48,6 +50,9 @@ class Saver:
         self._num_blocks = 0
         """Blocks of the prompt that need not be looked at again: they are stored or with the publisher."""
         self._num_restored = 0
+        self._has_tail = False
+        self._logits: tuple[str, memoryview] | None = None
+        """Of the end of the prompt, with what names it, until they are stored."""
         self._began_at = 0.0
         self._token_s: float | None = None
         """How long computing a token took, in seconds, once that is known."""
@@ -55,6 +60,7 @@ class Saver:
     def begin(self, restored: Restored) -> None:
         """Note what is stored, and where the request begins to compute."""
         self._began_at, self._num_restored = time.perf_counter(), restored.num_tokens
+        self._has_tail = restored.has_tail
         # What memory alone has is not stored.
         self.planner = replace(self.planner, progress=replace(restored, num_tokens=restored.stored_tokens))
 
@@ -104,6 +110,8 @@ class Saver:
         if parts is None:
             self.publisher.note_loss("the write buffer had no room for its end; raise --kv-cache-write-buffer")
             plan = Plan(plan.nodes[:-1])
+        elif logits is not None and self.selection.keep_tail and self.cache.layout.state_kind == "token":
+            self._remember_logits(arena, logits, is_in_tail=self._has_tail or bool(parts), is_new=computed > 0)
         wanted = self._wanted(arena, plan.nodes, parts or ())
         prompt = self._remembered()
         if plan.tip is not None or prompt is not None or wanted:
@@ -124,6 +132,8 @@ class Saver:
         plan = self.planner.plan_reply(nodes, self.selection)
         if plan.tip is not None:
             self._submit(arena, self._wanted(arena, plan.nodes), Ending(plan.tip, plan.num_tokens))
+            # The reply takes the place of the tail.
+            self._keep_logits(arena)
         return plan.tip is not None
 
     def publish_generated(self, arena: KVArena, nodes: PromptNodes) -> bool:
@@ -173,6 +183,26 @@ class Saver:
         _, block = self.planner.missing(end // nodes.block_size, self._states.positions)
         partial = nodes.partial_block(block.name if block else nodes.root, end)
         self._submit(arena, self._wanted(arena, [partial], least_s=_LEAVE_S))
+
+    def _remember_logits(self, arena: KVArena, logits: torch.Tensor, *, is_in_tail: bool, is_new: bool) -> None:
+        """Note the logits for when the tail that has them is replaced; if there is none, they are kept now."""
+        if is_in_tail or is_new:
+            self._logits = self.planner.nodes.end_id, arena.logits_bytes(logits)
+        if not is_in_tail:
+            self._keep_logits(arena)
+
+    def _keep_logits(self, arena: KVArena) -> None:
+        if self._logits is None or self.is_given_up:
+            return
+        (end_id, content), self._logits = self._logits, None
+        ttl_s = self.publisher.ttl_at(len(self.prompt.token_ids))
+        notes = self.cache.notes_of(self.namespace.root, self.namespace.record, ttl_s)
+
+        def keep() -> None:
+            notes.put(NoteKind.LOGITS, end_id, bytes(content))
+
+        # Compressing them takes milliseconds, for which the engine's thread does not wait.
+        self.cache.capturer.submit(Capture(arena, 0, keep, drop=_nothing))
 
     def _submit(self, arena: KVArena, wanted: list[Wanted], ending: Ending | None = None) -> None:
         self.planner.submitted.update(want.node.name for want in wanted)
@@ -232,3 +262,7 @@ class Saver:
         self.namespace.history.add(token_ids, self.options.group)
         self.namespace.admission.add(token_ids, self.planner.nodes.block_names, self.planner.nodes.block_size)
         return token_ids
+
+
+def _nothing() -> None:
+    pass

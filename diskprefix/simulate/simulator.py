@@ -21,7 +21,7 @@ from diskprefix.simulate.geometry import Geometry
 from diskprefix.simulate.store import NewEntry, Rank, SimulatedStore
 from diskprefix.simulate.trace import Trace, TraceRequest
 from diskprefix.store.eviction import scores
-from diskprefix.store.schema import HISTORY_TOKENS
+from diskprefix.store.schema import HISTORY_TOKENS, Kind
 from diskprefix.tiers.nodes import PromptNodes, Rest
 from diskprefix.tokens import TokenIds, root_hash
 
@@ -112,6 +112,8 @@ class Simulator:
         self.memories: dict[str, tuple[History, AdmissionFilter]] = {}
         """By tenant."""
         self._written: set[bytes] = set()
+        self._ends: set[str] = set()
+        """Of prompts whose logits are kept beside the tree."""
         self._bytes_of = lru_cache(maxsize=1024)(geometry.stored_bytes)
 
     def step(self, request: TraceRequest) -> Outcome:
@@ -159,7 +161,10 @@ class Simulator:
         def most_similar(parent: bytes, start: int, end: int) -> Rest | None:
             return self.store.most_similar(parent, nodes.token_ids[start:end].tobytes())
 
-        matcher = Matcher(nodes, lambda node: node.name in self.store, most_similar, self._geometry.state_kind)
+        matcher = Matcher(
+            *(nodes, lambda node: node.name in self.store, most_similar, self._geometry.state_kind),
+            has_logits=lambda: nodes.end_id in self._ends,
+        )
         matcher.match()
         restorable, end = matcher.restorable()
         if not restorable:
@@ -174,12 +179,17 @@ class Simulator:
         # What was restored is not computed, so no checkpoint can be taken there.
         plan = planner.plan(selection, {at for at in selection.checkpoints if at > progress.num_tokens})
         written = self._store(request, planner, plan, is_expected=selection.continues)
+        keeps_logits = selection.keep_tail and self._geometry.state_kind == "token"
+        if keeps_logits and not (plan.nodes and plan.nodes[-1].kind == Kind.TAIL):
+            self._ends.add(nodes.end_id)
         if request.save:
             for name, ttl_s in marked_nodes(nodes, request.prompt.marks, request.ttl_s):
                 self.store.touch(name, request.when, 0, ttl_s)
         if len(request.reply):
             whole = self.nodes(request, np.concatenate([request.prompt.token_ids, request.reply]))
             plan = planner.plan_reply(whole, selection)
+            if keeps_logits and plan.tip is not None:
+                self._ends.add(nodes.end_id)
             written += self._store(request, planner, plan, is_expected=selection.continues)
         return written
 

@@ -43,6 +43,8 @@ class NoteKind(IntEnum):
     """What the model sampled for a turn."""
     SAVINGS = 2
     """What the cache did for the root (`savings`)."""
+    LOGITS = 3
+    """The next-token logits at the end of a prompt whose tail a reply took the place of."""
 
 
 _KINDS = frozenset(NoteKind)
@@ -111,6 +113,11 @@ class StoredNote:
     def root(self) -> bytes:
         return self.key[:HASH_BYTES]
 
+    @property
+    def is_cheap(self) -> bool:
+        """Whether it saves no more than one token."""
+        return self.key[HASH_BYTES : HASH_BYTES + 1] == bytes([NoteKind.LOGITS])
+
     def used(self, when: float) -> StoredNote:
         return replace(self, times=self.times.used(when))
 
@@ -134,8 +141,9 @@ def note_limit(budget_bytes: int) -> int:
 
 def surplus_notes(notes: Iterable[StoredNote], budget_bytes: int) -> list[bytes]:
     """Returns the keys of the notes that must go so that each root, and all together, keep their shares of the budget:
-    those that were not used for the longest time. A share that is exceeded is left three quarters full."""
-    by_age = sorted(notes, key=lambda note: (note.times.last_used, note.key))
+    logits first, then those that were not used for the longest time. A share that is exceeded is left three quarters
+    full."""
+    by_age = sorted(notes, key=lambda note: (not note.is_cheap, note.times.last_used, note.key))
     of_root: Counter[bytes] = Counter()
     for note in by_age:
         of_root[note.root] += note.num_bytes

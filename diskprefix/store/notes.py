@@ -55,15 +55,15 @@ class Notes:
         """When notes were used last, as far as this process knows."""
         self._to_record: set[bytes] = set()
         """Those of them whose records say otherwise by a good part of their time to live."""
-        self._is_new = False
+        self._is_new = self._is_being_written = False
         self._sizes: dict[bytes, int] = {}
         """About what the notes of each root take, since they were last counted."""
         self.dropped = 0
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is something that nobody has tried to write."""
-        return self._is_new
+        """Whether there is something that nobody has tried to write yet, or that is being written."""
+        return self._is_new or self._is_being_written
 
     def put(self, root: bytes, record: RootRecord, kind: NoteKind, id_: str, content: bytes, ttl_s: float) -> bool:
         """Keep a note, in the place of one with the same kind and id. Returns False if it is too large, or if the store
@@ -118,8 +118,16 @@ class Notes:
             waiting, roots, self._is_new = dict(self._waiting), dict(self._roots), False
             used = {key: self._used[key] for key in self._to_record - waiting.keys()}
             self._to_record = set()
-        if not waiting and not used:
-            return
+            self._is_being_written = bool(waiting or used)
+        try:
+            if self._is_being_written:
+                self._write(waiting, roots, used)
+        finally:
+            self._is_being_written = False
+
+    def _write(
+        self, waiting: dict[bytes, bytes | None], roots: dict[bytes, RootRecord], used: dict[bytes, float]
+    ) -> None:
         sizes = {key: note_bytes(len(value)) for key, value in waiting.items() if value is not None}
         self._store.evictor.make_room(sum(sizes.values()), frozenset())
         with self._store.changes() as changes:

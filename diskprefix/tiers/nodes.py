@@ -79,6 +79,12 @@ class PromptNodes:
             names.append(self.block(names[-1], index).name)
         return names[1:]
 
+    @property
+    def end_id(self) -> str:
+        """What tells the end of the prompt from that of every other one, where no block is generated."""
+        parent = self.block_names[-1] if self.num_blocks else self.root
+        return parent.hex() + self._bytes[_ID_BYTES * self.num_blocks * self.block_size :].hex()
+
     def checkpoint(self, block: Node) -> Node:
         """The states at the end of a block."""
         return self._node(block.name, block.end, block.end, Kind.CHECKPOINT, block.generated)

@@ -3,8 +3,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,19 @@ def test_notes_of_a_tenant_keep_their_share_and_the_oldest_used_go(store: Store,
     assert of(notes, BOB).get(RESPONSE, "bob") == b"content"
 
 
+def test_logits_go_before_all_that_saves_more_however_recently_they_were_used(store: Store, clock: Clock) -> None:
+    notes, size = new_notes(store), note_limit(store.budget_bytes) - 5000
+    of(notes).put(RESPONSE, "resp_1", noise(size, 0))
+    num = 2 * root_limit(store.budget_bytes) // size
+    for number in range(num):
+        clock.now += 1
+        of(notes).put(NoteKind.LOGITS, str(number), noise(size, number))
+        notes.write()
+    assert of(notes).get(RESPONSE, "resp_1") == noise(size, 0)
+    assert of(notes).get(NoteKind.LOGITS, "0") is None
+    assert of(notes).get(NoteKind.LOGITS, str(num - 1)) == noise(size, num - 1)
+
+
 def test_many_tenants_together_keep_their_share_too(store: Store, clock: Clock) -> None:
     notes, size = new_notes(store), note_limit(store.budget_bytes) - 5000
     for number in range(40):
@@ -332,6 +346,25 @@ def test_a_flush_waits_for_notes_too(store: Store, monkeypatch: pytest.MonkeyPat
         patch.setattr(writer.notes, "write", lambda: None)
         of(writer.notes).put(RESPONSE, "resp_1", b"content")
         assert not writer.flush(0.01)
+    assert writer.flush(30)
+    assert num_stored(store) == 1
+    assert writer.close(30)
+
+
+def test_a_flush_waits_for_a_note_that_is_being_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, changes = Writer(store, buffer_bytes=1 << 20), store.changes
+    is_writing, disk = threading.Event(), threading.Event()
+
+    def slow() -> AbstractContextManager[Changes]:
+        is_writing.set()
+        assert disk.wait(30)
+        return changes()
+
+    monkeypatch.setattr(store, "changes", slow)
+    of(writer.notes).put(RESPONSE, "resp_1", b"content")
+    assert is_writing.wait(30)
+    assert not writer.flush(0.01)
+    disk.set()
     assert writer.flush(30)
     assert num_stored(store) == 1
     assert writer.close(30)
