@@ -14,13 +14,13 @@ values of another size than keys are not for that kernel; `_tiled` computes them
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from diskprefix.kv.step import TILE, Run, Step
-from diskprefix.model.patterns import NotInvariant, Pattern
+from diskprefix.model.patterns import Pattern
 from diskprefix.model.rows import in_whole_vectors, is_ours, linear, times
 
 _BLOCK = 32
@@ -63,7 +63,9 @@ class TorchAttention:
         seen, end = _tiles_of(run, self.pattern)
         # From the first tile that is seen.
         keys, values = (memory[0, :, memory.shape[2] - (end - seen) :] for memory in (keys, values))
-        attended = self._flash if self.softcap is None and keys.shape[-1] == values.shape[-1] else self._tiled
+        is_plain = self.softcap is None and keys.shape[-1] == values.shape[-1]
+        is_flash = is_plain and _is_flash_safe(queries.dtype, queries.shape[-1], torch.get_num_threads())
+        attended = self._flash if is_flash else self._tiled
         size = _call_size(queries.shape[1], run.num_rows, queries.dtype, queries.shape[-1])
         if size >= run.num_rows:
             return attended(run, queries, keys, values, seen)
@@ -77,15 +79,13 @@ class TorchAttention:
         self, run: Run, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int
     ) -> torch.Tensor:
         groups, heads, num_rows, dim = queries.shape
-        threads = torch.get_num_threads()
-        if not _are_blocks_safe(queries.dtype, dim, threads):
-            raise NotInvariant("torch's attention, which depends on the number of blocks")
         begin, end = _tiles_of(run, self.pattern)
         k, v = (memory[:, None, begin - first : end - first] for memory in (keys, values))
         if heads * num_rows <= _CALL:
             # Few rows: those of all heads of a group one behind the other.
             count = heads * num_rows
-            rows = _filled(queries.reshape(groups, 1, count, dim), _smallest_safe(count, queries.dtype, dim, threads))
+            size = _smallest_safe(count, queries.dtype, dim, torch.get_num_threads())
+            rows = _filled(queries.reshape(groups, 1, count, dim), size)
             mask = self._mask(run, rows.shape[2], heads, begin, end, queries.dtype)
             out, sums = _flash(rows, k, v, 0.0, False, attn_mask=mask, scale=self.scale)
             return self._with_sinks(out[:, 0, :count].view(groups, heads, num_rows, dim), sums)
@@ -177,9 +177,13 @@ def _is_wide_safe(dtype: torch.dtype, dim: int, threads: int) -> bool:
 
 
 @lru_cache
-def _are_blocks_safe(dtype: torch.dtype, dim: int, threads: int) -> bool:
-    """Returns whether several blocks in a call, which threads share, give the bits of one block in a call."""
-    return _gives_the_bits_of_blocks(_CALL, dtype, dim, threads)
+def _is_flash_safe(dtype: torch.dtype, dim: int, threads: int) -> bool:
+    """Returns whether several blocks in a call, which threads share, give the bits of one block in a call, and a row
+    has the same bits in any place of a block: float32 rows of 10 values have not on a CPU of AMD."""
+    return _gives_the_bits_of_blocks(_CALL, dtype, dim, threads) and all(
+        torch.equal(replace(probe, queries=probe.queries[:, :, 1:]).in_calls(_BLOCK, _CALL), found[:, :, 1 : 1 + _CALL])
+        for probe, found in _probes(dtype, dim, threads)
+    )
 
 
 @lru_cache

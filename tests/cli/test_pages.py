@@ -28,12 +28,12 @@ PAGES = [
 ]
 _PROGRAM = re.compile(
     r"(?:\$ )?((?:\.venv/bin/|tools/|/opt/)?(?:diskprefix|demo|test|check|bench|python3?|pip|cp|mkdir|systemctl|"
-    r"journalctl|export|echo|chmod|curl|podman|kill|openssl|vllm|promtool)\b.*)"
+    r"journalctl|export|echo|chmod|curl|podman|kill|openssl|promtool)\b.*)"
 )
 _NOT_RUN = {
     r"tools/(demo|test|check)|\.venv/bin/python -m pytest": "takes minutes, and tests run in it",
     r"python3 -m venv|(\.venv/bin/)?pip |\.venv/bin/diskprefix serve$": "installs packages from an index",
-    r"vllm serve": "vLLM is not installed here; tools/vllm does it",
+    r"python -m vllm": "vLLM is not installed here; tools/vllm does it",
     r"cp systemd/|systemctl |journalctl |kill ": "changes the machine's services, as root",
     r"export ": "sets variables of the reader's shell",
     r"(echo|chmod) .*/etc/": "writes to /etc, as root",
