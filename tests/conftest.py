@@ -57,9 +57,13 @@ def measured_speeds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def log_level() -> None:
-    """A command that another test ran in this process has set the level of the log."""
+def log_as_it_was() -> None:
+    """A command that another test ran in this process has set the level of the log, and writes it to a stream that is
+    closed."""
     logging.getLogger("diskprefix").setLevel(logging.NOTSET)
+    root = logging.getLogger()
+    for handler in [one for one in root.handlers if type(one) is logging.StreamHandler]:
+        root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")
