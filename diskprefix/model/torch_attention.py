@@ -8,7 +8,8 @@ far the memory reaches.
 
 torch's own flash attention for the CPU does that: its tiles have 512 keys, and it splits the queries of a call in
 blocks, of 32 rows for calls of less than 192. Here each block is full, and the calls end with a tile. Soft caps and
-values of another size than keys are not for that kernel; `_tiled` computes them from products of `model.rows`.
+values of another size than keys are not for that kernel, nor are forms for which it is measured to be unsafe; `_tiled`
+computes them from products of `model.rows`.
 """
 
 from __future__ import annotations

@@ -128,8 +128,9 @@ class ObjectStore:
             stream = self._obstore.list(self._store, prefix, offset=start, chunk_size=1)
             error: BaseException | None = None
             while (found := self._call(partial(self._next, stream))) is not None:
-                error = found if isinstance(found, BaseException) else None
+                error = None
                 if isinstance(found, BaseException):
+                    error = found
                     self._unreadable.add(hash(str(found)))
                     log.debug("[remote] %s: %s", self.url, escaped(first_line(found)))
                 else:
