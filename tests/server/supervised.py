@@ -1,7 +1,7 @@
 """A program whose supervisor is real, and whose worker is small: it imports neither torch nor the server.
 
-Arguments: the name of a FIFO, or "", and what the workers do one after the other; the last one goes on for all others.
-A spare that imports waits until somebody writes to the FIFO.
+Arguments: the name of a FIFO, or "", and what every worker does. A spare that imports waits until somebody writes to
+the FIFO.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def serve() -> None:
         time.sleep(0.05)
 
 
-def work(actions: list[str], _began_at: float) -> None:
-    action = actions[0]
+def work(action: str, _began_at: float) -> None:
     if action == "serve":
         serve()
     elif action == "load":
@@ -54,5 +53,5 @@ def work(actions: list[str], _began_at: float) -> None:
 if __name__ == "__main__":
     configure_logging("info")
     # Behind what `DaemonProcess` gives every program.
-    fifo, *actions = sys.argv[4:]
-    supervise(partial(prepare, fifo), partial(work, actions))
+    fifo, action = sys.argv[4:]
+    supervise(partial(prepare, fifo), partial(work, action))
