@@ -140,7 +140,7 @@ class Settings:
         "auto",
         "Which kernels compute attention and quantised weights. auto takes the best that are compiled for this CPU, or "
         "else those of torch.",
-        choices=("auto", "torch", "amx", "avx512", "avx2", "baseline"),
+        choices=("auto", "torch", "amx", "avx512_bf16", "avx512", "avx2", "baseline"),
     )
     weights: str = _model(
         "auto",

@@ -1,5 +1,5 @@
 // What Python calls. Compiled for the oldest CPU. VARIANTS lists the variants that were compiled, the best one first:
-// V(amx) V(avx512) ... SOURCE is the digest of what was compiled, and COMPILER names who did it.
+// V(amx) V(avx512_bf16) ... SOURCE is the digest of what was compiled, and COMPILER names who did it.
 
 #include "interface.h"
 
@@ -19,7 +19,7 @@ VARIANTS
 
 namespace {
 
-enum Level { baseline_level, avx2_level, avx512_level, amx_level };
+enum Level { baseline_level, avx2_level, avx512_level, avx512_bf16_level, amx_level };
 
 #if defined(__x86_64__)
 
@@ -52,8 +52,9 @@ Level level_of_cpu() {
   if ((saved & ZMM) != ZMM || (b7 & wide) != wide) return avx2_level;
   if (last >= 1) __get_cpuid_count(7, 1, &a71, &b, &c, &d);
   const uint32_t HAS_BFLOAT16 = 1 << 5, HAS_TILES = 1 << 24, HAS_TILES_OF_BFLOAT16 = 1 << 22;
-  const bool has_amx = (a71 & HAS_BFLOAT16) && (d7 & HAS_TILES) && (d7 & HAS_TILES_OF_BFLOAT16);
-  return has_amx && (saved & TILES) == TILES && may_use_tiles() ? amx_level : avx512_level;
+  if (!(a71 & HAS_BFLOAT16)) return avx512_level;
+  const bool has_amx = (d7 & HAS_TILES) && (d7 & HAS_TILES_OF_BFLOAT16) && (saved & TILES) == TILES;
+  return has_amx && may_use_tiles() ? amx_level : avx512_bf16_level;
 }
 
 #else
