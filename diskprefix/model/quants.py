@@ -1,7 +1,8 @@
 """Weights in 4, 5 or 8 bits: the forms, how a matrix gets one, and how it lies in memory.
 
 A weight is `code × scale + zero`, computed in float32 and rounded to bfloat16. Along a row of a matrix, groups of 16 or
-32 weights share their scale and zero. The compiled product computes with these bfloat16 numbers.
+32 weights share their scale and zero. The compiled products compute with these bfloat16 numbers, but for those of the
+variant `avx512_bf16`, which do not round them.
 
 In memory, 16 rows × 32 columns are a block: codes, scales, zeros. Blocks of the same 16 rows follow each other, so a
 product reads from the first to the last byte. The codes of a block are 32 vectors of 16: of a pair of columns those of

@@ -16,7 +16,7 @@ log = logging.getLogger("diskprefix")
 VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2", "baseline")
 """For which CPUs there may be operators. `source/library.cpp` says what each needs."""
 
-REVISION = 2
+REVISION = 3
 """The number changes with the bits of what an operator computes."""
 
 _NUM_ARGUMENTS = {"attention": 2, "product": 1, "norm": 1, "gated": 1, "attention_block": 2, "layer": 2}

@@ -48,7 +48,7 @@ class Matrix:
 
 def takes_bfloat16(operators: Operators) -> bool:
     """Returns whether its products take matrices that are not quantised."""
-    return operators.variant == "amx"
+    return operators.variant in ("amx", "avx512_bf16")
 
 
 def fills_blocks(weight: torch.Tensor) -> bool:

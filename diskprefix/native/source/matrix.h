@@ -46,7 +46,7 @@ struct Part {
 // Tiles 0 to 3 hold sums, 4 and 5 left factors, 6 and 7 right ones. The rows are the left factors, but for few rows and a
 // matrix in bfloat16: its rows are left factors as they lie in memory.
 struct Multiply {
-  static constexpr int64_t FEW_ROWS = 16;
+  static constexpr int64_t ROWS = 32, FEW_ROWS = 16;
   static constexpr int64_t AT_ONCE = 2;  // blocks, if there are few rows
 
   struct Scope {
@@ -207,12 +207,89 @@ struct Multiply {
   }
 };
 
+#elif defined(KEEPS_CODES)
+
+// A pair of a row times a pair of 16 columns. A group of a block is a sum of its own, in the order of the columns; times its
+// scale it is added to that of the number, and so is the zero times the sum of the row's part.
+struct Multiply {
+  static constexpr int64_t ROWS = 6, FEW_ROWS = FEW;
+  static constexpr int64_t AT_ONCE = 1;
+
+  struct Scope {
+    ~Scope() {}
+  };
+
+  static Scope scope_of(const Part&) { return Scope(); }
+
+  static bool takes_packed(const Part& part) { return part.form.has_zeros; }
+
+  static int64_t packed_bytes(int64_t num_rows, int64_t columns) { return num_rows * (columns / INNER) * 4; }
+
+  // The sums of each row's blocks.
+  static void pack(const uint16_t* rows, int64_t begin, int64_t end, int64_t, int64_t columns, uint8_t* packed) {
+    float* to = (float*)packed + begin * (columns / INNER);
+    for (int64_t at = begin * columns; at < end * columns; at += INNER)
+      *to++ = sum_of(BFloat16::load(rows + at) + BFloat16::load(rows + at + 16));
+  }
+
+  static void few(const Part& part, int64_t strip, int64_t last, uint8_t*) {
+    for (; strip < last; ++strip) {
+      Sixteen sums[FEW_ROWS];
+      part.form.multiply[part.num_rows - 1](part.strip(strip), part.form.stride, part.blocks, part.rows,
+                                            (const float*)part.packed, sums);
+      for (int64_t row = 0; row < part.num_rows; ++row) part.put(sums[row], row, strip * STRIP);
+    }
+  }
+
+  template <int STRIPS, int COUNT = ROWS>
+  static void many(const Part& part, int64_t row, int64_t strip, const uint8_t* weights) {
+    if constexpr (COUNT > 1)
+      if (part.num_rows - row < COUNT) return many<STRIPS, COUNT - 1>(part, row, strip, weights);
+    const int64_t columns = part.matrix->columns, next = part.blocks * BLOCK_BYTES;
+    const int64_t groups = part.form.groups, pairs = 16 / groups;
+    const uint16_t* rows = part.rows + row * columns;
+    const float* sums = (const float*)part.packed + row * part.blocks;
+    __m512 kept[COUNT][STRIPS] = {};
+    for (int64_t block = 0; block < part.blocks; ++block, weights += BLOCK_BYTES, ++sums) {
+      const uint8_t *factors = weights, *scales = weights + SCALES_AT;
+      for (int64_t group = 0; group < groups; ++group, scales += 64) {
+        __m512 found[COUNT][STRIPS] = {};
+#pragma GCC unroll 8
+        for (int64_t pair = 0; pair < pairs; ++pair, factors += 64, rows += 2) {
+          __m512bh right[STRIPS];
+          for (int half = 0; half < STRIPS; ++half) {
+            right[half] = loaded<__m512bh>(factors + half * next);
+            // GCC would load them again for each row.
+            if (COUNT > 1) __asm__("" : "+v"(right[half]));
+          }
+          for (int i = 0; i < COUNT; ++i) {
+            const __m512bh left = (__m512bh)_mm512_set1_epi32(loaded<int32_t>(rows + i * columns));
+            for (int half = 0; half < STRIPS; ++half) found[i][half] = _mm512_dpbf16_ps(found[i][half], left, right[half]);
+          }
+        }
+        for (int half = 0; half < STRIPS; ++half) {
+          const __m512 scale = loaded<__m512>(scales + half * next);
+          for (int i = 0; i < COUNT; ++i) kept[i][half] = _mm512_fmadd_ps(found[i][half], scale, kept[i][half]);
+        }
+      }
+      if (part.form.has_zeros)
+        for (int half = 0; half < STRIPS; ++half) {
+          const __m512 zero = loaded<__m512>(scales + half * next);
+          for (int i = 0; i < COUNT; ++i)
+            kept[i][half] = _mm512_fmadd_ps(zero, _mm512_set1_ps(sums[i * part.blocks]), kept[i][half]);
+        }
+    }
+    for (int i = 0; i < COUNT; ++i)
+      for (int half = 0; half < STRIPS; ++half) part.put((Sixteen)kept[i][half], row + i, (strip + half) * STRIP);
+  }
+};
+
 #else
 
 // In float32. The factors are bfloat16, so their products are exact, and it does not matter whether they are fused with
 // the addition. Even and odd columns are summed apart, and added up at the end.
 struct Multiply {
-  static constexpr int64_t FEW_ROWS = 4;
+  static constexpr int64_t ROWS = 32, FEW_ROWS = 4;
   static constexpr int64_t AT_ONCE = 1;
 
   struct Scope {
@@ -279,7 +356,7 @@ struct Multiply {
   static void many(const Part& part, int64_t first, int64_t strip, const uint8_t* weights) {
     const int64_t columns = part.matrix->columns;
     for (int half = 0; half < STRIPS; ++half)
-      for (int64_t row = first; row < least(first + 32, part.num_rows); row += FEW_ROWS) {
+      for (int64_t row = first; row < least(first + ROWS, part.num_rows); row += FEW_ROWS) {
         const int64_t count = least(FEW_ROWS, part.num_rows - row);
         Sixteen sums[FEW_ROWS][2] = {};
         add(count, (const float*)part.packed + row * columns, columns, weights + half * part.blocks * BLOCK_BYTES, part.blocks, sums);
@@ -378,7 +455,7 @@ class Products {
     for (int64_t strip = first; strip < last; ++strip)
       for (int64_t block = 0; block < part.blocks; ++block)
         part.unpack(strip, block, weights + ((strip - first) * part.blocks + block) * BLOCK_BYTES);
-    for (int64_t row = 0; row < call_.num_rows; row += 32)
+    for (int64_t row = 0; row < call_.num_rows; row += Multiply::ROWS)
       for (int64_t strip = first; strip < last; strip += 2) {
         const uint8_t* of_strip = weights + (strip - first) * part.blocks * BLOCK_BYTES;
         if (strip + 1 < last) Multiply::many<2>(part, row, strip, of_strip);

@@ -4,7 +4,8 @@
 // memory: strips of 16 rows of the matrix, which are 16 columns of the result, in each one block after the other, of 32
 // columns of the matrix. A matrix in bfloat16 lies row after row, and has blocks of the same size.
 //
-// A block becomes 16 pairs of columns: 16 rows of two bfloat16 side by side are what a tile of AMX takes.
+// A block becomes 16 pairs of columns: 16 rows of two bfloat16 side by side are what a tile of AMX takes, and what a vector
+// of AVX-512 multiplies with a pair. There the codes themselves are the factors, and scales and zeros come to the sums.
 
 #pragma once
 
@@ -64,6 +65,17 @@ inline void put_pair(uint8_t* to, int pair, Sixteen low, Sixteen high) {
   store(to + 64 * pair, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
 }
 
+#elif defined(__AVX512BF16__)
+
+#define KEEPS_CODES
+
+constexpr int FEW = 6;
+
+// Behind the pairs are the scales of the strip's rows, and those of a second group or the zeros.
+constexpr int64_t SCALES_AT = 1024, BLOCK_BYTES = SCALES_AT + 2 * 64;
+
+inline __m512i pair_of(Sixteen low, Sixteen high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+
 #else
 
 constexpr int64_t BLOCK_BYTES = 2048;
@@ -79,6 +91,13 @@ inline void put_pair(uint8_t* to, int pair, Sixteen low, Sixteen high) {
 struct Form {
   void (*unpack)(const uint8_t* block, int64_t stride, uint8_t* to);
   int64_t block_bytes, strip_bytes, stride;
+#if defined(KEEPS_CODES)
+  // 1 to FEW rows times the blocks of a strip. `sums` are those of the rows' blocks.
+  void (*multiply[FEW])(const uint8_t* block, int64_t stride, int64_t blocks, const uint16_t* rows,
+                        const float* sums, Sixteen* out);
+  int64_t groups;  // of a block
+  bool has_zeros;
+#endif
 };
 
 #define LOW_PAIRS 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7
@@ -95,6 +114,50 @@ struct Block {
   static constexpr int GROUPS = INNER / GROUP;
   static constexpr int64_t NUMBERS = GROUPS * STRIP * sizeof(Stored);
   static constexpr int64_t BYTES = CODES + NUMBERS * (HAS_ZEROS ? 2 : 1);
+
+#if defined(KEEPS_CODES)
+
+  static constexpr bool ZEROS = HAS_ZEROS;
+
+  template <class Body>
+  static inline __attribute__((always_inline)) void each_pair(const uint8_t* block, int64_t, const Body& body) {
+    SixteenWords words[BITS];
+    if (BITS < 8)
+      for (int i = 0; i < BITS; ++i) words[i] = in_register(loaded<SixteenWords>(block + 64 * i));
+#pragma GCC unroll 16
+    for (int pair = 0; pair < 16; ++pair) {
+      if (64 * pair < BYTES) __builtin_prefetch(block + AHEAD + 64 * pair);
+      if constexpr (BITS == 4) {
+        body(pair, looked_up(words[pair / 4], pair % 4));
+      } else if constexpr (BITS == 5) {
+        body(pair, pair_of(of_words(words, 2 * pair), of_words(words, 2 * pair + 1)));
+      } else {
+        body(pair, pair_of(of_bytes(block + STRIP * 2 * pair), of_bytes(block + STRIP * (2 * pair + 1))));
+      }
+    }
+  }
+
+  static inline __attribute__((always_inline)) Sixteen scale(const uint8_t* block, int number) {
+    return Scales<Stored>::load(block + CODES + number * STRIP * sizeof(Stored));
+  }
+
+  // Of four pairs of 4 bits the one with this number. Even words hold the first two pairs, odd words the others; in each
+  // the code of rows 0 to 7 comes before that of rows 8 to 15.
+  static inline __attribute__((always_inline)) __m512i looked_up(SixteenWords words, int number) {
+    typedef uint16_t Table __attribute__((vector_size(64)));
+    const Table of_even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                           0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    const Table numbers = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
+                           0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+                           0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+    const SixteenWords high = {0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4};
+    const Table part = of_even + (uint16_t)(number / 2);
+    const __m512i both = _mm512_permutexvar_epi16((__m512i)part, (__m512i)words);
+    const __m512i at = _mm512_srlv_epi32(both, (__m512i)(high + (uint32_t)(8 * (number % 2))));
+    return _mm512_permutexvar_epi16(at, (__m512i)numbers);
+  }
+
+#else
 
   static void unpack(const uint8_t* block, int64_t, uint8_t* to) {
     SixteenWords words[BITS];
@@ -126,6 +189,8 @@ struct Block {
     halves[0] = __builtin_shufflevector(numbers, numbers, LOW_PAIRS);
     halves[1] = __builtin_shufflevector(numbers, numbers, HIGH_PAIRS);
   }
+
+#endif
 
   static inline __attribute__((always_inline)) SixteenWords in_register(SixteenWords words) {
 #if defined(__AVX512F__)
@@ -177,7 +242,70 @@ struct Block {
   }
 };
 
-#if defined(__AMX_BF16__)
+#if defined(KEEPS_CODES)
+
+// Weights in bfloat16 are turned: a row of the block holds 16 pairs.
+struct Rows {
+  static constexpr int64_t BYTES = INNER * 2;
+  static constexpr int GROUPS = 1;
+  static constexpr bool ZEROS = false;
+
+  template <class Body>
+  static inline __attribute__((always_inline)) void each_pair(const uint8_t* block, int64_t stride, const Body& body) {
+    Floats square[16];
+    for (int64_t row = 0; row < 16; ++row) {
+      square[row] = loaded<Floats>(block + row * stride);
+      _mm_prefetch(block + (STRIP + row) * stride, _MM_HINT_T1);
+    }
+    transpose(square);
+#pragma GCC unroll 16
+    for (int pair = 0; pair < 16; ++pair) body(pair, (__m512i)square[pair]);
+  }
+
+  static Sixteen scale(const uint8_t*, int) { return (Sixteen)all(1.0f); }
+};
+
+template <class Weights>
+void unpack(const uint8_t* block, int64_t stride, uint8_t* to) {
+  Weights::each_pair(block, stride, [to](int pair, __m512i factors) { store(to + 64 * pair, factors); });
+  for (int number = 0; number < Weights::GROUPS + Weights::ZEROS; ++number)
+    store(to + SCALES_AT + 64 * number, Weights::scale(block, number));
+}
+
+template <class Weights, int COUNT>
+void multiply(const uint8_t* block, int64_t stride, int64_t blocks, const uint16_t* rows, const float* sums, Sixteen* out) {
+  const int64_t columns = blocks * INNER;
+  __m512 kept[COUNT] = {};
+  for (int64_t number = 0; number < blocks; ++number, block += Weights::BYTES, rows += INNER) {
+    __m512 found[COUNT][Weights::GROUPS] = {};
+    Weights::each_pair(block, stride, [&](int pair, __m512i factors) {
+      for (int i = 0; i < COUNT; ++i) {
+        __m512& sum = found[i][pair * Weights::GROUPS / 16];
+        const __m512i left = _mm512_set1_epi32(loaded<int32_t>(rows + i * columns + 2 * pair));
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)factors);
+      }
+    });
+    for (int group = 0; group < Weights::GROUPS; ++group) {
+      const __m512 scale = (__m512)Weights::scale(block, group);
+      for (int i = 0; i < COUNT; ++i) kept[i] = _mm512_fmadd_ps(found[i][group], scale, kept[i]);
+    }
+    if (Weights::ZEROS) {
+      const __m512 zero = (__m512)Weights::scale(block, Weights::GROUPS);
+      for (int i = 0; i < COUNT; ++i) kept[i] = _mm512_fmadd_ps(zero, _mm512_set1_ps(sums[i * blocks + number]), kept[i]);
+    }
+  }
+  for (int i = 0; i < COUNT; ++i) out[i] = (Sixteen)kept[i];
+}
+
+template <class Weights>
+Form form_with(int64_t strip_bytes, int64_t stride) {
+  return {unpack<Weights>, Weights::BYTES, strip_bytes, stride,
+          {multiply<Weights, 1>, multiply<Weights, 2>, multiply<Weights, 3>, multiply<Weights, 4>, multiply<Weights, 5>,
+           multiply<Weights, 6>},
+          Weights::GROUPS, Weights::ZEROS};
+}
+
+#elif defined(__AMX_BF16__)
 
 // Weights in bfloat16 are turned: a row of the block holds 16 pairs.
 inline void unpack_rows(const uint8_t* block, int64_t stride, uint8_t* to) {
@@ -189,17 +317,27 @@ inline void unpack_rows(const uint8_t* block, int64_t stride, uint8_t* to) {
 
 #endif
 
+#if !defined(KEEPS_CODES)
+
+template <class Weights>
+Form form_with(int64_t strip_bytes, int64_t stride) {
+  return {Weights::unpack, Weights::BYTES, strip_bytes, stride};
+}
+
+#endif
+
 template <int BITS, int GROUP, bool HAS_ZEROS>
 Form form_of_blocks(const Matrix& matrix) {
   typedef Block<BITS, GROUP, HAS_ZEROS, uint16_t> Small;
   typedef Block<BITS, GROUP, HAS_ZEROS, float> Large;
   const int64_t blocks = matrix.columns / INNER;
-  if (matrix.scale_type == FLOAT16) return {Small::unpack, Small::BYTES, Small::BYTES * blocks, 0};
-  return {Large::unpack, Large::BYTES, Large::BYTES * blocks, 0};
+  return matrix.scale_type == FLOAT16 ? form_with<Small>(Small::BYTES * blocks, 0) : form_with<Large>(Large::BYTES * blocks, 0);
 }
 
 inline Form form_of(const Matrix& matrix) {
-#if defined(__AMX_BF16__)
+#if defined(KEEPS_CODES)
+  if (matrix.bits == 16) return form_with<Rows>(STRIP * matrix.columns * 2, matrix.columns * 2);
+#elif defined(__AMX_BF16__)
   if (matrix.bits == 16) return {unpack_rows, INNER * 2, STRIP * matrix.columns * 2, matrix.columns * 2};
 #endif
   if (matrix.bits == 4) return form_of_blocks<4, 32, true>(matrix);
