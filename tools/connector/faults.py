@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -52,68 +54,124 @@ class Verdicts:
         self.problems.append(problem)
 
 
+@dataclass(frozen=True)
+class Check:
+    """One part: vLLMs, one after the other, with one store in `folder`. `wanted` are the replies to `_PROMPTS`."""
+
+    model: Path
+    folder: Path
+    wanted: Sequence[Reply]
+    verdicts: Verdicts
+    report: Report
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "kv"
+
+    def server(self, *arguments: str, dtype: str = _DTYPE, **config: Any) -> AbstractContextManager[Server]:
+        """vLLM's own cache is off, so that each prompt asks the store."""
+        off = ("--no-enable-prefix-caching", *arguments)
+        return running(Server(self.model, self.folder, self.report, dtype=dtype, arguments=off, **config))
+
+    def ask_all(self, server: Server, what: str) -> int:
+        """Returns for how many prompts something was restored."""
+        before = self.verdicts.restored
+        for prompt, reply in zip(_PROMPTS, self.wanted, strict=True):
+            self.verdicts.judge(server.ask(prompt), reply)
+        restored = self.verdicts.restored - before
+        self.report(f"{what}: {restored} of {len(_PROMPTS)} restored; {server.metrics()}")
+        return restored
+
+    def expect(self, restored: int, wanted: int, what: str) -> None:
+        if restored != wanted:
+            self.verdicts.fail(f"{what}: {restored} restored instead of {wanted}")
+
+    def save_all(self) -> None:
+        """A vLLM leaves all prompts in a new store."""
+        with self.server() as server:
+            self.expect(self.ask_all(server, "new"), 0, "a new store")
+            server.settle()
+
+
+def _deleted(check: Check) -> None:
+    """The commands beside it; the store purged, and deleted."""
+    record = check.folder / "requests.jsonl"
+    with check.server(record=str(record)) as server:
+        check.expect(check.ask_all(server, "new"), 0, "a new store")
+        server.settle()
+        check.expect(check.ask_all(server, "again"), len(_PROMPTS), "the same prompts again")
+        _commands(server.store, record, check.verdicts)
+        check.expect(check.ask_all(server, "purged beside it"), 0, "after a purge")
+        server.settle()
+        check.expect(check.ask_all(server, "and saved again"), len(_PROMPTS), "what was saved after a purge")
+        shutil.rmtree(server.store)
+        check.ask_all(server, "store deleted under it")
+        time.sleep(3)
+        check.ask_all(server, "a new one in its place")
+        server.settle()
+        check.expect(check.ask_all(server, "and restored from it"), len(_PROMPTS), "after the store was deleted")
+
+
+def _other(check: Check) -> None:
+    """Another dtype, and other pages."""
+    check.save_all()
+    with check.server(dtype="bfloat16") as server:
+        check.expect(server.ask(_PROMPTS[0]).restored, 0, "another dtype")
+        _tells_why(server, "another dtype", check.verdicts)
+    with check.server("--block-size", "64") as server:
+        check.expect(check.ask_all(server, "other pages"), 0, "other pages")
+        _tells_why(server, "other pages", check.verdicts)
+
+
+def _damaged(check: Check) -> None:
+    """Payloads damaged between two vLLMs."""
+    check.save_all()
+    _flip_bits(check.store / "data.mdb")
+    with check.server() as server:
+        check.ask_all(server, "damaged payloads")
+        if not server.metrics().get("load_errors"):
+            check.verdicts.fail("damaged payloads: no load failed")
+        server.settle()
+        check.expect(check.ask_all(server, "saved anew"), len(_PROMPTS), "what was saved in place of the damaged")
+    if found := damage(check.store):
+        check.verdicts.fail(f"the store after the damaged was removed: {found}")
+
+
+def _preempted(check: Check) -> None:
+    """So little memory that requests preempt each other, beside requests whose clients hang up."""
+    check.save_all()
+    with check.server("--num-gpu-blocks-override", "20", "--max-num-seqs", "4") as server:
+        with ThreadPoolExecutor(2 * len(_PROMPTS)) as clients:
+            leaving = [clients.submit(_hang_up, server, number) for number in range(len(_PROMPTS))]
+            asking = [clients.submit(server.ask, prompt, _LONG_REPLY) for prompt in _PROMPTS]
+            for reply, expected in zip(asking, check.wanted, strict=True):
+                check.verdicts.judge(reply.result().head(len(expected.tokens)), expected)
+            for one in leaving:
+                one.result()
+        preemptions = server.preemptions()
+        if not preemptions:
+            check.verdicts.fail("no request was preempted")
+        check.ask_all(server, f"after {preemptions} preemptions and {len(_PROMPTS)} aborts")
+
+
+_PARTS = {"deleted": _deleted, "other": _other, "damaged": _damaged, "preempted": _preempted}
+
+
 @click.command()
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice(list(_PARTS)), default=list(_PARTS), show_default=True
+)
 @FOLDER
-def faults(folder: Path | None) -> None:
-    """The store deleted, damaged, of another dtype or block size, while and before vLLM uses it. Ends with 1 if an
-    answer was wrong."""
-    progress, verdicts = Console(stderr=True), Verdicts()
+def faults(parts: tuple[str, ...], folder: Path | None) -> None:
+    """The store deleted, damaged, of another dtype or block size, while and before vLLM uses it; requests that preempt
+    each other and whose clients hang up. Each part has a store of its own. Ends with 1 if an answer was wrong."""
+    progress, verdicts = Console(stderr=True, highlight=False), Verdicts()
     model = model_folder("smollm2", progress)
     with measuring(folder, progress) as workspace:
         wanted = _wanted(model, workspace, progress.print)
-
-        def ask_all(server: Server, what: str) -> int:
-            """Returns for how many prompts something was restored."""
-            before = verdicts.restored
-            for prompt, reply in zip(_PROMPTS, wanted, strict=True):
-                verdicts.judge(server.ask(prompt), reply)
-            restored = verdicts.restored - before
-            progress.print(f"{what}: {restored} of {len(_PROMPTS)} restored; {server.metrics()}", highlight=False)
-            return restored
-
-        def expect(restored: int, wanted: int, what: str) -> None:
-            if restored != wanted:
-                verdicts.fail(f"{what}: {restored} restored instead of {wanted}")
-
-        # vLLM's own cache is off, so that each prompt asks the store.
-        own_off = ("--no-enable-prefix-caching",)
-        record = workspace / "requests.jsonl"
-        first = Server(model, workspace, progress.print, dtype=_DTYPE, arguments=own_off, record=str(record))
-        with running(first) as server:
-            expect(ask_all(server, "new"), 0, "a new store")
-            server.settle()
-            expect(ask_all(server, "again"), len(_PROMPTS), "the same prompts again")
-            _commands(server.store, record, verdicts)
-            expect(ask_all(server, "purged beside it"), 0, "after a purge")
-            server.settle()
-            expect(ask_all(server, "and saved again"), len(_PROMPTS), "what was saved after a purge")
-            shutil.rmtree(server.store)
-            ask_all(server, "store deleted under it")
-            time.sleep(3)
-            ask_all(server, "a new one in its place")
-            server.settle()
-            expect(ask_all(server, "and restored from it"), len(_PROMPTS), "after the store was deleted")
-        with running(Server(model, workspace, progress.print, dtype="bfloat16", arguments=own_off)) as server:
-            expect(server.ask(_PROMPTS[0]).restored, 0, "another dtype")
-            _tells_why(server, "another dtype", verdicts)
-        _flip_bits(workspace / "kv" / "data.mdb")
-        other_pages = (*own_off, "--block-size", "64")
-        with running(Server(model, workspace, progress.print, dtype=_DTYPE, arguments=other_pages)) as server:
-            expect(ask_all(server, "other pages, damaged payloads"), 0, "other pages")
-            _tells_why(server, "other pages", verdicts)
-        with running(Server(model, workspace, progress.print, dtype=_DTYPE, arguments=own_off)) as server:
-            ask_all(server, "damaged payloads")
-        # So little memory that requests preempt each other, beside requests whose clients hang up.
-        tight = ("--num-gpu-blocks-override", "16", "--max-num-seqs", "4")
-        with running(Server(model, workspace, progress.print, dtype=_DTYPE, arguments=tight)) as server:
-            with ThreadPoolExecutor(2 * len(_PROMPTS)) as clients:
-                leaving = [clients.submit(_hang_up, server, number) for number in range(len(_PROMPTS))]
-                asking = [clients.submit(server.ask, prompt, _LONG_REPLY) for prompt in _PROMPTS]
-                for reply, expected in zip(asking, wanted, strict=True):
-                    verdicts.judge(reply.result().head(len(expected.tokens)), expected)
-                for one in leaving:
-                    one.result()
-            ask_all(server, f"after {server.preemptions()} preemptions and {len(_PROMPTS)} aborts")
+        for part in parts:
+            (workspace / part).mkdir()
+            _PARTS[part](Check(model, workspace / part, wanted, verdicts, progress.print))
     _end(verdicts)
 
 
