@@ -34,25 +34,36 @@ class Encoder:
         return encoded
 
     def encode(self, text: str, *, add_special_tokens: bool, param: str) -> BatchEncoding:
-        """Returns the token ids and offsets of `text`.
+        """Returns the token ids and offsets of `text`."""
+        self._probe(text, param)
+        encoding = self._tokenizer(
+            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
+        )
+        self._check(len(encoding["input_ids"]), param)
+        return encoding
 
-        To encode megabytes of text takes many seconds and gigabytes of memory. So the beginning of a long text is
-        encoded first, and the whole text only if the beginning does not show that it is too long.
-        """
+    def encode_plain(self, text: str, *, param: str) -> tuple[list[int], list[int]]:
+        """Returns the token ids of `text`, and for each of them 1 if the tokenizer added it, such as BOS, else 0. It
+        takes two thirds of the time of `encode`, because no offsets are counted."""
+        self._probe(text, param)
+        (encoding,) = self._tokenizer.backend_tokenizer.encode_batch_fast([text])
+        self._check(len(encoding.ids), param)
+        return encoding.ids, encoding.special_tokens_mask
+
+    def _probe(self, text: str, param: str) -> None:
+        """To encode megabytes of text takes many seconds and gigabytes of memory. So the beginning of a long text is
+        encoded first, and the whole text only if the beginning does not show that it is too long."""
         limit = self._max_positions * _PROBED_CHARS_PER_POSITION
         if len(text) > limit:
             begins = self._tokenizer(text[:limit], add_special_tokens=False, verbose=False)["input_ids"]
             # Twice as many, because the last tokens of a text that is cut differ from those of the whole text.
             if len(begins) >= 2 * self._max_positions:
                 raise self._too_long(f"more than {len(begins) // 2}", param)
-        encoding = self._tokenizer(
-            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
-        )
-        num_tokens = len(encoding["input_ids"])
+
+    def _check(self, num_tokens: int, param: str) -> None:
         if not num_tokens:
             raise InvalidRequest(f"{param}: the prompt has no tokens", param=param)
         self.check_positions(num_tokens, param)
-        return encoding
 
     def check_positions(self, num_tokens: int, param: str) -> None:
         if num_tokens >= self._max_positions:

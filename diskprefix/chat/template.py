@@ -285,11 +285,10 @@ class PromptRenderer:
         Raises `InvalidRequest` for an unknown token id or an empty prompt, and `ContextTooLong` if the prompt exceeds
         the model's positions.
         """
-        offsets = None
+        are_added: Sequence[int] = ()
         if isinstance(prompt, str):
-            encoding = self._encoder.encode(prompt, add_special_tokens=True, param="prompt")
-            token_ids, offsets = as_token_ids(encoding["input_ids"]), encoding["offset_mapping"]
-            text = prompt
+            ids, are_added = self._encoder.encode_plain(prompt, param="prompt")
+            token_ids, text = as_token_ids(ids), prompt
         else:
             self._encoder.check_positions(len(prompt), param="prompt")
             self._encoder.check_vocabulary(prompt)
@@ -299,7 +298,7 @@ class PromptRenderer:
         preview = preview_of_text(text)
         marker_ids = self._markers_of(None).values() if self._tokenizer.chat_template else ()
         marks = {*marker_ids, *self._special.values()}
-        boundaries = text_boundaries(token_ids, offsets, marks, self._tokenizer.bos_token_id)
+        boundaries = text_boundaries(token_ids, are_added, marks, self._tokenizer.bos_token_id)
         return Prompt(token_ids=token_ids, boundaries=boundaries, text=preview)
 
     def text_of(self, conversation: Conversation) -> str:

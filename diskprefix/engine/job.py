@@ -14,7 +14,7 @@ from diskprefix.engine.activity import Activity, RequestState
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.figures import EngineFigures
 from diskprefix.engine.inbox import Ticket
-from diskprefix.engine.request import GenerateRequest, ProgressEvent, Stage, Timings, Usage
+from diskprefix.engine.request import FinishReason, GenerateRequest, ProgressEvent, Stage, Timings, Usage
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.sequence import Sequence
 from diskprefix.engine.speculation import Guesser
@@ -62,6 +62,8 @@ class Choice(Sequence):
     guesser: Guesser | None = None
     shadow: DraftSequence | None = None
     """What the draft model has of it."""
+    foretold: tuple[int, FinishReason | None] | None = None
+    """The first token, and why the reply ends with it, if it was sent while the prompt was being restored."""
     is_finished: bool = False
 
     def place(self, slot: Slot) -> None:
@@ -214,7 +216,9 @@ class Job:
                 yield Stage("restore", matched, ended, facts | {"source": restored.source})
         if self.computed_from is not None:
             computed = prompt_tokens - restored.num_tokens
-            yield Stage("prefill", self.computed_from, self.first_token_at or now, {"tokens": computed})
+            # The first token may have been sent before.
+            ended = max(self.first_token_at or now, self.computed_from + self.prefill_s)
+            yield Stage("prefill", self.computed_from, ended, {"tokens": computed})
         if self.num_generated:
             yield Stage("decode", self.first_token_at, self.last_token_at, {"tokens": self.num_generated})
 

@@ -38,6 +38,8 @@ class Loop:
         self._num_arrived = 0
         self._fetched: deque[Job] = deque()
         """Jobs whose fetch is over; appended by the fetching thread."""
+        self._foretold: deque[tuple[Job, torch.Tensor]] = deque()
+        """Jobs whose fetch is about to load all of the prompt, and the logits at its end; appended as above."""
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
         self._bringers = ThreadPoolExecutor(served.max_sequences, thread_name_prefix="kv-bring")
         """Each waits for the shared tier for one request, and no other request waits for that."""
@@ -47,6 +49,7 @@ class Loop:
         """Returns when the inbox is stopped. Raises `DeviceLost`."""
         try:
             with torch.inference_mode():
+                self._served.warm_up_thread()
                 while True:
                     self._take_in()
                     if step := self._next_step():
@@ -67,6 +70,8 @@ class Loop:
         for job in [job for job in self._running.jobs if job.ticket.cancelled and not job.is_fetching]:
             with self._running.failing(job):
                 self._running.leave(job)
+        while self._foretold:
+            self._replies.foretell(*self._foretold.popleft())
         while self._fetched:
             self._begin(self._fetched.popleft())
         for job in [job for job in self._running.jobs if job.unforked]:
@@ -164,9 +169,14 @@ class Loop:
         if job.fetched_from is None:
             job.fetched_from = time.perf_counter()
         is_whole = job.num_adopted == len(job.request.prompt.token_ids)
+
+        def on_logits(logits: torch.Tensor) -> None:
+            self._foretold.append((job, logits))
+            self._inbox.wake()
+
         try:
             with torch.inference_mode():
-                job.cached.fetch(slot.arena, have=job.num_adopted, logits=slot.logits if is_whole else None)
+                job.cached.fetch(slot.arena, job.num_adopted, slot.logits if is_whole else None, on_logits)
         except Exception as error:  # noqa: BLE001 (`_begin` raises it)
             job.error = error
         self._fetched.append(job)

@@ -35,6 +35,19 @@ class Replies:
             job.source, job.logits = choice, logits
         self.go_on(choice, logits[None])
 
+    def foretell(self, job: Job, logits: torch.Tensor) -> None:
+        """Samples and sends the first token while the prompt is being restored: it needs only `logits`, which are those
+        at the prompt's end, shape [vocab]. What goes wrong fails the job when the fetch, which fills its memory, is
+        over."""
+        # Progress is told before the first token; a reply of no tokens has none.
+        if not job.is_fetching or job.request.reports_progress or not self._served.reply_limit(job.request):
+            return
+        choice = job.choices[0]
+        try:
+            choice.foretold = self._send_next(choice, logits)
+        except Exception as error:  # noqa: BLE001 (the loop raises it)
+            job.error = error
+
     def go_on(self, choice: Choice, logits: torch.Tensor) -> None:
         """Samples and sends the next tokens of a reply. `logits` has shape [1 + guesses, vocab], and those behind a
         guess count if it is what was sampled. All other guesses are taken back."""
@@ -84,24 +97,29 @@ class Replies:
     def _next(self, choice: Choice, logits: torch.Tensor) -> tuple[int | None, FinishReason | None]:
         """Samples and sends a token. Returns it, and why the reply ends with it, or without one (None); the second is
         None if it goes on."""
-        job, limit = choice.job, self._served.reply_limit(choice.job.request)
-        if not limit:
-            job.end_without_tokens()
+        if not self._served.reply_limit(choice.job.request):
+            choice.job.end_without_tokens()
             self._publish(choice, logits)
             return None, "length"
-        token = choice.sampler.sample(logits)
-        job.count_token()
-        logprobs = choice.sampler.logprobs(logits, token)
-        is_last = len(choice.reply) + 1 == limit
-        end: FinishReason | None = "stop" if choice.sampler.is_complete else "length" if is_last else None
-        event, reason = self._served.token_event(choice.index, token, logprobs, choice.text, end)
-        job.ticket.emit(event)
+        foretold, choice.foretold = choice.foretold, None
+        token, reason = foretold or self._send_next(choice, logits)
         self._publish(choice, logits)
         if reason is None:
             choice.reply.append(token)
             choice.num_known += 1
             if choice.guesser is not None:
                 choice.guesser.note(token)
+        return token, reason
+
+    def _send_next(self, choice: Choice, logits: torch.Tensor) -> tuple[int, FinishReason | None]:
+        job = choice.job
+        token = choice.sampler.sample(logits)
+        job.count_token()
+        logprobs = choice.sampler.logprobs(logits, token)
+        is_last = len(choice.reply) + 1 == self._served.reply_limit(job.request)
+        end: FinishReason | None = "stop" if choice.sampler.is_complete else "length" if is_last else None
+        event, reason = self._served.token_event(choice.index, token, logprobs, choice.text, end)
+        job.ticket.emit(event)
         return token, reason
 
     def _publish(self, choice: Choice, logits: torch.Tensor) -> None:

@@ -107,6 +107,12 @@ class ServedModel:
         self.cache.warm_up(slot.arena)
         self.pool.release(slot, keep=False)
 
+    def warm_up_thread(self) -> None:
+        """Does what a reply does first, on the engine's thread. torch starts threads of its own for each that calls it,
+        for which the first token would wait milliseconds."""
+        logits = torch.zeros(_vocab_size(self.model), dtype=self.model.dtype, device=self.model.device)
+        logits.clone().float().unsqueeze(0).max(dim=-1)
+
     def give_way(self) -> None:
         """Ends what is done ahead of the first request, which has come. For any thread."""
         self.pool.give_way()

@@ -106,13 +106,20 @@ class CachedRequest:
                 store_id = self._publisher.store_id
                 self._brought = bring(self.cache, self.namespace, nodes, ttl_s, store_id, is_cancelled, have)
 
-    def fetch(self, arena: KVArena, have: int = 0, logits: torch.Tensor | None = None) -> None:
+    def fetch(
+        self,
+        arena: KVArena,
+        have: int = 0,
+        logits: torch.Tensor | None = None,
+        on_logits: Callable[[torch.Tensor], None] = lambda _: None,
+    ) -> None:
         """Copy the longest restorable prefix into the arena, which has room for the prompt; of a miss, nothing.
 
         The arena's first `have` tokens are the prompt's already, with their exact state, and only what lies behind them
         is loaded. `logits` are the next-token logits at the prompt's end (shape [vocab]); they must be given if the
-        arena has the whole prompt, unless that goes on. Captures of the arena must be over, unless they read those
-        tokens only.
+        arena has the whole prompt, unless that goes on. `on_logits` is told them, on any thread, as soon as they are
+        loaded. The rest may fail yet; computing it then gives the same ones. Captures of the arena must be over, unless
+        they read those tokens only.
 
         For one thread, which may be another one than the engine's: of what requests share, it changes only what has a
         lock of its own (the writer's queues, the pins, the counters), and the count of restores that were not worth it.
@@ -122,7 +129,7 @@ class CachedRequest:
         arena.truncate(have)
         self.restored = held = _held(have, logits)
         if self._bypass is None:
-            restoration = self._restoration()
+            restoration = self._restoration(on_logits)
             self._miss_reason = "error"
             with self._guarded("nothing is restored"):
                 restored = restoration.run(arena, have, logits)
@@ -289,7 +296,7 @@ class CachedRequest:
             self.cache.count("errors")
             log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
 
-    def _restoration(self) -> Restoration:
+    def _restoration(self, on_logits: Callable[[torch.Tensor], None]) -> Restoration:
         cache, notes = self.cache, self.cache.notes_of(self.namespace.root, self.namespace.record)
         return Restoration(
             self.nodes,
@@ -301,6 +308,7 @@ class CachedRequest:
             allows=cache.cost_model.allows,
             pays=cache.cost_model.pays,
             noted_logits=lambda: notes.get(NoteKind.LOGITS, self.nodes.end_id),
+            on_logits=on_logits,
             reuse_generated=self.options.reuse_generated,
             needs_logits=not self.goes_on,
             brought=self._brought.names,

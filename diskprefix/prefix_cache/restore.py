@@ -53,7 +53,9 @@ class Restoration:
     `tiers` are where its nodes are looked for, the nearest first. `pins` gets what unpins the last node that matched
     and the one that is restored to. `allows` says whether so many tokens are worth restoring, and `pays` whether so
     many more tokens are worth loading so many more bytes. `noted_logits` gives the logits at the prompt's end as bytes,
-    if they were kept when its tail was replaced. `reuse_generated` and `needs_logits`: see `Matcher`.
+    if they were kept when its tail was replaced. `on_logits` is told the logits at the prompt's end, shape [vocab], on
+    any thread, before all of the state is loaded, which may fail yet. `reuse_generated` and `needs_logits`: see
+    `Matcher`.
     """
 
     nodes: PromptNodes
@@ -65,6 +67,7 @@ class Restoration:
     allows: Callable[[int], bool]
     pays: Callable[[int, int], bool]
     noted_logits: Callable[[], bytes | None]
+    on_logits: Callable[[torch.Tensor], None] = lambda _: None
     reuse_generated: bool = False
     needs_logits: bool = True
     brought: Collection[bytes] = ()
@@ -102,10 +105,13 @@ class Restoration:
             self._pin(matcher.deepest)
             path, end = self._worth_restoring(matcher, have)
             matched = time.perf_counter()
+            if self._logits is not None and end == len(self.nodes.token_ids):
+                self._tell_logits(arena, path, self._logits)
             while True:
                 missing = [(node, self._found_in[node.name]) for node in path if min(node.end, end) > have]
                 first_needed = self._first_needed(matcher, end)
-                loader = Loader(self.nodes, missing, have, end, first_needed, arena)
+                on_logits = partial(self._tell_logits, arena, path)
+                loader = Loader(self.nodes, missing, have, end, first_needed, arena, on_logits)
                 if not missing:
                     break
                 self.kept = 0
@@ -142,6 +148,11 @@ class Restoration:
             lookup_ms=(matched - started) * 1e3,
             restore_ms=(loaded - matched) * 1e3,
         )
+
+    def _tell_logits(self, arena: KVArena, path: Sequence[Node], logits: Bytes) -> None:
+        """Not those after a reply that was computed otherwise: if that is lost, the prompt computes others."""
+        if not any(node.generated for node in path):
+            self.on_logits(arena.logits_from(logits))
 
     def _pin(self, node: Node | None) -> None:
         """Before anything is loaded: the request will continue what it restores."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,8 @@ class Loader:
     `path` are the nodes of the prefix that ends at `end`, each with the view that has it, without those that end among
     the first `have` tokens, which the sink has already. The last one may reach further; it is verified as a whole.
     `first_needed` gives, for each group of per-token tensors and for the logits, the first token that is needed: layers
-    with a window look at no more. `num_bytes` is what was loaded, before encoding.
+    with a window look at no more. `num_bytes` is what was loaded, before encoding. `on_logits` is told the next-token
+    logits, if they are loaded, as soon as they are; on a reading thread.
     """
 
     nodes: PromptNodes
@@ -37,6 +38,7 @@ class Loader:
     end: int
     first_needed: Mapping[int, int]
     sink: BlockSink
+    on_logits: Callable[[Bytes], None] = lambda _: None
     logits: Bytes | None = None
     """The next-token logits as bytes, shape [1, bytes], if they were loaded."""
     num_bytes: int = 0
@@ -61,14 +63,23 @@ class Loader:
 
     def _in_order(self) -> Iterator[tuple[int, Cut, Write]]:
         """For each piece, the index of its node, what it holds, and what writes it into memory. One thread at a time: a
-        view serves no two at once."""
-        for index, (node, view) in enumerate(self.path):
-            cuts = self.nodes.cuts(node)
-            # Of layers with a window, the run looks at the blocks under the window only.
-            end = min(node.end, self.end)
-            needed = [number for number, cut in enumerate(cuts) if end > self.first_needed.get(cut.group, -1)]
-            for number, write in zip(needed, view.pieces(node, cuts, needed), strict=True):
-                yield index, cuts[number], write
+        view serves no two at once. Logits come first: a reply can begin while the rest is loaded."""
+        yield from self._pieces(len(self.path) - 1, are_logits=True)
+        for index in range(len(self.path)):
+            yield from self._pieces(index, are_logits=False)
+
+    def _pieces(self, index: int, *, are_logits: bool) -> Iterator[tuple[int, Cut, Write]]:
+        node, view = self.path[index]
+        cuts, logits_group = self.nodes.cuts(node), self.nodes.layout.logits_group
+        # Of layers with a window, the run looks at the blocks under the window only.
+        end = min(node.end, self.end)
+        needed = [
+            number
+            for number, cut in enumerate(cuts)
+            if (cut.group == logits_group) == are_logits and end > self.first_needed.get(cut.group, -1)
+        ]
+        for number, write in zip(needed, view.pieces(node, cuts, needed), strict=True):
+            yield index, cuts[number], write
 
     def _take(self) -> None:
         while not self._bad:
@@ -88,6 +99,7 @@ class Loader:
             logits = np.empty((1, cut.piece.row_bytes), dtype=np.uint8)
             write(logits)
             self.logits = logits
+            self.on_logits(logits)
         else:
             rows = slice(cut.first_row, cut.first_row + cut.piece.num_rows)
             start, end = max(node.position, self.have), min(node.end, self.end)
