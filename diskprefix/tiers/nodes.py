@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from diskprefix.store.pieces import Cut, PayloadLayout
 from diskprefix.store.schema import Kind, node_name
-from diskprefix.tokens import TokenIds, floor_to_grid
+from diskprefix.tokens import TokenIds, block_hashes, floor_to_grid
 
 _ID_BYTES = 4
 
@@ -44,8 +44,6 @@ class PromptNodes:
         self.layout = layout
         self._secret = secret
         self._bytes = token_ids.tobytes()
-        self._blocks: dict[int, Node] = {}
-        """Of what was asked for, by number: names take long, and each block is asked for several times."""
 
     @property
     def num_blocks(self) -> int:
@@ -54,12 +52,10 @@ class PromptNodes:
 
     def block(self, parent: bytes, index: int, *, generated: bool = False) -> Node:
         """The full block number `index`, which continues `parent`."""
-        known = self._blocks.get(index)
-        if known is not None and known.parent == parent and known.generated == generated:
+        known = self._blocks[index]
+        if not generated and known.parent == parent:
             return known
-        start = index * self.block_size
-        self._blocks[index] = node = self._node(parent, start, start + self.block_size, Kind.BLOCK, generated)
-        return node
+        return self._node(parent, known.position, known.end, Kind.BLOCK, generated)
 
     def partial_block(self, parent: bytes, end: int) -> Node:
         """The block that continues `parent` and ends at `end`, before it is full."""
@@ -74,10 +70,14 @@ class PromptNodes:
     @cached_property
     def block_names(self) -> list[bytes]:
         """The names of all full blocks, as a prefill from position 0 makes them."""
-        names = [self.root]
-        for index in range(self.num_blocks):
-            names.append(self.block(names[-1], index).name)
-        return names[1:]
+        return block_hashes(self._secret, self.root, self._bytes, self.block_size)
+
+    @cached_property
+    def _blocks(self) -> list[Node]:
+        """Those blocks."""
+        parents = [self.root, *self.block_names]
+        size = self.block_size
+        return [Node(name, parents[i], i * size, size, Kind.BLOCK) for i, name in enumerate(self.block_names)]
 
     @property
     def end_id(self) -> str:

@@ -22,10 +22,10 @@ from diskprefix.prefix_cache.matching import Matcher
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.store import snapshot
 from diskprefix.store.schema import Kind
-from diskprefix.tiers import nodes
 from diskprefix.tokens import HASH_BYTES, TokenIds
 from tests import runner
 from tests.exactness.architectures import tiny_model
+from tests.naming import name_nodes
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_settings
 
 PROMPT = random_prompt(1, 9 * BLOCK + 5)
@@ -179,7 +179,7 @@ def test_without_the_comparison_of_tokens_it_is_not(
     def colliding(_secret: int, parent: bytes, token_ids: bytes, kind: Kind, *, generated: bool = False) -> bytes:
         return hashlib.sha256(b"%b %d %d %d" % (parent, len(token_ids), kind, generated)).digest()[:HASH_BYTES]
 
-    monkeypatch.setattr(nodes, "node_name", colliding)
+    name_nodes(monkeypatch, colliding)
     other = random_prompt(3, len(OTHER))
     for compared in (True, False):
         with monkeypatch.context() as patch:

@@ -29,6 +29,7 @@ from tests.exactness.architectures import ARCHITECTURES, tiny_model
 from tests.exactness.jobs import Job, Kind, Lengths, cases_of, expected
 from tests.exactness.rows import DTYPES, UNSUPPORTED, Row, judged, run_jobs
 from tests.examples import examples
+from tests.naming import name_nodes
 from tests.runner import random_prompt
 from tools.matrices import exactness
 from tools.models.weight_files import RWKV, STORIES, converted
@@ -218,7 +219,7 @@ def colliding_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def name(secret: int, parent: bytes, _: TokenIds | bytes, kind: NodeKind, *, generated: bool = False) -> bytes:
         return node_name(secret, parent, b"", kind, generated=generated)
 
-    monkeypatch.setattr("diskprefix.tiers.nodes.node_name", name)
+    name_nodes(monkeypatch, name)
 
 
 def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

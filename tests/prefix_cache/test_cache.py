@@ -32,10 +32,10 @@ from diskprefix.store.schema import Kind, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant import SHARED
-from diskprefix.tiers import nodes
 from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
+from tests.naming import name_nodes
 from tests.runner import BLOCK, DEVICES, Runner, random_prompt, same, tiny_llama, tiny_settings
 from tests.store.building import chain
 
@@ -242,7 +242,7 @@ def test_tokens_are_compared_so_equal_names_never_mix_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every block gets the same name: a store that trusted names would restore another prompt's state."""
-    monkeypatch.setattr(nodes, "node_name", lambda *_, **__: b"n" * 16)
+    name_nodes(monkeypatch, lambda *_, **__: b"n" * 16)
     runner = Runner(tiny_llama(), tiny_settings(tmp_path))
     runner.run(random_prompt(17, BLOCK + 5), BLOCK)
     runner.flush()
