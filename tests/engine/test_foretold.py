@@ -61,10 +61,11 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
 
 
 def request(**params: Any) -> GenerateRequest:
+    defaults: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "logit_bias": {2: -100.0}}
     return GenerateRequest(
         id="test",
         prompt=Prompt(PROMPT),
-        sampling=SamplingParams(**({"temperature": 0, "max_tokens": 6, "logit_bias": {2: -100.0}} | params)),
+        sampling=SamplingParams(**(defaults | params)),
         cache=CacheOptions(scope=parse_scope("full", param="scope")),
     )
 
@@ -126,9 +127,6 @@ def test_the_first_token_comes_before_the_state_is_loaded(
     warm = Watched(engine, request(**params), monkeypatch)
     assert warm.came_first
     assert all(warm.came_first)
-    assert [event for event in said(warm.events) if event.choice == 0] == [
-        event for event in said(cold) if event.choice == 0
-    ]
     assert sorted(map(repr, said(warm.events))) == sorted(map(repr, said(cold)))
     assert warm.done.usage.cached_tokens == len(PROMPT)
     assert warm.done.usage.completion_tokens == sum(isinstance(event, TextEvent) for event in warm.events)
