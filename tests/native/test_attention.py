@@ -105,6 +105,7 @@ def layers(name: str, dtype: torch.dtype) -> tuple[Layer, torch.Tensor]:
         "window": lambda: Layer.of(4, 2, 32, 32, dtype=dtype, window=300),
         "chunks": lambda: Layer.of(4, 2, 32, 32, dtype=dtype, chunk=270),
         "soft cap and sinks": lambda: Layer.of(4, 2, 32, 32, dtype=dtype, softcap=2.0, has_sinks=True),
+        "keys of three vectors and values of two and a half": lambda: Layer.of(6, 2, 96, 80, dtype=dtype),
         "values of another size, which fill no vector": lambda: Layer.of(4, 4, 27, 18, dtype=dtype),
     }[name]()
     return layer, layer.plain()
@@ -112,9 +113,11 @@ def layers(name: str, dtype: torch.dtype) -> tuple[Layer, torch.Tensor]:
 
 NAMES = (
     *("groups of three", "groups of seven", "one group of many heads", "window", "chunks", "soft cap and sinks"),
-    "values of another size, which fill no vector",
+    *("keys of three vectors and values of two and a half", "values of another size, which fill no vector"),
 )
 OF_ALL_VARIANTS = NAMES[::3]
+WITH_PAIRS = ("amx", "avx512_bf16")
+"""Variants with a product in bfloat16 of their own."""
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -131,7 +134,8 @@ def random_steps(seed: int) -> list[int]:
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_attention_with_the_same_bits_in_every_step(name: str, dtype: torch.dtype, operators: Operators) -> None:
-    if operators.variant != library.VARIANTS[0] and name not in OF_ALL_VARIANTS:
+    is_other_code = operators.variant in WITH_PAIRS and dtype == torch.bfloat16
+    if not is_other_code and name not in OF_ALL_VARIANTS:
         pytest.skip("the rest of it is the same code")
     layer, plain = layers(name, dtype)
     whole = layer.cut(operators, [TOKENS])
@@ -191,6 +195,7 @@ def test_there_is_one_pool_of_threads() -> None:
     torch.ones(1 << 20).mul_(2)
     before = len(list(Path("/proc/self/task").iterdir()))
     layer.cut(operators, [TOKENS])
-    assert len(list(Path("/proc/self/task").iterdir())) == before
+    # Those of a larger team, of another test, may end meanwhile.
+    assert len(list(Path("/proc/self/task").iterdir())) <= before
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
     assert len(loaded) == 1

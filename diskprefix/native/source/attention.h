@@ -103,6 +103,8 @@ class Computation {
   std::atomic<int64_t> next_{0};
   std::atomic<bool> failed_{false};
 
+  static constexpr int64_t WEIGHTS = STRIDE * sizeof(float) / sizeof(Factor);  // the stride of weights
+
   struct Scratch {
     Factor *queries, *turned, *keys, *values;
     float* scores;  // and in the same rows the weights, as soon as a score is not needed any more
@@ -260,20 +262,29 @@ class Computation {
     if (as_they_lie < num_keys)
       Product::pack_turned(keys + as_they_lie * run.key_token_stride, run.key_token_stride, present - as_they_lie,
                            num_keys - as_they_lie, call_.key_dim, inner_, scratch.keys);
-    Product::pack_plain(values, run.value_token_stride, present, num_keys, call_.value_dim, columns_, scratch.values);
+    const bool packs_values = !Product::TAKES_VALUES || !has_few(task);
+    if (packs_values)
+      Product::pack_plain(values, run.value_token_stride, present, num_keys, call_.value_dim, columns_, scratch.values);
     for (int64_t row = 0; row < task.num_rows; row += BLOCK) {
       const int64_t num_rows = least(BLOCK, task.num_rows - row), end = scratch.positions[row + num_rows - 1] + 1;
       const int64_t seen = up_to(least(present, end - start), KEYS);
       if (seen <= 0) continue;
       // Those of few rows, which may be cut into units, have one block.
       const State found = task.of_tiles ? partial(task, tile) : scratch.tile;
-      attend_block(scratch, row, num_rows, start, as_they_lie, seen, num_keys, found);
+      weigh_block(scratch, row, num_rows, start, as_they_lie, seen, num_keys, found);
+      const Factor* weights = (const Factor*)scratch.scores;
+      if (packs_values)
+        Product::multiply(weights, WEIGHTS, scratch.values, num_keys, columns_, found.taken, columns_, num_rows, seen, columns_);
+      else if constexpr (Product::TAKES_VALUES)
+        Product::multiply_values(weights, WEIGHTS, num_rows, values, run.value_token_stride, present, call_.value_dim,
+                                 found.taken, columns_);
       if (!task.of_tiles) scratch.state.from(row).merge(found, num_rows);
     }
   }
 
-  // `seen` of the `num_keys` keys are computed. The scores of the first `known` are there, the other keys are packed.
-  void attend_block(const Scratch& scratch, int64_t row, int64_t num_rows, int64_t start, int64_t known, int64_t seen,
+  // What rows of a block weigh, of which `seen` of the `num_keys` keys are computed. The scores of the first `known` are
+  // there, the other keys are packed.
+  void weigh_block(const Scratch& scratch, int64_t row, int64_t num_rows, int64_t start, int64_t known, int64_t seen,
                     int64_t num_keys, const State& found) const {
     if (known < seen)
       Product::multiply(scratch.queries + row * inner_, inner_, scratch.keys, inner_, num_keys - known,
@@ -287,9 +298,6 @@ class Computation {
       found.high[i] = tops[i] * scale_ > NOTHING ? tops[i] * scale_ : NOTHING;
       found.sum[i] = weigh(scratch.scores + i * STRIDE, seen, tops[i]);
     }
-    const int64_t stride = STRIDE * sizeof(float) / sizeof(Factor);
-    Product::multiply((const Factor*)scratch.scores, stride, scratch.values, num_keys, columns_, found.taken, columns_,
-                      num_rows, seen, columns_);
   }
 
   // Of a row that sees the keys from `first` on up to `end`. Other scores are hidden.
@@ -374,6 +382,8 @@ int32_t attention(const Attention* call, const Run* runs) {
     default:
 #if defined(__AMX_BF16__)
       return attention_of<BFloat16, TileProduct>(call, runs);
+#elif defined(__AVX512BF16__)
+      return attention_of<BFloat16, PairProduct>(call, runs);
 #else
       return attention_of<BFloat16, VectorProduct<BFloat16>>(call, runs);
 #endif

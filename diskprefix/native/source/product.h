@@ -7,6 +7,53 @@
 namespace diskprefix {
 namespace {
 
+// A block of sums in registers: R rows × C vectors of columns. `Terms` says what is multiplied at once: `STEP` inner numbers
+// of a row with those of a vector's columns. The vectors of a matrix are `across` factors apart, its inner steps `down`.
+template <class Terms, int R, int C, class Factor>
+inline void block(const Factor* left, int64_t left_stride, const Factor* matrix, int64_t across, int64_t down, float* out,
+                  int64_t out_stride, int64_t inner) {
+  Floats sums[R][C] = {};
+  for (int64_t i = 0; i < inner; i += Terms::STEP, matrix += down) {
+    Floats right[C];
+    for (int column = 0; column < C; ++column) right[column] = loaded<Floats>(matrix + column * across);
+    for (int row = 0; row < R; ++row) {
+      const Floats factor = Terms::each(left + row * left_stride + i);
+      for (int column = 0; column < C; ++column) sums[row][column] = Terms::add(sums[row][column], factor, right[column]);
+    }
+  }
+  for (int row = 0; row < R; ++row)
+    for (int column = 0; column < C; ++column) store(out + row * out_stride + column * LANES, sums[row][column]);
+}
+
+template <class Terms, int R, int C, class Factor>
+inline void block_of(int64_t rows, const Factor* left, int64_t left_stride, const Factor* matrix, int64_t across,
+                     int64_t down, float* out, int64_t out_stride, int64_t inner) {
+  if (rows == R)
+    block<Terms, R, C>(left, left_stride, matrix, across, down, out, out_stride, inner);
+  else if constexpr (R > 1)
+    block_of<Terms, R - 1, C>(rows, left, left_stride, matrix, across, down, out, out_stride, inner);
+}
+
+// Rows × matrix, by blocks of R rows and C vectors or less.
+template <class Terms, int R, int C, class Factor>
+void blocks(const Factor* left, int64_t left_stride, const Factor* matrix, int64_t across, int64_t down, float* out,
+            int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns) {
+  for (int64_t column = 0; column < columns;) {
+    const bool is_wide = columns - column >= C * LANES;
+    const Factor* right = matrix + column / LANES * across;
+    for (int64_t row = 0; row < num_rows; row += R) {
+      const int64_t rows = least(R, num_rows - row);
+      const Factor* a = left + row * left_stride;
+      float* c = out + row * out_stride + column;
+      if (is_wide)
+        block_of<Terms, R, C>(rows, a, left_stride, right, across, down, c, out_stride, inner);
+      else
+        block_of<Terms, R, 1>(rows, a, left_stride, right, across, down, c, out_stride, inner);
+    }
+    column += is_wide ? C * LANES : LANES;
+  }
+}
+
 // In float32, whatever the type of the model: a number is one chain of multiply-and-add, in the order of the inner index.
 template <class Type>
 struct VectorProduct {
@@ -16,8 +63,8 @@ struct VectorProduct {
   static constexpr int INNER = 1;
   static constexpr int COLUMNS = LANES;
   static constexpr int FEW_ROWS = 0;
-  static constexpr int MOST_ROWS = 6;
-  static constexpr int MOST_VECTORS = LANES == 16 ? 4 : 2;
+  static constexpr bool TAKES_VALUES = false;
+  static constexpr int STEP = 1;
 
   // Exists while `multiply` is called for `num_rows` rows or less.
   struct Scope {
@@ -69,59 +116,202 @@ struct VectorProduct {
   // out [rows, columns] = left [rows, inner] × the first rows and columns of a packed matrix [all_inner, all_columns].
   static void multiply(const float* left, int64_t left_stride, const float* matrix, int64_t, int64_t all_columns,
                        float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns) {
-    for (int64_t column = 0; column < columns;) {
-      const bool is_wide = columns - column >= MOST_VECTORS * LANES;
-      for (int64_t row = 0; row < num_rows; row += MOST_ROWS) {
-        const int64_t rows = num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS;
-        const float* a = left + row * left_stride;
-        float* c = out + row * out_stride + column;
-        if (is_wide)
-          rows_of<MOST_ROWS, MOST_VECTORS>(rows, a, left_stride, matrix + column, all_columns, c, out_stride, inner);
-        else
-          rows_of<MOST_ROWS, 1>(rows, a, left_stride, matrix + column, all_columns, c, out_stride, inner);
-      }
-      column += is_wide ? MOST_VECTORS * LANES : LANES;
-    }
+    blocks<VectorProduct, 6, LANES == 16 ? 4 : 2>(left, left_stride, matrix, LANES, all_columns, out, out_stride, num_rows, inner, columns);
   }
 
-  template <int MOST, int VECTORS>
-  static void rows_of(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
-                      int64_t c_stride, int64_t inner) {
-    if (rows == MOST)
-      block<MOST, VECTORS>(a, a_stride, b, b_stride, c, c_stride, inner);
-    else if constexpr (MOST > 1)
-      rows_of<MOST - 1, VECTORS>(rows, a, a_stride, b, b_stride, c, c_stride, inner);
-  }
-
-  template <int R, int C>
-  static void block(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
-                    int64_t inner) {
-    Floats sums[R][C] = {};
-    for (int64_t i = 0; i < inner; ++i) {
-      Floats right[C];
-      for (int column = 0; column < C; ++column) right[column] = loaded<Floats>(b + i * b_stride + column * LANES);
-      for (int row = 0; row < R; ++row) {
-        const Floats left = all(a[row * a_stride + i]);
-        for (int column = 0; column < C; ++column) sums[row][column] = fma(left, right[column], sums[row][column]);
-      }
-    }
-    for (int row = 0; row < R; ++row)
-      for (int column = 0; column < C; ++column) store(c + row * c_stride + column * LANES, sums[row][column]);
-  }
+  static Floats each(const float* left) { return all(*left); }
+  static Floats add(Floats sum, Floats left, Floats right) { return fma(left, right, sum); }
 };
 
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 
-// Products of bfloat16 by tiles of 16 rows and 32 inner numbers. The matrix lies in panels of 16 columns, in each the
-// pairs of inner numbers that belong together.
-struct TileProduct {
+// Factors in bfloat16. A matrix lies in panels of 16 columns, in each the pairs of inner numbers that belong together.
+struct Pairs {
   typedef uint16_t Stored;
   typedef uint16_t Factor;
-  static constexpr int ROWS = 16;
   static constexpr int INNER = 32;
   static constexpr int COLUMNS = 16;
   static constexpr int64_t AHEAD = 4096;  // bytes: how far before its use memory is fetched, and twice as far for keys
+
+  static void pack_row(const uint16_t* from, int64_t dim, int64_t inner, uint16_t* to) {
+    for (int64_t i = 0; i < inner; ++i) to[i] = i < dim ? from[i] : 0;
+  }
+
+  static void put_factors(uint16_t* to, Floats low, Floats high) {
+    store(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+  }
+
+  static void pack_turned(const uint16_t* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
+                          int64_t inner, uint16_t* to) {
+    for (int64_t token = 0; token < num_tokens; token += 16)
+      for (int64_t first = 0; first < inner; first += 32, to += 512) {
+        Floats square[16];
+        const __mmask32 some = mask_of(dim - first);
+        for (int64_t row = 0; row < 16; ++row) {
+          const __mmask32 mask = token + row < present ? some : 0;
+          square[row] = (Floats)_mm512_maskz_loadu_epi16(mask, from + (token + row) * stride + first);
+        }
+        transpose(square);
+        for (int64_t pair = 0; pair < 16; ++pair) store(to + pair * 32, square[pair]);
+      }
+  }
+
+  static void pack_plain(const uint16_t* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
+                         int64_t columns, uint16_t* to) {
+    // Token by token, as memory is read fastest in its order, one line of it at a time.
+    const Pairing pairing;
+    for (int64_t token = 0; token < num_tokens; token += 2) {
+      const uint16_t *even = from + token * stride, *odd = even + stride;
+      for (int64_t first = 0; first < columns; first += 32) {
+        _mm_prefetch((const char*)(even + first) + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char*)(odd + first) + AHEAD, _MM_HINT_T0);
+        const __mmask32 some = mask_of(dim - first);
+        Floats low, high;
+        pairing.of(_mm512_maskz_loadu_epi16(token < present ? some : 0, even + first),
+                   _mm512_maskz_loadu_epi16(token + 1 < present ? some : 0, odd + first), low, high);
+        store(to + first * num_tokens + token * 16, low);
+        if (first + 16 < columns) store(to + (first + 16) * num_tokens + token * 16, high);
+      }
+    }
+  }
+
+  static __mmask32 mask_of(int64_t width) { return width >= 32 ? ~0u : (1u << width) - 1; }
+
+  // Two vectors of 32 numbers as 32 pairs.
+  struct Pairing {
+    __m512i low, high;
+    Pairing() {
+      alignas(64) uint16_t numbers[2][32];
+      for (int i = 0; i < 32; ++i) numbers[0][i] = i / 2 + i % 2 * 32, numbers[1][i] = i / 2 + i % 2 * 32 + 16;
+      low = loaded<__m512i>(numbers[0]), high = loaded<__m512i>(numbers[1]);
+    }
+    void of(__m512i first, __m512i second, Floats& lower, Floats& higher) const {
+      lower = (Floats)_mm512_permutex2var_epi16(first, low, second);
+      higher = (Floats)_mm512_permutex2var_epi16(first, high, second);
+    }
+  };
+};
+
+// Products of bfloat16 by vectors: a number is one chain, in the order of the inner index, to which each pair adds the
+// product of its second numbers, then that of its first.
+struct PairProduct : Pairs {
+  static constexpr int ROWS = 1;
+  static constexpr int FEW_ROWS = 8;  // or fewer are multiplied with tokens as they lie in memory, and with their values
+  static constexpr bool TAKES_VALUES = true;
+  static constexpr int STEP = 2;
+
+  struct Scope {
+    explicit Scope(int64_t) {}
+    ~Scope() {}
+  };
+
+  static void multiply(const uint16_t* left, int64_t left_stride, const uint16_t* matrix, int64_t all_inner, int64_t,
+                       float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns) {
+    blocks<PairProduct, 6, 4>(left, left_stride, matrix, all_inner * 16, 32, out, out_stride, num_rows, inner, columns);
+  }
+
+  static Floats each(const uint16_t* left) {
+    int32_t pair;
+    memcpy(&pair, left, 4);
+    return (Floats)all_ints(pair);
+  }
+
+  static Floats add(Floats sum, Floats left, Floats right) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
+  }
+
+  static void turn_rows(const uint16_t* rows, int64_t num_rows, int64_t inner, uint16_t* to) {
+    memcpy(to, rows, num_rows * inner * 2);
+  }
+
+  // out [rows, tokens] = rows × tokensᵀ, for 16 tokens at a time as they lie in memory. Each number has the bits that
+  // `multiply` gives it.
+  static void multiply_tokens(const uint16_t* rows, int64_t num_rows, int64_t inner, const uint16_t* tokens,
+                              int64_t stride, int64_t num_tokens, float* out, int64_t out_stride) {
+    rows_by_tokens<FEW_ROWS>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
+  }
+
+  template <int R>
+  static void rows_by_tokens(const uint16_t* rows, int64_t num_rows, int64_t inner, const uint16_t* tokens,
+                             int64_t stride, int64_t num_tokens, float* out, int64_t out_stride) {
+    if constexpr (R > 1)
+      if (num_rows < R) return rows_by_tokens<R - 1>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
+    for (int64_t token = 0; token < num_tokens; token += 16, tokens += 16 * stride) {
+      Floats sums[R] = {};
+      for (int64_t i = 0; i < inner; i += 32) {
+        Floats square[16];
+        for (int64_t row = 0; row < 16; ++row) {
+          _mm_prefetch((const char*)(tokens + row * stride + i) + 2 * AHEAD, _MM_HINT_T0);
+          square[row] = loaded<Floats>(tokens + row * stride + i);
+        }
+        transpose(square);
+        for (int64_t pair = 0; pair < 16; ++pair)
+          for (int row = 0; row < R; ++row) sums[row] = add(sums[row], each(rows + row * inner + i + 2 * pair), square[pair]);
+      }
+      for (int row = 0; row < R; ++row) store(out + row * out_stride + token, sums[row]);
+    }
+  }
+
+  // out [rows, columns] = weights [rows, tokens] × values [tokens, dim] as they lie in memory, for `FEW_ROWS` or less. Each
+  // number has the bits that `multiply` gives it.
+  static void multiply_values(const uint16_t* weights, int64_t weights_stride, int64_t num_rows, const uint16_t* values,
+                              int64_t stride, int64_t num_tokens, int64_t dim, float* out, int64_t columns) {
+    rows_by_values<FEW_ROWS>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns);
+  }
+
+  template <int R>
+  static void rows_by_values(const uint16_t* weights, int64_t weights_stride, int64_t num_rows, const uint16_t* values,
+                             int64_t stride, int64_t num_tokens, int64_t dim, float* out, int64_t columns) {
+    if constexpr (R > 1)
+      if (num_rows < R)
+        return rows_by_values<R - 1>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns);
+    constexpr int MOST = R <= 6 ? 4 : 2;  // vectors, so that the sums are in registers
+    for (int64_t first = 0; first < columns;) {
+      const bool is_wide = dim - first >= MOST * 16;
+      if (is_wide)
+        values_block<R, MOST>(weights, weights_stride, values + first, stride, num_tokens, ~0u, out + first, columns, MOST);
+      else
+        values_block<R, 2>(weights, weights_stride, values + first, stride, num_tokens, mask_of(dim - first), out + first, columns,
+                           least(2, (columns - first) / 16));
+      first += is_wide ? MOST * 16 : 32;
+    }
+  }
+
+  // Of the vectors the first `present` are stored.
+  template <int R, int C>
+  static void values_block(const uint16_t* weights, int64_t weights_stride, const uint16_t* values, int64_t stride,
+                           int64_t num_tokens, __mmask32 mask, float* out, int64_t out_stride, int64_t present) {
+    const Pairing pairing;
+    Floats sums[R][C] = {};
+    for (int64_t token = 0; token < num_tokens; token += 2) {
+      const uint16_t *even = values + token * stride, *odd = even + stride;
+      const __mmask32 others = token + 1 < num_tokens ? mask : 0;
+      Floats right[C];
+      for (int column = 0; column < C; column += 2) {
+        _mm_prefetch((const char*)(even + 16 * column) + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char*)(odd + 16 * column) + AHEAD, _MM_HINT_T0);
+        pairing.of(_mm512_maskz_loadu_epi16(mask, even + 16 * column), _mm512_maskz_loadu_epi16(others, odd + 16 * column),
+                   right[column], right[column + 1]);
+      }
+      for (int row = 0; row < R; ++row) {
+        const Floats factor = each(weights + row * weights_stride + token);
+        for (int column = 0; column < C; ++column) sums[row][column] = add(sums[row][column], factor, right[column]);
+      }
+    }
+    for (int row = 0; row < R; ++row)
+      for (int column = 0; column < present; ++column) store(out + row * out_stride + 16 * column, sums[row][column]);
+  }
+};
+
+#endif
+
+#if defined(__AMX_BF16__)
+
+// Products of bfloat16 by tiles of 16 rows and 32 inner numbers.
+struct TileProduct : Pairs {
+  static constexpr int ROWS = 16;
   static constexpr int FEW_ROWS = 16;  // or fewer may be multiplied with tokens as they lie in memory
+  static constexpr bool TAKES_VALUES = false;
 
   // Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the matrix. Another library may use them after us.
   struct Scope {
@@ -141,50 +331,6 @@ struct TileProduct {
     }
     ~Scope() { _tile_release(); }
   };
-
-  static void pack_row(const uint16_t* from, int64_t dim, int64_t inner, uint16_t* to) {
-    for (int64_t i = 0; i < inner; ++i) to[i] = i < dim ? from[i] : 0;
-  }
-
-  static void put_factors(uint16_t* to, Floats low, Floats high) {
-    store(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-  }
-
-  static void pack_turned(const uint16_t* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
-                          int64_t inner, uint16_t* to) {
-    for (int64_t token = 0; token < num_tokens; token += 16)
-      for (int64_t first = 0; first < inner; first += 32, to += 512) {
-        Floats square[16];
-        const int64_t width = dim - first;
-        const __mmask32 some = width >= 32 ? ~0u : (1u << width) - 1;
-        for (int64_t row = 0; row < 16; ++row) {
-          const __mmask32 mask = token + row < present ? some : 0;
-          square[row] = (Floats)_mm512_maskz_loadu_epi16(mask, from + (token + row) * stride + first);
-        }
-        transpose(square);
-        for (int64_t pair = 0; pair < 16; ++pair) store(to + pair * 32, square[pair]);
-      }
-  }
-
-  static void pack_plain(const uint16_t* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
-                         int64_t columns, uint16_t* to) {
-    // Token by token, as memory is read fastest in its order, one line of it at a time.
-    for (int64_t token = 0; token < num_tokens; token += 2) {
-      const uint16_t *even = from + token * stride, *odd = even + stride;
-      const bool are_whole = token + 1 < present && dim == columns;
-      for (int64_t first = 0; first < columns; first += 16) {
-        _mm_prefetch((const char*)even + AHEAD + 4 * first, _MM_HINT_T0);
-        const __mmask16 some = dim - first >= 16 ? 0xffff : (1u << (dim - first)) - 1;
-        const __m512i low = words_of(even + first, are_whole ? 0xffff : token < present ? some : 0);
-        const __m512i high = words_of(odd + first, are_whole ? 0xffff : token + 1 < present ? some : 0);
-        store(to + first * num_tokens + token * 16, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-      }
-    }
-  }
-
-  static __m512i words_of(const uint16_t* from, __mmask16 mask) {
-    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
-  }
 
   // The memory behind `left` and `out` has whole tiles of rows.
   static void multiply(const uint16_t* left, int64_t left_stride, const uint16_t* matrix, int64_t all_inner, int64_t,
