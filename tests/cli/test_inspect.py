@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from diskprefix.cli import main
+from diskprefix.errors import StoreFull
 from diskprefix.store.changes import Use
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
@@ -253,14 +255,17 @@ def test_it_reads_a_store_that_is_being_written(tmp_path: Path) -> None:
             if stop.is_set():
                 return
             clock.now += 11
-            store.publish(publication(store, prompt(seed, 2 * BLOCK)))
+            # It is full if a slow reader keeps the pages of many publications.
+            with suppress(StoreFull):
+                store.publish(publication(store, prompt(seed, 2 * BLOCK)))
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
         command = [sys.executable, "-m", "diskprefix", "inspect", "--kv-cache-dir", str(tmp_path), "--json"]
         for _ in range(3):
-            shown = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
+            shown = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False)
+            assert shown.returncode == 0, shown.stderr
             assert "entries" in json.loads(shown.stdout)
     finally:
         stop.set()
