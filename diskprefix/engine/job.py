@@ -214,9 +214,8 @@ class Job:
             if restored.num_tokens:
                 ended = matched + restored.restore_ms / 1e3
                 yield Stage("restore", matched, ended, facts | {"source": restored.source})
-        if self.computed_from is not None:
-            computed = prompt_tokens - restored.num_tokens
-            # The first token may have been sent before.
+        if self.computed_from is not None and (computed := prompt_tokens - restored.num_tokens):
+            # The first token was sent before, if what was to be restored turned out to be damaged.
             ended = max(self.first_token_at or now, self.computed_from + self.prefill_s)
             yield Stage("prefill", self.computed_from, ended, {"tokens": computed})
         if self.num_generated:
