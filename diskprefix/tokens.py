@@ -21,7 +21,7 @@ TokenIds: TypeAlias = npt.NDArray[np.int32]
 """Shape (num_tokens,), dtype int32, C-contiguous."""
 
 HASH_BYTES = 16
-_ID_BYTES = 4
+ID_BYTES = 4
 LEAST_TOKENS = 16
 """Fewer tokens are not restored, nor gone on from, nor waited for. They are what a template begins every prompt with,
 and computing them takes no longer than the step that they are a part of."""
@@ -44,7 +44,7 @@ def block_hash(secret: int, parent: bytes, token_ids: TokenIds | bytes, mark: by
 def block_hashes(secret: int, root: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
     """Returns the names of all full blocks of a prompt, one chained to the other: `block_hash` in one loop, because a
     lookup needs hundreds at once."""
-    names, parent, size = [], root, _ID_BYTES * block_size
+    names, parent, size = [], root, ID_BYTES * block_size
     for start in range(0, len(token_ids) - size + 1, size):
         parent = xxhash.xxh3_128_digest(parent + token_ids[start : start + size], seed=secret)
         names.append(parent)

@@ -10,12 +10,11 @@ import numpy as np
 from diskprefix.simulate.geometry import SLICEABLE
 from diskprefix.simulate.trace import TraceRequest
 from diskprefix.tiers.nodes import PromptNodes
-from diskprefix.tokens import floor_to_grid, root_hash
+from diskprefix.tokens import ID_BYTES, floor_to_grid, root_hash
 
 Spread: TypeAlias = Literal["random", "conversation", "tenant"]
 SPREADS: tuple[Spread, ...] = ("random", "conversation", "tenant")
 _SEED = 0
-_ID_BYTES = 4
 
 
 def spreader(spread: Spread, machines: int, block_size: int) -> Callable[[TraceRequest], int]:
@@ -60,7 +59,7 @@ class Conversations:
         if request.group:
             self._groups[request.tenant, request.group] = number
         if end := floor_to_grid(len(token_ids), request.grain):
-            rest = of_tokens[_ID_BYTES * floor_to_grid(end, size) : _ID_BYTES * end]
+            rest = of_tokens[ID_BYTES * floor_to_grid(end, size) : ID_BYTES * end]
             self._ends.setdefault(names[end // size], {}).setdefault(len(rest), {})[rest] = number
         return number
 
@@ -68,7 +67,7 @@ class Conversations:
         """The conversation of the longest prompt that these tokens begin with. `names`: the root, then the blocks."""
         for index in range(len(names) - 1, -1, -1):
             of_length = self._ends.get(names[index], {})
-            start = _ID_BYTES * index * self._block_size
+            start = ID_BYTES * index * self._block_size
             for length in sorted(of_length, reverse=True):
                 number = of_length[length].get(of_tokens[start : start + length])
                 if number is not None:

@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 from diskprefix.store.pieces import Cut, PayloadLayout
 from diskprefix.store.schema import Kind, node_name
-from diskprefix.tokens import TokenIds, block_hashes, floor_to_grid
-
-_ID_BYTES = 4
+from diskprefix.tokens import ID_BYTES, TokenIds, block_hashes, floor_to_grid
 
 
 class Node(NamedTuple):
@@ -65,7 +63,7 @@ class PromptNodes:
         """The block number `index` that continues `parent` with other token ids than the prompt's (int32,
         little-endian)."""
         name = node_name(self._secret, parent, token_ids, Kind.BLOCK)
-        return Node(name, parent, index * self.block_size, len(token_ids) // _ID_BYTES, Kind.BLOCK)
+        return Node(name, parent, index * self.block_size, len(token_ids) // ID_BYTES, Kind.BLOCK)
 
     @cached_property
     def block_names(self) -> list[bytes]:
@@ -83,7 +81,7 @@ class PromptNodes:
     def end_id(self) -> str:
         """What tells the end of the prompt from that of every other one, where no block is generated."""
         parent = self.block_names[-1] if self.num_blocks else self.root
-        return parent.hex() + self._bytes[_ID_BYTES * self.num_blocks * self.block_size :].hex()
+        return parent.hex() + self._bytes[ID_BYTES * self.num_blocks * self.block_size :].hex()
 
     def checkpoint(self, block: Node) -> Node:
         """The states at the end of a block."""
@@ -98,7 +96,7 @@ class PromptNodes:
 
     def token_bytes(self, node: Node) -> bytes:
         """The node's token ids as the store holds them."""
-        return self._bytes[_ID_BYTES * node.position : _ID_BYTES * node.end]
+        return self._bytes[ID_BYTES * node.position : ID_BYTES * node.end]
 
     def cuts(self, node: Node) -> tuple[Cut, ...]:
         """Where the node's payload is cut into pieces, and what they hold."""
@@ -108,6 +106,6 @@ class PromptNodes:
         return self.layout.payload_bytes(node.num_tokens, node.kind)
 
     def _node(self, parent: bytes, start: int, end: int, kind: Kind, generated: bool) -> Node:
-        token_ids = self._bytes[_ID_BYTES * start : _ID_BYTES * end]
+        token_ids = self._bytes[ID_BYTES * start : ID_BYTES * end]
         name = node_name(self._secret, parent, token_ids, kind, generated=generated)
         return Node(name, parent, start, end - start, kind, generated)
