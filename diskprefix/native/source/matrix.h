@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <atomic>
+
 #include "memory.h"
 #include "weights.h"
 
@@ -394,7 +396,9 @@ class Products {
       for (Part& part : parts_) part.packed = packed_;
       if (!spread(call_.num_rows, 16, &Products::pack)) return false;
     }
-    return spread(pairs_, least(pairs_, 4), &Products::multiply) && !failed_;
+    const bool is_done = call_.num_rows <= Multiply::FEW_ROWS ? spread(pairs_, least(pairs_, 4), &Products::multiply)
+                                                             : spread(call_.num_threads, 1, &Products::take);
+    return is_done && !failed_;
   }
 
  private:
@@ -402,6 +406,7 @@ class Products {
   const int64_t columns_;
   Part parts_[MOST_MATRICES] = {};
   int64_t pairs_ = 0;
+  std::atomic<int64_t> next_{0};
   uint8_t* packed_ = nullptr;
   volatile bool failed_ = false;
   void (Products::*work_)(int64_t, int64_t) = nullptr;
@@ -421,6 +426,16 @@ class Products {
 
   void pack(int64_t begin, int64_t end) {
     Multiply::pack((const uint16_t*)call_.rows, begin, end, call_.num_rows, columns_, packed_);
+  }
+
+  // Part of the pairs that are left, again and again, so that the threads end at about the same time, whichever is slower.
+  void take(int64_t, int64_t) {
+    for (int64_t begin = next_; begin < pairs_;) {
+      const int64_t end = begin + most(1, (pairs_ - begin) / (2 * call_.num_threads));
+      if (!next_.compare_exchange_weak(begin, end)) continue;
+      multiply(begin, end);
+      begin = next_;
+    }
   }
 
   // Of all matrices one after the other, the pairs of strips from `begin` to `end`.
