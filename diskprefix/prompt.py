@@ -56,9 +56,9 @@ class Source:
     starts: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, text: str, offsets: Sequence[tuple[int, int]]) -> Source:
-        """`offsets` are the first and last character (exclusive) of each token."""
-        return cls(text, np.fromiter((start for start, _ in offsets), np.int32, len(offsets)))
+    def of(cls, text: str, offsets: npt.NDArray[np.int32]) -> Source:
+        """`offsets` are the first and last character (exclusive) of each token, shape (num_tokens, 2)."""
+        return cls(text, offsets[:, 0].copy())
 
     def line_at(self, token: int) -> str:
         """Returns the line in which a token stands. Of a token that begins with the end of a line, the next one."""

@@ -12,10 +12,13 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from diskprefix.prompt import raw_boundaries
 from diskprefix.tokens import TokenIds
 
-Offsets: TypeAlias = Sequence[tuple[int, int]]
+Offsets: TypeAlias = Sequence[tuple[int, int]] | npt.NDArray[np.int32]
 """Token index → (start, end) in characters of the rendered text; end is exclusive. (0, 0) is a token without text."""
 
 

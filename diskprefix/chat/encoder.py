@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from diskprefix.chat.encoding import PART_CHARS, Encoding, EncodingStore, TextParts, joined
 from diskprefix.chat.splice import Encoded, Span, spliced, texts_between
 from diskprefix.errors import ContextTooLong, InvalidRequest
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 _PROBED_CHARS_PER_POSITION = 32
 """Of a longer text, only so many characters are encoded first. Real text has about four characters per token."""
@@ -22,25 +30,74 @@ class Encoder:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_positions = max_positions
+        # Sets aside what the tokenizer's files say of padding and of cutting off, which is not for prompts.
+        tokenizer("", add_special_tokens=False, verbose=False)
+        self._parts = TextParts(tokenizer)
 
-    def encode_spliced(self, text: str, spans: Sequence[Span], *, adds_bos: bool, param: str) -> Encoded:
+    def warm_up(self) -> None:
+        """Finds out what the first prompt needs."""
+        self.encode("warm up", param="")
+        _ = self._identity
+
+    @cached_property
+    def _identity(self) -> str:
+        """A digest of all that says how a text is encoded: the library, and the tokenizer's files, or what they would
+        be. For files it takes a hundredth of a second, otherwise a tenth."""
+        import tokenizers
+
+        digest = hashlib.sha256(tokenizers.__version__.encode())
+        folder = Path(self._tokenizer.name_or_path)
+        if folder.is_absolute() and (folder / "tokenizer.json").is_file():
+            for file in sorted(folder.glob("*token*.json")):
+                digest.update(file.read_bytes())
+        else:
+            digest.update(self._tokenizer.backend_tokenizer.to_str().encode())
+        return digest.hexdigest()
+
+    def encode_spliced(
+        self, text: str, spans: Sequence[Span], *, adds_bos: bool, param: str, store: EncodingStore | None = None
+    ) -> Encoded:
         """Encodes `text` with the sampled tokens of `spans` in their places. Raises as `encode` does."""
         parts = []
         for begin, part in texts_between(text, spans):
-            encoding = self.encode(part, add_special_tokens=adds_bos and not begin, param=param)
-            parts.append((begin, encoding["input_ids"], encoding["offset_mapping"]))
+            parts.append((begin, self.encode(part, adds_bos=adds_bos and not begin, param=param, store=store)))
         encoded = spliced(parts, spans)
         self.check_positions(len(encoded.token_ids), param)
         return encoded
 
-    def encode(self, text: str, *, add_special_tokens: bool, param: str) -> BatchEncoding:
-        """Returns the token ids and offsets of `text`."""
+    def encode(self, text: str, *, adds_bos: bool = False, param: str, store: EncodingStore | None = None) -> Encoding:
+        """Returns the tokens of `text`. Long parts of it are looked for in `store`, and kept there."""
         self._probe(text, param)
-        encoding = self._tokenizer(
-            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
-        )
-        self._check(len(encoding["input_ids"]), param)
+        if adds_bos:
+            (encoding,) = self._encoded([text], adds_bos=True)
+        else:
+            parts = self._parts.of(text)
+            begins = accumulate(map(len, parts), initial=0)
+            encoding = joined(zip(begins, self._remembered(parts, store), strict=False))
+        self._check(len(encoding.token_ids), param)
         return encoding
+
+    def _remembered(self, parts: Sequence[str], store: EncodingStore | None) -> list[Encoding]:
+        """Encodes parts of a text, or finds them in `store`."""
+        long = [k for k, part in enumerate(parts) if len(part) >= PART_CHARS] if store is not None else []
+        ids = {k: f"{self._identity}\n{parts[k]}" for k in long}
+        found: dict[int, Encoding] = {}
+        for k, id_ in ids.items():
+            if store is not None and (record := store.get(id_)) is not None:
+                # A record that another version wrote is written anew.
+                with suppress(ValueError):
+                    found[k] = Encoding.of_record(record)
+        missing = [k for k in range(len(parts)) if k not in found]
+        for k, encoding in zip(missing, self._encoded([parts[k] for k in missing], adds_bos=False), strict=True):
+            found[k] = encoding
+            if store is not None and k in ids:
+                store.put(ids[k], encoding.record())
+        return [found[k] for k in range(len(parts))]
+
+    def _encoded(self, texts: Sequence[str], *, adds_bos: bool) -> list[Encoding]:
+        """The texts are encoded beside each other, on all cores."""
+        batch = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=adds_bos)
+        return [Encoding(np.array(one.ids, np.int32), np.array(one.offsets, np.int32).reshape(-1, 2)) for one in batch]
 
     def encode_plain(self, text: str, *, param: str) -> tuple[list[int], list[int]]:
         """Returns the token ids of `text`, and for each of them 1 if the tokenizer added it, such as BOS, else 0. It

@@ -9,10 +9,15 @@ from functools import partial
 from itertools import islice, pairwise
 from typing import NamedTuple
 
-from diskprefix.chat.boundaries import Offsets, Write
+import numpy as np
+import numpy.typing as npt
+
+from diskprefix.chat.boundaries import Write
+from diskprefix.chat.encoding import Encoding, joined
 from diskprefix.chat.messages import JsonObject, Message, TextPart, ToolCall
 from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.replay import SampledTurn, TextHash, Turn
+from diskprefix.tokens import TokenIds
 
 _ENDS_TRIED = 4
 """A text may contain what ends it, and the template may write it inside of a reply (GPT-OSS does)."""
@@ -32,9 +37,10 @@ class Span(NamedTuple):
 class Encoded(NamedTuple):
     """A text as token ids. A sampled token has the offsets of its whole span."""
 
-    token_ids: list[int]
-    offsets: list[tuple[int, int]]
-    templates_ids: list[int]
+    token_ids: TokenIds
+    offsets: npt.NDArray[np.int32]
+    """As in `Encoding`."""
+    templates_ids: TokenIds
     """`token_ids` with -1 for the sampled ones: the template did not write those."""
 
 
@@ -128,16 +134,16 @@ def texts_between(rendered: str, spans: Sequence[Span]) -> Iterator[tuple[int, s
     return ((begin, rendered[begin:end]) for begin, end in list(pairwise(bounds))[::2])
 
 
-def spliced(parts: Iterable[tuple[int, Sequence[int], Offsets]], spans: Sequence[Span]) -> Encoded:
-    """Joins the encoded texts between `spans` (begin, token ids, offsets of each) and the sampled tokens."""
-    encoded = Encoded([], [], [])
-    for k, (begin, token_ids, offsets) in enumerate(parts):
-        encoded.token_ids.extend(token_ids)
-        encoded.templates_ids.extend(token_ids)
-        # A token without text, (0, 0), was added by the tokenizer.
-        encoded.offsets.extend((start + begin, end + begin) if end else (start, end) for start, end in offsets)
+def spliced(parts: Iterable[tuple[int, Encoding]], spans: Sequence[Span]) -> Encoded:
+    """Joins the encoded texts between `spans`, each with the character that it begins at, and the sampled tokens."""
+    all_parts, is_sampled = [], []
+    for k, (begin, part) in enumerate(parts):
+        all_parts.append((begin, part))
+        is_sampled.append(np.zeros(len(part.token_ids), bool))
         for span in spans[k : k + 1]:
-            encoded.token_ids.extend(span.token_ids)
-            encoded.templates_ids.extend([-1] * len(span.token_ids))
-            encoded.offsets.extend([(span.begin, span.end)] * len(span.token_ids))
-    return encoded
+            num_tokens = len(span.token_ids)
+            offsets = np.tile(np.array([0, span.end - span.begin], np.int32), (num_tokens, 1))
+            all_parts.append((span.begin, Encoding(np.array(span.token_ids, np.int32), offsets)))
+            is_sampled.append(np.ones(num_tokens, bool))
+    token_ids, offsets = joined(all_parts)
+    return Encoded(token_ids, offsets, np.where(np.concatenate(is_sampled), np.int32(-1), token_ids))

@@ -26,6 +26,7 @@ from diskprefix.chat.boundaries import (
 from diskprefix.chat.compression import shortened
 from diskprefix.chat.content import UNSUPPORTED, Media, holds_media, parts_for_template, read_media, text_for_template
 from diskprefix.chat.encoder import Encoder
+from diskprefix.chat.encoding import EncodingStore
 from diskprefix.chat.late_system import has_late_system, late_system_as_user
 from diskprefix.chat.marks import find_marks, mark_targets
 from diskprefix.chat.message_form import MessageForm
@@ -132,7 +133,7 @@ class PromptRenderer:
             self._markers_of(None)
             self.output_format, form = self._verified_format()
             self._form = replace(form, parts_only=self._form.parts_only)
-        self._tokenizer("warm up", verbose=False)
+        self._encoder.warm_up()
 
     def _verified_format(self) -> Chosen:
         def render(messages: list[JsonObject], tools: list[JsonObject], add_generation_prompt: bool) -> str:
@@ -148,8 +149,11 @@ class PromptRenderer:
         """
         return self.replay(conversation, None).prompt
 
-    def replay(self, conversation: Conversation, turns: TurnStore | None) -> Replayed:
-        """Returns the prompt of a conversation, with the tokens of the replies that `turns` remembers.
+    def replay(
+        self, conversation: Conversation, turns: TurnStore | None, encodings: EncodingStore | None = None
+    ) -> Replayed:
+        """Returns the prompt of a conversation, with the tokens of the replies that `turns` remembers. Texts that
+        `encodings` has are not encoded again.
 
         Raises as `chat` does, for what `chat` raises.
         """
@@ -157,7 +161,7 @@ class PromptRenderer:
         media = read_media(conversation.messages, self._media)
         if media is not None:
             return Replayed(replace(self._chat_with_media(conversation, media), rewriting=rewriting))
-        written, left_out = self._fitting(conversation, turns)
+        written, left_out = self._fitting(conversation, turns, encodings)
         prompt = self._prompt(written, replace(rewriting, left_out=left_out))
         if written.said is None or conversation.ending != "reply":
             return Replayed(prompt)
@@ -169,32 +173,38 @@ class PromptRenderer:
             return conversation
         return late_system_as_user(conversation)
 
-    def _fitting(self, conversation: Conversation, turns: TurnStore | None) -> tuple[_Written, LeftOut | None]:
+    def _fitting(
+        self, conversation: Conversation, turns: TurnStore | None, encodings: EncodingStore | None
+    ) -> tuple[_Written, LeftOut | None]:
         """Writes a conversation without media. Its aged messages are left out above `compress_above` tokens."""
         limit = self._compress_above
         if limit is None:
-            return self._written(conversation, turns), None
+            return self._written(conversation, turns, encodings), None
         written: _Written | None = None
         with suppress(ContextTooLong):
-            written = self._written(conversation, turns)
+            written = self._written(conversation, turns, encodings)
         if written is not None and len(written.encoded.token_ids) <= limit:
             return written, None
         conversation, left_out = shortened(conversation, limit, self._encoder.count)
         if written is None or left_out is not None:
-            written = self._written(conversation, turns)
+            written = self._written(conversation, turns, encodings)
         return written, left_out
 
-    def _written(self, conversation: Conversation, turns: TurnStore | None) -> _Written:
+    def _written(
+        self, conversation: Conversation, turns: TurnStore | None, encodings: EncodingStore | None
+    ) -> _Written:
         found, said = ({}, None) if turns is None else find_turns(conversation.messages, turns)
         if found:
             # Reasoning that the client left out may be too long.
             with suppress(ContextTooLong):
-                return self._encoded(self._rendered(conversation, found), said)
-        return self._encoded(self._rendered(conversation, {}), said)
+                return self._encoded(self._rendered(conversation, found), said, encodings)
+        return self._encoded(self._rendered(conversation, {}), said, encodings)
 
-    def _encoded(self, rendered: _Rendered, said: ConversationHash | None) -> _Written:
+    def _encoded(self, rendered: _Rendered, said: ConversationHash | None, encodings: EncodingStore | None) -> _Written:
         text, param = rendered.text, rendered.conversation.path
-        encoded = self._encoder.encode_spliced(text, rendered.spans, adds_bos=self._adds_bos(text), param=param)
+        encoded = self._encoder.encode_spliced(
+            text, rendered.spans, adds_bos=self._adds_bos(text), param=param, store=encodings
+        )
         return _Written(rendered, encoded, said)
 
     def _rendered(self, conversation: Conversation, found: Mapping[int, SampledTurn]) -> _Rendered:
@@ -232,7 +242,7 @@ class PromptRenderer:
             render = partial(self._try_render, ending="none")
             marks = find_marks(targets, *shown_as, offsets, len(offsets), render)
         return Prompt(
-            token_ids=as_token_ids(encoded.token_ids),
+            token_ids=encoded.token_ids,
             boundaries=boundaries,
             system_end=system_end(boundaries, offsets, rendered, probe) if probe else 0,
             text=preview_of_chat(template_input.messages),
@@ -257,7 +267,7 @@ class PromptRenderer:
                 code=UNSUPPORTED,
             )
         # The text alone may be too long; that is cheaper to find than to prepare the images.
-        self._encoder.encode(rendered, add_special_tokens=False, param=conversation.path)
+        self._encoder.encode(rendered, param=conversation.path)
         prepared = self._media.prepare(rendered, media.images, media.audio)
         self._encoder.check_positions(len(prepared.token_ids), conversation.path)
         return Prompt(token_ids=prepared.token_ids, media=prepared.tensors)
@@ -306,7 +316,7 @@ class PromptRenderer:
         conversation, _ = self._normalisers.apply(self._placed(conversation))
         if self._compress_above is None or holds_media(conversation.messages):
             return self._render(self._template_input(conversation), conversation.ending)
-        return self._fitting(conversation, None)[0].rendered.text
+        return self._fitting(conversation, None, None)[0].rendered.text
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of any text, however long."""

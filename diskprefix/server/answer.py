@@ -38,7 +38,7 @@ from diskprefix.server.protocols.openai_replies import ChatCompletion, ChatCompl
 from diskprefix.server.protocols.params import cache_options
 from diskprefix.server.protocols.responses.dialect import Responses
 from diskprefix.server.protocols.responses.replies import ModelResponse, ResponseStreamEvent
-from diskprefix.server.remembering import RememberingReader, reply_memory, stored_turns
+from diskprefix.server.remembering import RememberingReader, reply_memory, stored_encodings, stored_turns
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, PatientResponse, first_signs
 
@@ -166,7 +166,7 @@ async def prompt_of(
     def make_prompt() -> tuple[Replayed, Future[None] | None]:
         renderer = serving.renderer
         if isinstance(wanted, Conversation):
-            replayed = renderer.replay(wanted, stored_turns(serving, cache))
+            replayed = renderer.replay(wanted, stored_turns(serving, cache), stored_encodings(serving, cache))
         else:
             replayed = Replayed(renderer.completion(wanted))
         return replayed, None if replayed.prompt.media else serving.engine.cache.load(cache.tenant)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from diskprefix.cache_options import CacheOptions
@@ -20,25 +20,38 @@ if TYPE_CHECKING:
     from diskprefix.store.notes import TenantNotes
 
 
-class StoredTurns:
-    """The remembered turns of one tenant, among the notes of the store."""
+@dataclass(frozen=True)
+class Stored:
+    """What is remembered for the prompts of one tenant: the notes of one kind in the store."""
 
-    def __init__(self, notes: TenantNotes) -> None:
-        self._notes = notes
+    kind: NoteKind
+    notes: TenantNotes
+    keeps: bool = True
+    """Whether `put` keeps anything."""
 
     def get(self, id_: str) -> bytes | None:
-        return self._notes.get(NoteKind.TURN, id_)
+        return self.notes.get(self.kind, id_)
 
     def put(self, id_: str, record: bytes) -> None:
-        self._notes.put(NoteKind.TURN, id_, record)
+        if self.keeps:
+            self.notes.put(self.kind, id_, record)
 
 
-def stored_turns(serving: Serving, cache: CacheOptions) -> StoredTurns | None:
+def stored_turns(serving: Serving, cache: CacheOptions) -> Stored | None:
     """Returns the turns from which a prompt may be made, None if the request uses none."""
-    if not cache.replay or cache.scope.kind == "off":
+    return _stored(NoteKind.TURN, serving, cache) if cache.replay else None
+
+
+def stored_encodings(serving: Serving, cache: CacheOptions) -> Stored | None:
+    """Returns the encoded texts of earlier prompts, None if the request uses none."""
+    return _stored(NoteKind.ENCODING, serving, cache)
+
+
+def _stored(kind: NoteKind, serving: Serving, cache: CacheOptions) -> Stored | None:
+    if cache.scope.kind == "off":
         return None
     notes = serving.engine.cache.notes(cache.tenant)
-    return StoredTurns(notes if cache.ttl_s is None else replace(notes, ttl_s=cache.ttl_s))
+    return Stored(kind, notes if cache.ttl_s is None else replace(notes, ttl_s=cache.ttl_s), keeps=cache.save)
 
 
 def reply_memory(serving: Serving, cache: CacheOptions, origin: Origin | None) -> ReplyMemory | None:

@@ -45,9 +45,12 @@ class NoteKind(IntEnum):
     """What the cache did for the root (`savings`)."""
     LOGITS = 3
     """The next-token logits at the end of a prompt whose tail a reply took the place of."""
+    ENCODING = 4
+    """The tokens of a part of a prompt's text."""
 
 
 _KINDS = frozenset(NoteKind)
+_CHEAP = frozenset(bytes([kind]) for kind in (NoteKind.LOGITS, NoteKind.ENCODING))
 
 
 def note_key(root: bytes, kind: NoteKind, id_: str) -> bytes:
@@ -115,8 +118,8 @@ class StoredNote:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether it saves no more than one token."""
-        return self.key[HASH_BYTES : HASH_BYTES + 1] == bytes([NoteKind.LOGITS])
+        """Whether it saves no more than a moment."""
+        return self.key[HASH_BYTES : HASH_BYTES + 1] in _CHEAP
 
     def used(self, when: float) -> StoredNote:
         return replace(self, times=self.times.used(when))
@@ -141,8 +144,8 @@ def note_limit(budget_bytes: int) -> int:
 
 def surplus_notes(notes: Iterable[StoredNote], budget_bytes: int) -> list[bytes]:
     """Returns the keys of the notes that must go so that each root, and all together, keep their shares of the budget:
-    logits first, then those that were not used for the longest time. A share that is exceeded is left three quarters
-    full."""
+    logits and encodings first, then those that were not used for the longest time. A share that is exceeded is left
+    three quarters full."""
     by_age = sorted(notes, key=lambda note: (not note.is_cheap, note.times.last_used, note.key))
     of_root: Counter[bytes] = Counter()
     for note in by_age:

@@ -301,6 +301,8 @@ def test_a_long_text_of_few_tokens_is_not_refused(tokenizer: Any) -> None:
     """The beginning of a text decides only where it leaves no doubt."""
 
     class Coarse:
+        split_special_tokens = True
+
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import httpx
 import pytest
 
 from diskprefix.app import load_engine
+from diskprefix.chat.encoder import Encoder
+from diskprefix.chat.encoding import Encoding
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import DaemonProcess, serve_flags
 from tests.server.scripted import AppServer, started_app
@@ -270,3 +272,32 @@ def test_replies_are_replayed_after_the_daemon_was_killed(chat_model: Path, tmp_
         second = after.say()
     assert second["prefix_cache"]["replayed"] == 1
     assert second["prefix_cache"]["restored"] == computed(first)
+
+
+def test_long_texts_of_earlier_prompts_are_not_encoded_again(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("encoding", "encoder"):
+        monkeypatch.setattr(f"diskprefix.chat.{name}.PART_CHARS", 16)
+    encoded: list[str] = []
+    encode = Encoder._encoded
+
+    def noted(self: Encoder, texts: Sequence[str], **options: Any) -> list[Encoding]:
+        encoded.extend(text for text in texts if len(text) >= 16)
+        return encode(self, texts, **options)
+
+    def encodes(**options: Any) -> bool:
+        """Whether the question is encoded for such a request."""
+        encoded.clear()
+        prompts.append(talk.say(options=options)["usage"]["prompt_tokens"])
+        return any("where it begins" in text for text in encoded)
+
+    monkeypatch.setattr(Encoder, "_encoded", noted)
+    prompts: list[int] = []
+    assert encodes(scope="off")
+    assert encodes(save=False)
+    assert encodes()
+    assert not encodes()
+    assert not encodes(save=False)
+    assert not encodes(replay=False)
+    assert encodes(scope="off")
+    assert encodes(salt="another")
+    assert len(set(prompts)) == 1

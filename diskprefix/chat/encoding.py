@@ -1,0 +1,106 @@
+"""The tokens of a text, and the parts of a long one: those that earlier prompts had need not be encoded again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from diskprefix.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+PART_CHARS = 4096
+"""The least length of a part that another one follows. A shorter one is encoded as fast as it is found in the store."""
+_PROBE = "user\n  Hello wörld, it's  1234 {}  \n\n\tx = [1];{}\n \n 日本語 e\u0301 "
+
+
+class EncodingStore(Protocol):
+    """The encoded texts of one tenant, by their ids. Its methods do not raise; `get` may wait for the disk."""
+
+    def get(self, id_: str) -> bytes | None: ...
+
+    def put(self, id_: str, record: bytes) -> None: ...
+
+
+class Encoding(NamedTuple):
+    """The tokens of a text."""
+
+    token_ids: TokenIds
+    offsets: npt.NDArray[np.int32]
+    """First and last character (exclusive) of each token, shape (num_tokens, 2). (0, 0): the tokenizer added it."""
+
+    def record(self) -> bytes:
+        """Returns what `of_record` reads: ids, the distances of the beginnings, and the lengths, int32."""
+        starts, ends = self.offsets.T
+        return np.stack([self.token_ids, np.diff(starts, prepend=np.int32(0)), ends - starts]).astype("<i4").tobytes()
+
+    @classmethod
+    def of_record(cls, record: bytes) -> Encoding:
+        """Raises `ValueError` for a record that `record` did not write."""
+        token_ids, distances, lengths = np.frombuffer(record, "<i4").reshape(3, -1).astype(np.int32)
+        starts = np.cumsum(distances, dtype=np.int32)
+        return cls(token_ids, np.stack([starts, starts + lengths], axis=1))
+
+
+def joined(parts: Iterable[tuple[int, Encoding]]) -> Encoding:
+    """Joins parts of a text, at least one, each with the character that it begins at."""
+    ids, offsets = [], []
+    for begin, part in parts:
+        ids.append(part.token_ids)
+        # A token without text, (0, 0), stays one.
+        offsets.append(part.offsets + begin * (part.offsets[:, 1:] > 0))
+    return Encoding(np.concatenate(ids), np.concatenate(offsets).astype(np.int32, copy=False))
+
+
+class TextParts:
+    """Cuts texts where their parts, encoded alone, give the tokens of the whole text: before a special token.
+
+    Tokenizers find their added tokens first, the leftmost and of these the longest, and treat what is between them
+    piece by piece (`AddedVocabulary` of the library tokenizers). So nothing on one side of such a token has to do with
+    the other, unless a token takes blanks beside it, must be a word, or reaches over the beginning of another.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        found = [
+            text for text in _separating(tokenizer.added_tokens_decoder.values()) if not tokenizer.split_special_tokens
+        ]
+        # Longest first makes no difference to where one begins.
+        self._separator = re.compile("|".join(map(re.escape, found)) or "(?!)")
+        if found and not self._holds(tokenizer, found):
+            self._separator = re.compile("(?!)")
+
+    def of(self, text: str) -> list[str]:
+        """Returns the parts of a text. A text that goes on where this one ends has all of them but the last."""
+        begins = [0]
+        while match := self._separator.search(text, begins[-1] + PART_CHARS):
+            begins.append(match.start())
+        return [text[begin:end] for begin, end in pairwise([*begins, len(text)])]
+
+    @staticmethod
+    def _holds(tokenizer: PreTrainedTokenizerFast, separators: list[str]) -> bool:
+        """Tries it: a tokenizer may have other steps than are known here."""
+        parts = [separator + _PROBE.format(separator, separators[0]) for separator in separators[:8]]
+        whole, *alone = tokenizer.backend_tokenizer.encode_batch(["".join(parts), *parts], add_special_tokens=False)
+        return bool(whole.ids == [token_id for part in alone for token_id in part.ids])
+
+
+def _separating(added: Iterable[AddedToken]) -> list[str]:
+    """Returns the special tokens before which a text may be cut."""
+    first = [token for token in added if token.content and not token.normalized]
+    within = frozenset("".join(token.content[1:] for token in first))
+    takes_more = [token.content for token in first if token.lstrip or token.single_word]
+    return [
+        token.content
+        for token in first
+        if token.special
+        and not token.content[0].isspace()
+        and token.content[0] not in within
+        and not any(text.startswith(token.content) for text in takes_more)
+    ]

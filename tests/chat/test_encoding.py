@@ -1,0 +1,181 @@
+"""A long text is encoded in parts, which are kept; the tokens are those of the whole text."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from diskprefix.chat import encoder as encoder_module
+from diskprefix.chat import encoding as encoding_module
+from diskprefix.chat.encoder import Encoder
+from diskprefix.chat.encoding import Encoding, TextParts
+from tests.chat.families.families import FAMILIES, Family, tokenizer_of
+from tests.chat.turns import Turns
+
+PIECES = [
+    "a", "word", "  two blanks", " \n\n ", "\t", "Zürich", "\U0001f642\u200d\U0001f467", "e\u0301", "1234567", "it's",
+    "<", "<|", "|>", "[", "]", '{"x": [1]}', "日本語", "\u00a0", "\u200b", "\r\n", "\ufb01", " ", "x" * 40,
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (encoding_module, encoder_module):
+        monkeypatch.setattr(module, "PART_CHARS", 16)
+
+
+def encoder_of(tokenizer: Any) -> Encoder:
+    return Encoder(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 20)
+
+
+def some_text(chosen: random.Random, added: list[str]) -> str:
+    pieces = [chosen.choice(added) if chosen.random() < 0.3 else chosen.choice(PIECES) for _ in range(120)]
+    return "".join(pieces)
+
+
+def assert_whole(tokenizer: Any, text: str, encoder: Encoder | None = None) -> None:
+    """The library's own call is the reference."""
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    found = (encoder or encoder_of(tokenizer)).encode(text, param="prompt")
+    assert found.token_ids.tolist() == whole["input_ids"], text
+    assert found.offsets.tolist() == [list(span) for span in whole["offset_mapping"]], text
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_parts_of_a_text_have_the_tokens_of_the_whole(family: Family) -> None:
+    tokenizer = tokenizer_of(family)
+    chosen = random.Random(family.name)
+    contents = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    added = chosen.sample(contents, min(len(contents), 30)) + [family.first_turn, family.reply, family.eos] * 8
+    encoder, parts = encoder_of(tokenizer), TextParts(tokenizer)
+    for _ in range(20):
+        text = some_text(chosen, added)
+        assert len(parts.of(text)) > 2, "a marker begins a part"
+        assert_whole(tokenizer, text, encoder)
+
+
+def made_up(*added: AddedToken, **options: Any) -> Any:
+    letters = {letter: index for index, letter in enumerate(["▁", "?", *"abcdefgh<|>:e "])}
+    backend = Tokenizer(models.BPE(vocab=letters, merges=[], unk_token="?"))
+    backend.pre_tokenizer = options.get("pre_tokenizer") or pre_tokenizers.Split("|", "isolated")
+    if "normalizer" in options:
+        backend.normalizer = options["normalizer"]
+    backend.add_tokens(list(added))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+
+
+def token(text: str, **options: Any) -> AddedToken:
+    return AddedToken(
+        text, special=options.pop("special", True), normalized=options.pop("normalized", False), **options
+    )
+
+
+def test_a_token_that_has_to_do_with_what_stands_before_it_begins_no_part() -> None:
+    """Each of these would give other tokens than the whole text."""
+    plain, text = token("<:>"), "abc abc <:> abc " * 12
+    assert len(TextParts(made_up(plain)).of(text)) > 4
+    for other in (
+        token("<:>", lstrip=True),
+        token("<:>", single_word=True),
+        token("<:>", normalized=True),
+        token("<:>", special=False),
+    ):
+        assert TextParts(made_up(other)).of(text) == [text], other
+        assert_whole(made_up(other), text)
+    for beside in (token("<:> a", lstrip=True), token("<:> abc", single_word=True), token("c <"), token("c <:> ab")):
+        tokenizer = made_up(plain, beside)
+        assert not any(part.startswith("<:>") for part in TextParts(tokenizer).of(text)), beside
+        assert_whole(tokenizer, text)
+
+
+def test_a_part_of_a_text_is_not_its_beginning() -> None:
+    """What a tokenizer puts before a text, it does not put before a part."""
+    first = pre_tokenizers.Metaspace(prepend_scheme="first")
+    always = pre_tokenizers.Metaspace(prepend_scheme="always")
+    prepended = normalizers.Prepend("▁")
+    for tokenizer in (
+        made_up(token("<:>"), pre_tokenizer=first),
+        made_up(token("<:>"), pre_tokenizer=always),
+        made_up(token("<:>"), normalizer=prepended),
+        made_up(token("<:>"), normalizer=normalizers.Strip()),
+    ):
+        for text in ("abc abc abc abc <:> abc" * 5, "<:><:>abc <:>  abc" * 5, " <:> " * 9):
+            assert_whole(tokenizer, text)
+
+
+def test_a_tokenizer_that_is_told_to_cut_special_tokens_has_no_parts() -> None:
+    tokenizer = made_up(token("<:>"))
+    tokenizer.split_special_tokens = True
+    assert TextParts(tokenizer).of("abc abc abc abc <:> abc" * 5) == ["abc abc abc abc <:> abc" * 5]
+
+
+def test_a_tokenizer_whose_parts_turn_out_different_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule above is right for the tokenizers that are known; another one is tried."""
+    monkeypatch.setattr(encoding_module, "_separating", lambda added: [one.content for one in added])
+    text = "abc abc <:> abc " * 12
+    assert len(TextParts(made_up(token("<:>"))).of(text)) > 4
+    assert TextParts(made_up(token("<:>", lstrip=True))).of(text) == [text]
+
+
+def test_a_text_is_not_cut_off_or_padded_as_the_tokenizers_file_says() -> None:
+    tokenizer = made_up(token("<:>"))
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=200)
+    assert len(encoder_of(tokenizer).encode("abcd" * 10 + "<:>abc", param="prompt").token_ids) == 44
+
+
+def test_what_an_earlier_prompt_had_is_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, store = made_up(token("<:>")), Turns()
+    texts = ["abcd" * 10, "<:>" + "efgh" * 10, "<:>" + "hgfe" * 10]
+    first = encoder_of(tokenizer).encode("".join(texts[:2]), param="prompt", store=store)
+    assert len(store) == 2
+    encoder, encoded = encoder_of(tokenizer), []
+    whole = encoder._encoded
+
+    def noted(texts: list[str], **options: Any) -> list[Encoding]:
+        encoded.extend(texts)
+        return whole(texts, **options)
+
+    monkeypatch.setattr(encoder, "_encoded", noted)
+    again = encoder.encode("".join(texts), param="prompt", store=store)
+    assert encoded == texts[2:]
+    assert again.token_ids[: len(first.token_ids)].tolist() == first.token_ids.tolist()
+    # A short end is encoded faster than it is found.
+    encoder.encode("".join(texts) + "<:>abc", param="prompt", store=store)
+    assert (encoded[1:], len(store)) == (["<:>abc"], 3)
+    assert_whole(tokenizer, "".join(texts))
+
+
+def test_a_record_that_cannot_be_read_is_written_anew() -> None:
+    tokenizer, store, text = made_up(token("<:>")), Turns(), "abcd" * 10
+    fresh = encoder_of(tokenizer).encode(text, param="prompt", store=store)
+    ((id_, record),) = store.items()
+    store[id_] = record[:-1]
+    found = encoder_of(tokenizer).encode(text, param="prompt", store=store)
+    assert found.token_ids.tolist() == fresh.token_ids.tolist()
+    assert store[id_] == record
+
+
+def test_another_tokenizer_has_other_records() -> None:
+    store, text = Turns(), "abcd<:>a" * 10
+    encoder_of(made_up(token("<:>"))).encode(text, param="prompt", store=store)
+    encoder_of(made_up(token("<:>a"))).encode(text, param="prompt", store=store)
+    num_parts = len(store)
+    encoder_of(made_up(token("<:>"))).encode(text, param="prompt", store=store)
+    assert len(store) == num_parts
+    assert len({id_.partition("\n")[0] for id_ in store}) == 2
+
+
+def test_a_record_has_all_offsets() -> None:
+    """Tokens may have the same characters, none, or characters that others skip."""
+    offsets = np.array([(0, 0), (0, 3), (0, 3), (5, 9), (9, 9), (2, 4)], np.int32)
+    encoding = Encoding(np.arange(6, dtype=np.int32) * 40_000, offsets)
+    found = Encoding.of_record(encoding.record())
+    assert found.token_ids.tolist() == encoding.token_ids.tolist()
+    assert found.offsets.tolist() == offsets.tolist()
+    assert found.offsets.dtype == found.token_ids.dtype == np.int32
