@@ -41,11 +41,12 @@ class Encoder:
 
     @cached_property
     def _identity(self) -> str:
-        """A digest of all that says how a text is encoded: the library, and the tokenizer's files, or what they would
-        be. For files it takes a hundredth of a second, otherwise a tenth."""
+        """A digest of all that says how a text is encoded: the libraries, and the tokenizer's files, or what they
+        would be. For files it takes a hundredth of a second, otherwise a tenth."""
         import tokenizers
+        import transformers
 
-        digest = hashlib.sha256(tokenizers.__version__.encode())
+        digest = hashlib.sha256(f"{tokenizers.__version__} {transformers.__version__} ".encode())
         folder = Path(self._tokenizer.name_or_path)
         if folder.is_absolute() and (folder / "tokenizer.json").is_file():
             for file in sorted(folder.glob("*token*.json")):
