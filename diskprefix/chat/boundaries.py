@@ -153,18 +153,18 @@ def template_boundaries(
 
 
 def text_boundaries(
-    token_ids: TokenIds, are_added: Sequence[int], marker_ids: Collection[int], bos_id: int | None
+    token_ids: TokenIds, num_added: tuple[int, int], marker_ids: Collection[int], bos_id: int | None
 ) -> tuple[int, ...]:
     """Returns the positions behind special tokens and markers in a text that the client wrote without a template.
 
     A token that the tokenizer adds (BOS) is not one of them. It would be the only boundary of a plain text, and then
-    nothing but that token could be saved. `are_added` has 1 for such tokens; it is empty if the client sent tokens.
+    nothing but that token could be saved. `num_added` are those before and behind the text; none if the client sent
+    tokens.
     """
-    boundaries = raw_boundaries(token_ids, marker_ids)
-    if are_added:
-        boundaries = tuple(end for end in boundaries if not are_added[end - 1])
+    begin, end = num_added[0], len(token_ids) - num_added[1]
+    boundaries = tuple(position for position in raw_boundaries(token_ids, marker_ids) if begin < position <= end)
     first = next((i for i, token_id in enumerate(token_ids.tolist()) if token_id != bos_id), len(token_ids))
-    return boundaries if any(end > first for end in boundaries) else ()
+    return boundaries if any(position > first for position in boundaries) else ()
 
 
 def system_end(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe_rendered: str) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from diskprefix.chat.encoding import PART_CHARS, Encoding, EncodingStore, TextParts, joined
+from diskprefix.chat.encoding import PART_CHARS, Encoding, EncodingStore, TextParts, added_tokens, joined
 from diskprefix.chat.splice import Encoded, Span, spliced, texts_between
 from diskprefix.errors import ContextTooLong, InvalidRequest
 
@@ -33,6 +33,8 @@ class Encoder:
         # Sets aside what the tokenizer's files say of padding and of cutting off, which is not for prompts.
         tokenizer("", add_special_tokens=False, verbose=False)
         self._parts = TextParts(tokenizer)
+        self.added = added_tokens(tokenizer)
+        """What the tokenizer puts before and behind a text, token ids."""
 
     def warm_up(self) -> None:
         """Finds out what the first prompt needs."""
@@ -61,20 +63,22 @@ class Encoder:
         """Encodes `text` with the sampled tokens of `spans` in their places. Raises as `encode` does."""
         parts = []
         for begin, part in texts_between(text, spans):
-            parts.append((begin, self.encode(part, adds_bos=adds_bos and not begin, param=param, store=store)))
+            parts.append((begin, self.encode(part, adds_special=adds_bos and not begin, param=param, store=store)))
         encoded = spliced(parts, spans)
         self.check_positions(len(encoded.token_ids), param)
         return encoded
 
-    def encode(self, text: str, *, adds_bos: bool = False, param: str, store: EncodingStore | None = None) -> Encoding:
-        """Returns the tokens of `text`. Long parts of it are looked for in `store`, and kept there."""
+    def encode(
+        self, text: str, *, adds_special: bool = False, param: str, store: EncodingStore | None = None
+    ) -> Encoding:
+        """Returns the tokens of `text`; with `adds_special` also those that the tokenizer adds to a text, such as BOS.
+        Long parts of the text are looked for in `store`, and kept there."""
         self._probe(text, param)
-        if adds_bos:
-            (encoding,) = self._encoded([text], adds_bos=True)
-        else:
-            parts = self._parts.of(text)
-            begins = accumulate(map(len, parts), initial=0)
-            encoding = joined(zip(begins, self._remembered(parts, store), strict=False))
+        parts = self._parts.of(text)
+        begins = accumulate(map(len, parts), initial=0)
+        encoding = joined(zip(begins, self._remembered(parts, store), strict=False))
+        if adds_special:
+            encoding = encoding.between(*self.added)
         self._check(len(encoding.token_ids), param)
         return encoding
 
@@ -89,24 +93,16 @@ class Encoder:
                 with suppress(ValueError):
                     found[k] = Encoding.of_record(record)
         missing = [k for k in range(len(parts)) if k not in found]
-        for k, encoding in zip(missing, self._encoded([parts[k] for k in missing], adds_bos=False), strict=True):
+        for k, encoding in zip(missing, self._encoded([parts[k] for k in missing]), strict=True):
             found[k] = encoding
             if store is not None and k in ids:
                 store.put(ids[k], encoding.record())
         return [found[k] for k in range(len(parts))]
 
-    def _encoded(self, texts: Sequence[str], *, adds_bos: bool) -> list[Encoding]:
+    def _encoded(self, texts: Sequence[str]) -> list[Encoding]:
         """The texts are encoded beside each other, on all cores."""
-        batch = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=adds_bos)
+        batch = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
         return [Encoding(np.array(one.ids, np.int32), np.array(one.offsets, np.int32).reshape(-1, 2)) for one in batch]
-
-    def encode_plain(self, text: str, *, param: str) -> tuple[list[int], list[int]]:
-        """Returns the token ids of `text`, and for each of them 1 if the tokenizer added it, such as BOS, else 0. It
-        takes two thirds of the time of `encode`, because no offsets are counted."""
-        self._probe(text, param)
-        (encoding,) = self._tokenizer.backend_tokenizer.encode_batch_fast([text])
-        self._check(len(encoding.ids), param)
-        return encoding.ids, encoding.special_tokens_mask
 
     def _probe(self, text: str, param: str) -> None:
         """To encode megabytes of text takes many seconds and gigabytes of memory. So the beginning of a long text is

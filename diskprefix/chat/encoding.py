@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -36,6 +36,11 @@ class Encoding(NamedTuple):
     offsets: npt.NDArray[np.int32]
     """First and last character (exclusive) of each token, shape (num_tokens, 2). (0, 0): the tokenizer added it."""
 
+    def between(self, before: Sequence[int], behind: Sequence[int]) -> Encoding:
+        """Returns these tokens with others before and behind them that have no text."""
+        token_ids = np.concatenate([np.array(before, np.int32), self.token_ids, np.array(behind, np.int32)])
+        return Encoding(token_ids, np.pad(self.offsets, ((len(before), len(behind)), (0, 0))))
+
     def record(self) -> bytes:
         """Returns what `of_record` reads: ids, the distances of the beginnings, and the lengths, int32."""
         starts, ends = self.offsets.T
@@ -57,6 +62,15 @@ def joined(parts: Iterable[tuple[int, Encoding]]) -> Encoding:
         # A token without text, (0, 0), stays one.
         offsets.append(part.offsets + begin * (part.offsets[:, 1:] > 0))
     return Encoding(np.concatenate(ids), np.concatenate(offsets).astype(np.int32, copy=False))
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Returns what a tokenizer puts before and behind every text, such as BOS: what is there is added last, whatever
+    the text is."""
+    (alone,) = tokenizer.backend_tokenizer.encode_batch(["x"], add_special_tokens=False)
+    (encoding,) = tokenizer.backend_tokenizer.encode_batch(["x"])
+    begin = next((k for k, is_added in enumerate(encoding.special_tokens_mask) if not is_added), len(encoding.ids))
+    return encoding.ids[:begin], encoding.ids[begin + len(alone.ids) :]
 
 
 class TextParts:

@@ -289,16 +289,18 @@ class PromptRenderer:
         plain, in_parts = (_PROBE_TEXT in self._try_render(template_input, "reply") for template_input in inputs)
         return in_parts and not plain
 
-    def completion(self, prompt: str | list[int]) -> Prompt:
-        """Returns the prompt of a text or of token ids, without a chat template.
+    def completion(self, prompt: str | list[int], encodings: EncodingStore | None = None) -> Prompt:
+        """Returns the prompt of a text or of token ids, without a chat template. Texts that `encodings` has are not
+        encoded again.
 
         Raises `InvalidRequest` for an unknown token id or an empty prompt, and `ContextTooLong` if the prompt exceeds
         the model's positions.
         """
-        are_added: Sequence[int] = ()
+        num_added = 0, 0
         if isinstance(prompt, str):
-            ids, are_added = self._encoder.encode_plain(prompt, param="prompt")
-            token_ids, text = as_token_ids(ids), prompt
+            text = prompt
+            token_ids = self._encoder.encode(text, adds_special=True, param="prompt", store=encodings).token_ids
+            num_added = len(self._encoder.added[0]), len(self._encoder.added[1])
         else:
             self._encoder.check_positions(len(prompt), param="prompt")
             self._encoder.check_vocabulary(prompt)
@@ -308,7 +310,7 @@ class PromptRenderer:
         preview = preview_of_text(text)
         marker_ids = self._markers_of(None).values() if self._tokenizer.chat_template else ()
         marks = {*marker_ids, *self._special.values()}
-        boundaries = text_boundaries(token_ids, are_added, marks, self._tokenizer.bos_token_id)
+        boundaries = text_boundaries(token_ids, num_added, marks, self._tokenizer.bos_token_id)
         return Prompt(token_ids=token_ids, boundaries=boundaries, text=preview)
 
     def text_of(self, conversation: Conversation) -> str:

@@ -164,11 +164,11 @@ async def prompt_of(
     has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)
 
     def make_prompt() -> tuple[Replayed, Future[None] | None]:
-        renderer = serving.renderer
+        renderer, encodings = serving.renderer, stored_encodings(serving, cache)
         if isinstance(wanted, Conversation):
-            replayed = renderer.replay(wanted, stored_turns(serving, cache), stored_encodings(serving, cache))
+            replayed = renderer.replay(wanted, stored_turns(serving, cache), encodings)
         else:
-            replayed = Replayed(renderer.completion(wanted))
+            replayed = Replayed(renderer.completion(wanted, encodings))
         return replayed, None if replayed.prompt.media else serving.engine.cache.load(cache.tenant)
 
     replayed, loading = await daemon.prepare(make_prompt, has_media=has_media)

@@ -50,7 +50,8 @@ class NoteKind(IntEnum):
 
 
 _KINDS = frozenset(NoteKind)
-_CHEAP = frozenset(bytes([kind]) for kind in (NoteKind.LOGITS, NoteKind.ENCODING))
+_CHEAP = frozenset({NoteKind.LOGITS, NoteKind.ENCODING})
+"""What saves no more than a moment."""
 
 
 def note_key(root: bytes, kind: NoteKind, id_: str) -> bytes:
@@ -117,9 +118,9 @@ class StoredNote:
         return self.key[:HASH_BYTES]
 
     @property
-    def is_cheap(self) -> bool:
-        """Whether it saves no more than a moment."""
-        return self.key[HASH_BYTES : HASH_BYTES + 1] in _CHEAP
+    def kind(self) -> int | None:
+        """A `NoteKind`, unless the key is not that of a note."""
+        return self.key[HASH_BYTES] if len(self.key) > HASH_BYTES else None
 
     def used(self, when: float) -> StoredNote:
         return replace(self, times=self.times.used(when))
@@ -146,7 +147,7 @@ def surplus_notes(notes: Iterable[StoredNote], budget_bytes: int) -> list[bytes]
     """Returns the keys of the notes that must go so that each root, and all together, keep their shares of the budget:
     logits and encodings first, then those that were not used for the longest time. A share that is exceeded is left
     three quarters full."""
-    by_age = sorted(notes, key=lambda note: (not note.is_cheap, note.times.last_used, note.key))
+    by_age = sorted(notes, key=lambda note: (note.kind not in _CHEAP, note.times.last_used, note.key))
     of_root: Counter[bytes] = Counter()
     for note in by_age:
         of_root[note.root] += note.num_bytes

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from diskprefix.chat import encoder as encoder_module
@@ -44,6 +45,10 @@ def assert_whole(tokenizer: Any, text: str, encoder: Encoder | None = None) -> N
     found = (encoder or encoder_of(tokenizer)).encode(text, param="prompt")
     assert found.token_ids.tolist() == whole["input_ids"], text
     assert found.offsets.tolist() == [list(span) for span in whole["offset_mapping"]], text
+    with_added = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    found = (encoder or encoder_of(tokenizer)).encode(text, adds_special=True, param="prompt")
+    assert found.token_ids.tolist() == with_added["input_ids"], text
+    assert found.offsets.tolist() == [list(span) for span in with_added["offset_mapping"]], text
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -108,6 +113,17 @@ def test_a_part_of_a_text_is_not_its_beginning() -> None:
             assert_whole(tokenizer, text)
 
 
+def test_what_a_tokenizer_adds_stands_around_the_parts() -> None:
+    tokenizer = made_up(token("<:>"), token("<a>"), token("<b>"))
+    ids = [(text, tokenizer.convert_tokens_to_ids(text)) for text in ("<a>", "<b>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<a> $A <b> <a>", special_tokens=ids)
+    for text in ("", "a", "<a>abc<b>", "abcd" * 10 + "<:>abc"):
+        if text:
+            assert_whole(tokenizer, text)
+        found = encoder_of(tokenizer).encode(text, adds_special=True, param="prompt")
+        assert (found.token_ids[0], found.token_ids[-2:].tolist()) == (ids[0][1], [ids[1][1], ids[0][1]])
+
+
 def test_a_tokenizer_that_is_told_to_cut_special_tokens_has_no_parts() -> None:
     tokenizer = made_up(token("<:>"))
     tokenizer.split_special_tokens = True
@@ -137,9 +153,9 @@ def test_what_an_earlier_prompt_had_is_not_encoded_again(monkeypatch: pytest.Mon
     encoder, encoded = encoder_of(tokenizer), []
     whole = encoder._encoded
 
-    def noted(texts: list[str], **options: Any) -> list[Encoding]:
+    def noted(texts: list[str]) -> list[Encoding]:
         encoded.extend(texts)
-        return whole(texts, **options)
+        return whole(texts)
 
     monkeypatch.setattr(encoder, "_encoded", noted)
     again = encoder.encode("".join(texts), param="prompt", store=store)

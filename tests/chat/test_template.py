@@ -313,9 +313,9 @@ def test_a_long_text_of_few_tokens_is_not_refused(tokenizer: Any) -> None:
         def backend_tokenizer(self) -> Any:
             return self
 
-        def encode_batch_fast(self, texts: list[str]) -> Any:
-            lengths = [len(text) // 100 for text in texts]
-            return [SimpleNamespace(ids=[5] * length, special_tokens_mask=[0] * length) for length in lengths]
+        def encode_batch(self, texts: list[str], **_: Any) -> Any:
+            numbers = [len(text) // 100 for text in texts]
+            return [SimpleNamespace(ids=[5] * n, offsets=[(0, 1)] * n, special_tokens_mask=[0] * n) for n in numbers]
 
     prompt = renderer_of(Coarse(), max_positions=64).completion("x" * 6300)
     assert len(prompt.token_ids) == 63

@@ -31,7 +31,7 @@ def kept(runner: Runner) -> list[StoredNote]:
     runner.flush()
     assert not verify_index(runner.cache.store).problems
     with runner.cache.store.snapshot() as snapshot:
-        return [note for note in snapshot.notes() if note.is_cheap]
+        return [note for note in snapshot.notes() if note.kind == NoteKind.LOGITS]
 
 
 def num_tails(runner: Runner) -> int:

@@ -280,9 +280,9 @@ def test_long_texts_of_earlier_prompts_are_not_encoded_again(talk: Talk, monkeyp
     encoded: list[str] = []
     encode = Encoder._encoded
 
-    def noted(self: Encoder, texts: Sequence[str], **options: Any) -> list[Encoding]:
+    def noted(self: Encoder, texts: Sequence[str]) -> list[Encoding]:
         encoded.extend(text for text in texts if len(text) >= 16)
-        return encode(self, texts, **options)
+        return encode(self, texts)
 
     def encodes(**options: Any) -> bool:
         """Whether the question is encoded for such a request."""
@@ -301,3 +301,22 @@ def test_long_texts_of_earlier_prompts_are_not_encoded_again(talk: Talk, monkeyp
     assert encodes(scope="off")
     assert encodes(salt="another")
     assert len(set(prompts)) == 1
+
+
+def test_a_long_text_without_a_conversation_is_not_encoded_again(
+    server: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = Encoder._encoded
+
+    def noted(self: Encoder, texts: Sequence[str]) -> list[Encoding]:
+        encoded.extend(texts)
+        return encode(self, texts)
+
+    monkeypatch.setattr("diskprefix.chat.encoder.PART_CHARS", 16)
+    monkeypatch.setattr(Encoder, "_encoded", noted)
+    body = {"prompt": "Tell me of rivers and lakes.", "max_tokens": 1, "prefix_cache": {"scope": "full"}}
+    with server.client() as client:
+        first, second = (client.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"] for _ in range(2))
+    assert first == second
+    assert encoded == [body["prompt"]]

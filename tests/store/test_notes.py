@@ -187,17 +187,20 @@ def test_notes_of_a_tenant_keep_their_share_and_the_oldest_used_go(store: Store,
     assert of(notes, BOB).get(RESPONSE, "bob") == b"content"
 
 
-def test_logits_go_before_all_that_saves_more_however_recently_they_were_used(store: Store, clock: Clock) -> None:
+@pytest.mark.parametrize("cheap", [NoteKind.LOGITS, NoteKind.ENCODING])
+def test_what_saves_a_moment_goes_first_however_recently_it_was_used(
+    store: Store, clock: Clock, cheap: NoteKind
+) -> None:
     notes, size = new_notes(store), note_limit(store.budget_bytes) - 5000
     of(notes).put(RESPONSE, "resp_1", noise(size, 0))
     num = 2 * root_limit(store.budget_bytes) // size
     for number in range(num):
         clock.now += 1
-        of(notes).put(NoteKind.LOGITS, str(number), noise(size, number))
+        of(notes).put(cheap, str(number), noise(size, number))
         notes.write()
     assert of(notes).get(RESPONSE, "resp_1") == noise(size, 0)
-    assert of(notes).get(NoteKind.LOGITS, "0") is None
-    assert of(notes).get(NoteKind.LOGITS, str(num - 1)) == noise(size, num - 1)
+    assert of(notes).get(cheap, "0") is None
+    assert of(notes).get(cheap, str(num - 1)) == noise(size, num - 1)
 
 
 def test_many_tenants_together_keep_their_share_too(store: Store, clock: Clock) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
+from diskprefix.store.note_record import NoteKind
 from diskprefix.store.schema import NodeRecord, decode_prompt, history_sequence
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
@@ -127,7 +128,7 @@ class _Planner:
         chosen = {name for name in self._filter.entries & self._entry_names if self._is_wanted(name)}
         nodes = self._removable(chosen)
         doomed = frozenset(nodes)
-        prompts, notes = self._prompts(chosen), self._notes()
+        prompts, notes = self._prompts(chosen), self._notes(chosen)
         entries = chosen | (self._entry_names & doomed)
         on_other_paths = {node for name in self._entry_names - entries for node in self._tree.entry(name)}
         kept = {node for name in chosen for node in self._tree.entry(name)} - doomed
@@ -193,10 +194,13 @@ class _Planner:
             and (self._cutoff is None or history_sequence(key) < self._cutoff * 1e6)
         ]
 
-    def _notes(self) -> list[bytes]:
-        """Returns the keys of the notes to remove: those under the wanted roots. None belongs to an entry."""
+    def _notes(self, chosen: Collection[bytes]) -> list[bytes]:
+        """Returns the keys of the notes to remove: those under the wanted roots. None belongs to an entry, but an
+        encoded text may be a part of one, so all of those go that are under the roots of chosen entries."""
         if self._filter.entries:
-            return []
+            roots = {self._nodes[name].root for name in chosen}
+            notes = (note for note in self._snapshot.notes() if note.kind == NoteKind.ENCODING)
+            return [note.key for note in notes if note.root in roots]
         return [
             note.key
             for note in self._snapshot.notes()

@@ -301,6 +301,20 @@ def test_notes_go_with_their_tenant_and_model_and_not_with_an_entry(store: Store
     store.close()
 
 
+def test_no_text_of_an_entry_is_left_among_the_notes(store: Store) -> None:
+    """Which of its tenant's texts are its own is not known."""
+    pubs = {name: saved(store, prompt(1, 2 * BLOCK), tenant=tenant) for name, tenant in (("a", ALICE), ("b", BOB))}
+    alice, bob = (noted(store, pub, "resp_1") for pub in pubs.values())
+    for notes in (alice, bob):
+        notes.put(NoteKind.ENCODING, "Hello.", b"1234")
+        notes.notes.write()
+    assert purge_now(store, PurgeFilter(entries=frozenset({tip(pubs["a"])}))).notes == 1
+    assert alice.get(NoteKind.ENCODING, "Hello.") is None
+    assert alice.get(NoteKind.RESPONSE, "resp_1") == bob.get(NoteKind.RESPONSE, "resp_1") == b"content"
+    assert bob.get(NoteKind.ENCODING, "Hello.") == b"1234"
+    store.close()
+
+
 def test_a_tenant_that_has_notes_alone_can_be_purged_and_its_root_goes(store: Store) -> None:
     root, layout, notes = root_hash("x"), layout_of(1000), Notes(store, lambda: None)
     record = RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0, tenant=str(ALICE))
