@@ -46,7 +46,7 @@ class SyntheticModel:
         self.root = root_hash(identity)
         self._block_size = block_size
         self._payload_layout = PayloadLayout.parse(layout.describe())
-        self._record = RootRecord(
+        self.record = RootRecord(
             model="made up", block_size=block_size, layout=layout.describe(), created_at=0.0, identity=identity
         )
 
@@ -73,7 +73,7 @@ class SyntheticModel:
         return Publication(
             store_id=self.store.store_id,
             root=self.root,
-            root_record=self._record,
+            root_record=self.record,
             nodes=tuple(self._new_node(nodes, node, payload(node)) for node in path[stored:]),
             tip=path[-1].name,
             entry=EntryRecord(root=self.root, num_tokens=len(token_ids), scope="full", preview="", created_at=0.0),

@@ -23,11 +23,15 @@ import click
 import torch
 from rich.console import Console
 
+from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.model.loader import load_tokenizer
 from diskprefix.server.body import parse_json
 from diskprefix.server.protocols.openai_chat import ChatRequest
+from diskprefix.server.remembering import Stored
 from diskprefix.store.codec.codec import Codec
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.tokens import floor_to_grid
 from tests.synthetic_model import dense_layout, open_restorer
 from tools.benchmarks.store import THREADS, Plan, Restore
@@ -41,10 +45,11 @@ MODEL = "qwen2.5-coder-0.5b"
 LAYOUT = dense_layout(layers=24, heads=2, head_dim=64, dtype=torch.bfloat16, vocab_size=151_936)
 TOKENS = (8_000, 16_000, 32_000)
 POSITIONS = 1 << 20
+_TTL_S = 3600.0
 MESSAGE_CHARS = 4_000
 STAGES = ("body", "template", "tokens", "boundaries", "names", "match", "restore")
-"""In their order. `boundaries` is all that rendering does beside the template and the tokens; `match` is the lookup
-without the names of the blocks."""
+"""In their order. `tokens` are found in the store; `boundaries` is all that rendering does beside the template and the
+tokens; `match` is the lookup without the names of the blocks."""
 _ROLES = ("user", "assistant")
 _SOURCES = Path(__file__).parents[2] / "diskprefix"
 
@@ -65,11 +70,12 @@ class HitPath:
     """One prompt, stored in a folder."""
 
     renderer: PromptRenderer
+    encoder: Encoder
     body: bytes
     restore: Restore
 
     @classmethod
-    def of(cls, renderer: PromptRenderer, num_tokens: int, folder: Path) -> HitPath:
+    def of(cls, renderer: PromptRenderer, encoder: Encoder, num_tokens: int, folder: Path) -> HitPath:
         """The prompt has about `num_tokens` tokens."""
         chars = 4 * num_tokens
         for _ in range(3):
@@ -83,17 +89,20 @@ class HitPath:
         # Whole blocks: of the rest there is no made-up state.
         restore.prompt = prompt.token_ids[: floor_to_grid(len(prompt.token_ids), kv_sample.BLOCK_SIZE)]
         restore.save(Codec.RAW)
-        return cls(renderer, body, restore)
+        return cls(renderer, encoder, body, restore)
 
     def times_ms(self, runs: int) -> Iterator[dict[str, float]]:
         """Yields the milliseconds of each stage, run by run. The first run fills caches and is left out."""
         renderer, restore = self.renderer, self.restore
         with restore.opened(Codec.RAW) as model, open_restorer(model, capacity=len(restore.prompt)) as restorer:
+            notes = Notes(model.store, lambda: None)
+            encodings = Stored(NoteKind.ENCODING, TenantNotes(notes, model.root, model.record, _TTL_S))
             for number in range(runs + 1):
                 parse_ms, request = _timed(partial(parse_json, self.body, ChatRequest))
                 template_ms, text = _timed(partial(renderer.text_of, request.conversation))
-                tokens_ms, _ = _timed(partial(renderer.tokenize, text, add_special_tokens=False))
-                prompt_ms, _ = _timed(partial(renderer.chat, request.conversation))
+                tokens_ms, _ = _timed(partial(self.encoder.encode, text, param="messages", store=encodings))
+                prompt_ms, _ = _timed(partial(renderer.replay, request.conversation, None, encodings))
+                notes.write()
                 names_ms, _ = _timed(partial(model.path, restore.prompt))
                 restored = restorer.restore(restore.prompt)
                 assert restored.num_tokens == len(restore.prompt), "all of the prompt is stored"
@@ -137,13 +146,15 @@ def main(runs: int, folder: Path | None, as_json: bool) -> None:
     tokenizer = load_tokenizer(str(model_folder(MODEL, progress)), None, lambda _: None)
     renderer = PromptRenderer(tokenizer, vocab_size=LAYOUT.vocab_size, max_positions=POSITIONS)
     renderer.warm_up()
+    encoder = Encoder(tokenizer, vocab_size=LAYOUT.vocab_size, max_positions=POSITIONS)
+    encoder.warm_up()
     cases = []
     for tokens in TOKENS:
         with (
             step(progress, f"{tokens} tokens"),
             tempfile.TemporaryDirectory(prefix="diskprefix-bench-", dir=folder) as workspace,
         ):
-            path = HitPath.of(renderer, tokens, Path(workspace))
+            path = HitPath.of(renderer, encoder, tokens, Path(workspace))
             samples = list(path.times_ms(runs))
         medians = {stage: statistics.median(sample[stage] for sample in samples) for stage in STAGES}
         medians["all"] = statistics.median(sum(sample.values()) for sample in samples)
