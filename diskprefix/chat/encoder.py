@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from diskprefix.chat.encoding import PART_CHARS, Encoding, EncodingStore, TextParts, added_tokens, joined
+from diskprefix.chat.encoding import PART_CHARS, Encoding, EncodingStore, TextParts, added_tokens, encoded, joined
 from diskprefix.chat.splice import Encoded, Span, spliced, texts_between
 from diskprefix.errors import ContextTooLong, InvalidRequest
 
@@ -21,6 +18,9 @@ if TYPE_CHECKING:
 
 _PROBED_CHARS_PER_POSITION = 32
 """Of a longer text, only so many characters are encoded first. Real text has about four characters per token."""
+
+_RECORD_VERSION = 1
+"""Of `Encoding.record`."""
 
 
 class Encoder:
@@ -43,19 +43,11 @@ class Encoder:
 
     @cached_property
     def _identity(self) -> str:
-        """A digest of all that says how a text is encoded: the libraries, and the tokenizer's files, or what they
-        would be. For files it takes a hundredth of a second, otherwise a tenth."""
+        """A digest of all that says how a text is encoded and kept. It takes a tenth of a second."""
         import tokenizers
-        import transformers
 
-        digest = hashlib.sha256(f"{tokenizers.__version__} {transformers.__version__} ".encode())
-        folder = Path(self._tokenizer.name_or_path)
-        if folder.is_absolute() and (folder / "tokenizer.json").is_file():
-            for file in sorted(folder.glob("*token*.json")):
-                digest.update(file.read_bytes())
-        else:
-            digest.update(self._tokenizer.backend_tokenizer.to_str().encode())
-        return digest.hexdigest()
+        content = f"{_RECORD_VERSION} {tokenizers.__version__} {self._tokenizer.backend_tokenizer.to_str()}"
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def encode_spliced(
         self, text: str, spans: Sequence[Span], *, adds_bos: bool, param: str, store: EncodingStore | None = None
@@ -72,37 +64,37 @@ class Encoder:
         self, text: str, *, adds_special: bool = False, param: str, store: EncodingStore | None = None
     ) -> Encoding:
         """Returns the tokens of `text`; with `adds_special` also those that the tokenizer adds to a text, such as BOS.
-        Long parts of the text are looked for in `store`, and kept there."""
+        Long parts of the text are looked for in `store`, and kept there.
+
+        Raises `InvalidRequest` for a text without tokens or with half a character, and `ContextTooLong`.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"{param}: half of a surrogate pair in the prompt (its character {error.start}); send whole characters",
+                param=param,
+            ) from error
         self._probe(text, param)
         parts = self._parts.of(text)
+        long = [k for k, part in enumerate(parts) if len(part) >= PART_CHARS] if store is not None else []
+        ids = {k: f"{self._identity}\n{parts[k]}" for k in long}
+        found = {} if store is None else _found(store, ids)
+        missing = [k for k in range(len(parts)) if k not in found]
+        fresh = dict(zip(missing, self._encoded([parts[k] for k in missing]), strict=True))
+        encodings = found | fresh
         begins = accumulate(map(len, parts), initial=0)
-        encoding = joined(zip(begins, self._remembered(parts, store), strict=False))
+        encoding = joined(zip(begins, map(encodings.__getitem__, range(len(parts))), strict=False))
         if adds_special:
             encoding = encoding.between(*self.added)
         self._check(len(encoding.token_ids), param)
+        if store is not None:
+            for k in ids.keys() & fresh.keys():
+                store.put(ids[k], fresh[k].record())
         return encoding
 
-    def _remembered(self, parts: Sequence[str], store: EncodingStore | None) -> list[Encoding]:
-        """Encodes parts of a text, or finds them in `store`."""
-        long = [k for k, part in enumerate(parts) if len(part) >= PART_CHARS] if store is not None else []
-        ids = {k: f"{self._identity}\n{parts[k]}" for k in long}
-        found: dict[int, Encoding] = {}
-        for k, id_ in ids.items():
-            if store is not None and (record := store.get(id_)) is not None:
-                # A record that another version wrote is written anew.
-                with suppress(ValueError):
-                    found[k] = Encoding.of_record(record)
-        missing = [k for k in range(len(parts)) if k not in found]
-        for k, encoding in zip(missing, self._encoded([parts[k] for k in missing]), strict=True):
-            found[k] = encoding
-            if store is not None and k in ids:
-                store.put(ids[k], encoding.record())
-        return [found[k] for k in range(len(parts))]
-
     def _encoded(self, texts: Sequence[str]) -> list[Encoding]:
-        """The texts are encoded beside each other, on all cores."""
-        batch = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [Encoding(np.array(one.ids, np.int32), np.array(one.offsets, np.int32).reshape(-1, 2)) for one in batch]
+        return encoded(self._tokenizer, texts)
 
     def _probe(self, text: str, param: str) -> None:
         """To encode megabytes of text takes many seconds and gigabytes of memory. So the beginning of a long text is
@@ -146,3 +138,13 @@ class Encoder:
     def first_token(self, text: str) -> int | None:
         """Returns the first token of a text, None if it has none."""
         return next(iter(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), None)
+
+
+def _found(store: EncodingStore, ids: Mapping[int, str]) -> dict[int, Encoding]:
+    """Returns those of the encodings with these ids that are there and can be read."""
+    found = {}
+    for k, id_ in ids.items():
+        with suppress(ValueError):
+            if (record := store.get(id_)) is not None:
+                found[k] = Encoding.of_record(record)
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -54,6 +54,12 @@ class Encoding(NamedTuple):
         return cls(token_ids, np.stack([starts, starts + lengths], axis=1))
 
 
+def encoded(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Encoding]:
+    """Encodes texts, beside each other unless the library is told otherwise, without what is added to a text."""
+    batch = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    return [Encoding(np.array(one.ids, np.int32), np.array(one.offsets, np.int32).reshape(-1, 2)) for one in batch]
+
+
 def joined(parts: Iterable[tuple[int, Encoding]]) -> Encoding:
     """Joins parts of a text, at least one, each with the character that it begins at."""
     ids, offsets = [], []
@@ -67,8 +73,8 @@ def joined(parts: Iterable[tuple[int, Encoding]]) -> Encoding:
 def added_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
     """Returns what a tokenizer puts before and behind every text, such as BOS: what is there is added last, whatever
     the text is."""
-    (alone,) = tokenizer.backend_tokenizer.encode_batch(["x"], add_special_tokens=False)
-    (encoding,) = tokenizer.backend_tokenizer.encode_batch(["x"])
+    (alone,) = tokenizer.backend_tokenizer.encode_batch([_PROBE], add_special_tokens=False)
+    (encoding,) = tokenizer.backend_tokenizer.encode_batch([_PROBE])
     begin = next((k for k, is_added in enumerate(encoding.special_tokens_mask) if not is_added), len(encoding.ids))
     return encoding.ids[:begin], encoding.ids[begin + len(alone.ids) :]
 
@@ -101,8 +107,9 @@ class TextParts:
     def _holds(tokenizer: PreTrainedTokenizerFast, separators: list[str]) -> bool:
         """Tries it: a tokenizer may have other steps than are known here."""
         parts = [separator + _PROBE.format(separator, separators[0]) for separator in separators[:8]]
-        whole, *alone = tokenizer.backend_tokenizer.encode_batch(["".join(parts), *parts], add_special_tokens=False)
-        return bool(whole.ids == [token_id for part in alone for token_id in part.ids])
+        whole, *alone = encoded(tokenizer, ["".join(parts), *parts])
+        found = joined(zip(accumulate(map(len, parts), initial=0), alone, strict=False))
+        return all(map(np.array_equal, whole, found))
 
 
 def _separating(added: Iterable[AddedToken]) -> list[str]:
@@ -110,11 +117,14 @@ def _separating(added: Iterable[AddedToken]) -> list[str]:
     first = [token for token in added if token.content and not token.normalized]
     within = frozenset("".join(token.content[1:] for token in first))
     takes_more = [token.content for token in first if token.lstrip or token.single_word]
+    has_words = any(token.single_word for token in first)
     return [
         token.content
         for token in first
         if token.special
         and not token.content[0].isspace()
+        # A word before it ends with the part, but not in the whole text.
+        and not (has_words and re.match(r"\w", token.content))
         and token.content[0] not in within
         and not any(text.startswith(token.content) for text in takes_more)
     ]

@@ -15,6 +15,7 @@ from diskprefix.chat import encoder as encoder_module
 from diskprefix.chat import encoding as encoding_module
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.encoding import Encoding, TextParts
+from diskprefix.errors import ContextTooLong, InvalidRequest
 from tests.chat.families.families import FAMILIES, Family, tokenizer_of
 from tests.chat.turns import Turns
 
@@ -98,6 +99,15 @@ def test_a_token_that_has_to_do_with_what_stands_before_it_begins_no_part() -> N
         assert_whole(tokenizer, text)
 
 
+def test_a_word_before_a_part_is_followed_by_what_follows_in_the_whole_text() -> None:
+    """A token that must be a word of its own is none where the next part goes on with a letter."""
+    word, text = token("abc", single_word=True), "abc abcde:abc abc " * 12
+    assert TextParts(made_up(word, token("de:"))).of(text) == [text]
+    assert len(TextParts(made_up(word, token(":a"))).of(text)) > 4
+    for separator in ("de:", ":a"):
+        assert_whole(made_up(word, token(separator)), text)
+
+
 def test_a_part_of_a_text_is_not_its_beginning() -> None:
     """What a tokenizer puts before a text, it does not put before a part."""
     first = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -165,6 +175,16 @@ def test_what_an_earlier_prompt_had_is_not_encoded_again(monkeypatch: pytest.Mon
     encoder.encode("".join(texts) + "<:>abc", param="prompt", store=store)
     assert (encoded[1:], len(store)) == (["<:>abc"], 3)
     assert_whole(tokenizer, "".join(texts))
+
+
+def test_a_prompt_that_is_refused_leaves_nothing() -> None:
+    tokenizer, store = made_up(token("<:>")), Turns()
+    small = Encoder(tokenizer, vocab_size=len(tokenizer), max_positions=40)
+    with pytest.raises(ContextTooLong):
+        small.encode("abcd" * 10 + "<:>abc", param="prompt", store=store)
+    with pytest.raises(InvalidRequest, match=r"prompt: half of a surrogate pair .*character 40"):
+        small.encode("abcd" * 10 + "\ud800" + "abcd" * 10, param="prompt", store=store)
+    assert not store
 
 
 def test_a_record_that_cannot_be_read_is_written_anew() -> None:
