@@ -59,7 +59,7 @@ def test_the_parts_of_a_text_have_the_tokens_of_the_whole(family: Family) -> Non
     contents = [token.content for token in tokenizer.added_tokens_decoder.values()]
     added = chosen.sample(contents, min(len(contents), 30)) + [family.first_turn, family.reply, family.eos] * 8
     encoder, parts = encoder_of(tokenizer), TextParts(tokenizer)
-    for _ in range(20):
+    for _ in range(6):
         text = some_text(chosen, added)
         assert len(parts.of(text)) > 2, "a marker begins a part"
         assert_whole(tokenizer, text, encoder)
