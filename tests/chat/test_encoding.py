@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -16,53 +15,14 @@ from diskprefix.chat import encoding as encoding_module
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.encoding import Encoding, TextParts
 from diskprefix.errors import ContextTooLong, InvalidRequest
-from tests.chat.families.families import FAMILIES, Family, tokenizer_of
 from tests.chat.turns import Turns
-
-PIECES = [
-    "a", "word", "  two blanks", " \n\n ", "\t", "Zürich", "\U0001f642\u200d\U0001f467", "e\u0301", "1234567", "it's",
-    "<", "<|", "|>", "[", "]", '{"x": [1]}', "日本語", "\u00a0", "\u200b", "\r\n", "\ufb01", " ", "x" * 40,
-]  # fmt: skip
+from tests.chat.whole_texts import assert_whole, encoder_of
 
 
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (encoding_module, encoder_module):
         monkeypatch.setattr(module, "PART_CHARS", 16)
-
-
-def encoder_of(tokenizer: Any) -> Encoder:
-    return Encoder(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 20)
-
-
-def some_text(chosen: random.Random, added: list[str]) -> str:
-    pieces = [chosen.choice(added) if chosen.random() < 0.3 else chosen.choice(PIECES) for _ in range(120)]
-    return "".join(pieces)
-
-
-def assert_whole(tokenizer: Any, text: str, encoder: Encoder | None = None) -> None:
-    """The library's own call is the reference."""
-    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    found = (encoder or encoder_of(tokenizer)).encode(text, param="prompt")
-    assert found.token_ids.tolist() == whole["input_ids"], text
-    assert found.offsets.tolist() == [list(span) for span in whole["offset_mapping"]], text
-    with_added = tokenizer(text, return_offsets_mapping=True, verbose=False)
-    found = (encoder or encoder_of(tokenizer)).encode(text, adds_special=True, param="prompt")
-    assert found.token_ids.tolist() == with_added["input_ids"], text
-    assert found.offsets.tolist() == [list(span) for span in with_added["offset_mapping"]], text
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_the_parts_of_a_text_have_the_tokens_of_the_whole(family: Family) -> None:
-    tokenizer = tokenizer_of(family)
-    chosen = random.Random(family.name)
-    contents = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    added = chosen.sample(contents, min(len(contents), 30)) + [family.first_turn, family.reply, family.eos] * 8
-    encoder, parts = encoder_of(tokenizer), TextParts(tokenizer)
-    for _ in range(6):
-        text = some_text(chosen, added)
-        assert len(parts.of(text)) > 2, "a marker begins a part"
-        assert_whole(tokenizer, text, encoder)
 
 
 def made_up(*added: AddedToken, **options: Any) -> Any:

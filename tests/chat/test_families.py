@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import random
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers.utils import chat_template_utils
 
+from diskprefix.chat.encoding import TextParts
 from diskprefix.errors import InvalidRequest
 from diskprefix.prompt import Prompt, last_safe
 from diskprefix.tokens import common_prefix_length
@@ -47,6 +49,7 @@ from tests.chat.families.families import (
     tokenizer_of,
 )
 from tests.chat.families.sources import PARTED_BY, VOCABULARIES
+from tests.chat.whole_texts import assert_whole, encoder_of, some_text
 
 TOOL_FAMILIES = [family for family in FAMILIES if family.takes_tools]
 QUESTION = user("How is the weather in my two cities?")
@@ -395,3 +398,17 @@ def test_a_raw_prompt_has_the_markers_of_the_template_as_boundaries(family: Fami
     chat = prompt_of(family, [SYSTEM, QUESTION])
     raw = renderer_of(family).completion(chat.token_ids.tolist())
     assert set(chat.boundaries) <= set(raw.boundaries)
+
+
+@families
+def test_the_parts_of_a_text_have_the_tokens_of_the_whole(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diskprefix.chat.encoding.PART_CHARS", 16)
+    tokenizer = tokenizer_of(family)
+    chosen = random.Random(family.name)
+    contents = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    added = chosen.sample(contents, min(len(contents), 30)) + [family.first_turn, family.reply, family.eos] * 8
+    encoder, parts = encoder_of(tokenizer), TextParts(tokenizer)
+    for _ in range(6):
+        text = some_text(chosen, added)
+        assert len(parts.of(text)) > 2, "a marker begins a part"
+        assert_whole(tokenizer, text, encoder)
