@@ -190,6 +190,8 @@ class LiveServer:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
+            # The worker of a supervisor ends a moment after it, and would answer in place of the next one.
+            self._wait(lambda: not self._listens(), SAVE_DEADLINE_S, "the killed server still listens")
 
     @property
     def process_id(self) -> int:
