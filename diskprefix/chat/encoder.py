@@ -9,7 +9,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from diskprefix.chat.encoding import PART_CHARS, Encoding, EncodingStore, TextParts, added_tokens, encoded, joined
+from diskprefix.chat.encoding import PART_CHARS, Encoding, TextParts, added_tokens, encoded, joined
+from diskprefix.chat.replay import NoteStore
 from diskprefix.chat.splice import Encoded, Span, spliced, texts_between
 from diskprefix.errors import ContextTooLong, InvalidRequest
 
@@ -50,19 +51,17 @@ class Encoder:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def encode_spliced(
-        self, text: str, spans: Sequence[Span], *, adds_bos: bool, param: str, store: EncodingStore | None = None
+        self, text: str, spans: Sequence[Span], *, adds_bos: bool, param: str, store: NoteStore | None = None
     ) -> Encoded:
         """Encodes `text` with the sampled tokens of `spans` in their places. Raises as `encode` does."""
         parts = []
         for begin, part in texts_between(text, spans):
             parts.append((begin, self.encode(part, adds_special=adds_bos and not begin, param=param, store=store)))
-        encoded = spliced(parts, spans)
-        self.check_positions(len(encoded.token_ids), param)
-        return encoded
+        whole = spliced(parts, spans)
+        self.check_positions(len(whole.token_ids), param)
+        return whole
 
-    def encode(
-        self, text: str, *, adds_special: bool = False, param: str, store: EncodingStore | None = None
-    ) -> Encoding:
+    def encode(self, text: str, *, adds_special: bool = False, param: str, store: NoteStore | None = None) -> Encoding:
         """Returns the tokens of `text`; with `adds_special` also those that the tokenizer adds to a text, such as BOS.
         Long parts of the text are looked for in `store`, and kept there.
 
@@ -140,7 +139,7 @@ class Encoder:
         return next(iter(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), None)
 
 
-def _found(store: EncodingStore, ids: Mapping[int, str]) -> dict[int, Encoding]:
+def _found(store: NoteStore, ids: Mapping[int, str]) -> dict[int, Encoding]:
     """Returns those of the encodings with these ids that are there and can be read."""
     found = {}
     for k, id_ in ids.items():

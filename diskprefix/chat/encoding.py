@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
 PART_CHARS = 4096
 """The least length of a part that another one follows. A shorter one is encoded as fast as it is found in the store."""
 _PROBE = "user\n  Hello wörld, it's  1234 {}  \n\n\tx = [1];{}\n \n 日本語 e\u0301 "
-
-
-class EncodingStore(Protocol):
-    """The encoded texts of one tenant, by their ids. Its methods do not raise; `get` may wait for the disk."""
-
-    def get(self, id_: str) -> bytes | None: ...
-
-    def put(self, id_: str, record: bytes) -> None: ...
 
 
 class Encoding(NamedTuple):

@@ -21,8 +21,9 @@ from diskprefix.prompt import Prompt
 _ID_BYTES = 32
 
 
-class TurnStore(Protocol):
-    """The remembered turns of one tenant and one model. Its methods do not raise; `get` may wait for the disk."""
+class NoteStore(Protocol):
+    """What is remembered for one tenant and one model: replies, or encoded texts. Its methods do not raise; `get` may
+    wait for the disk."""
 
     def get(self, id_: str) -> bytes | None: ...
 
@@ -150,7 +151,7 @@ class SampledTurn:
         return cls(turn, tuple(token_ids), Place(*place))
 
 
-def find_turns(messages: Sequence[Message], turns: TurnStore) -> tuple[dict[int, SampledTurn], ConversationHash]:
+def find_turns(messages: Sequence[Message], turns: NoteStore) -> tuple[dict[int, SampledTurn], ConversationHash]:
     """Returns what is remembered of the assistant's messages, by their index, in ascending order, and the hash of the
     conversation."""
     found = {}
@@ -201,7 +202,7 @@ class Replayed(NamedTuple):
 class ReplyMemory:
     """Remembers the replies to one request. `end_ids` are the tokens that end a reply."""
 
-    def __init__(self, turns: TurnStore, origin: Origin, end_ids: frozenset[int]) -> None:
+    def __init__(self, turns: NoteStore, origin: Origin, end_ids: frozenset[int]) -> None:
         self._turns = turns
         self._origin = origin
         self._end_ids = end_ids

@@ -26,7 +26,6 @@ from diskprefix.chat.boundaries import (
 from diskprefix.chat.compression import shortened
 from diskprefix.chat.content import UNSUPPORTED, Media, holds_media, parts_for_template, read_media, text_for_template
 from diskprefix.chat.encoder import Encoder
-from diskprefix.chat.encoding import EncodingStore
 from diskprefix.chat.late_system import has_late_system, late_system_as_user
 from diskprefix.chat.marks import find_marks, mark_targets
 from diskprefix.chat.message_form import MessageForm
@@ -36,7 +35,7 @@ from diskprefix.chat.output.choose import Chosen, choose_format
 from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.preview import preview_of_chat, preview_of_text
-from diskprefix.chat.replay import ConversationHash, Origin, Replayed, SampledTurn, TurnStore, find_turns
+from diskprefix.chat.replay import ConversationHash, NoteStore, Origin, Replayed, SampledTurn, find_turns
 from diskprefix.chat.splice import Encoded, Span, end_texts, find_spans, readings, with_turns
 from diskprefix.chat.template_input import (
     TemplateInput,
@@ -150,7 +149,7 @@ class PromptRenderer:
         return self.replay(conversation, None).prompt
 
     def replay(
-        self, conversation: Conversation, turns: TurnStore | None, encodings: EncodingStore | None = None
+        self, conversation: Conversation, turns: NoteStore | None, encodings: NoteStore | None = None
     ) -> Replayed:
         """Returns the prompt of a conversation, with the tokens of the replies that `turns` remembers. Texts that
         `encodings` has are not encoded again.
@@ -174,7 +173,7 @@ class PromptRenderer:
         return late_system_as_user(conversation)
 
     def _fitting(
-        self, conversation: Conversation, turns: TurnStore | None, encodings: EncodingStore | None
+        self, conversation: Conversation, turns: NoteStore | None, encodings: NoteStore | None
     ) -> tuple[_Written, LeftOut | None]:
         """Writes a conversation without media. Its aged messages are left out above `compress_above` tokens."""
         limit = self._compress_above
@@ -190,9 +189,7 @@ class PromptRenderer:
             written = self._written(conversation, turns, encodings)
         return written, left_out
 
-    def _written(
-        self, conversation: Conversation, turns: TurnStore | None, encodings: EncodingStore | None
-    ) -> _Written:
+    def _written(self, conversation: Conversation, turns: NoteStore | None, encodings: NoteStore | None) -> _Written:
         found, said = ({}, None) if turns is None else find_turns(conversation.messages, turns)
         if found:
             # Reasoning that the client left out may be too long.
@@ -200,7 +197,7 @@ class PromptRenderer:
                 return self._encoded(self._rendered(conversation, found), said, encodings)
         return self._encoded(self._rendered(conversation, {}), said, encodings)
 
-    def _encoded(self, rendered: _Rendered, said: ConversationHash | None, encodings: EncodingStore | None) -> _Written:
+    def _encoded(self, rendered: _Rendered, said: ConversationHash | None, encodings: NoteStore | None) -> _Written:
         text, param = rendered.text, rendered.conversation.path
         encoded = self._encoder.encode_spliced(
             text, rendered.spans, adds_bos=self._adds_bos(text), param=param, store=encodings
@@ -289,7 +286,7 @@ class PromptRenderer:
         plain, in_parts = (_PROBE_TEXT in self._try_render(template_input, "reply") for template_input in inputs)
         return in_parts and not plain
 
-    def completion(self, prompt: str | list[int], encodings: EncodingStore | None = None) -> Prompt:
+    def completion(self, prompt: str | list[int], encodings: NoteStore | None = None) -> Prompt:
         """Returns the prompt of a text or of token ids, without a chat template. Texts that `encodings` has are not
         encoded again.
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from diskprefix.cache_options import CacheOptions
 from diskprefix.chat.messages import Conversation
-from diskprefix.chat.replay import TurnStore
+from diskprefix.chat.replay import NoteStore
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
@@ -50,7 +50,7 @@ class ParsedBody:
 
 
 @dataclass(frozen=True)
-class _Turns(TurnStore):
+class _Turns(NoteStore):
     notes: ReadOnlyNotes
 
     def get(self, id_: str) -> bytes | None:

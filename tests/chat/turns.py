@@ -17,7 +17,7 @@ from diskprefix.tokens import TokenIds
 
 
 class Turns(dict[str, bytes]):
-    """A `TurnStore` in memory."""
+    """A `NoteStore` in memory."""
 
     def put(self, id_: str, record: bytes) -> None:
         self[id_] = record
