@@ -16,6 +16,7 @@ import torch
 from hypothesis import settings
 
 from diskprefix.store.codec import choice
+from tests.closing import ClosingLines
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import DaemonProcess, serve_flags
 
@@ -34,6 +35,12 @@ httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)  
 # The same examples in every run, and no verdict that depends on how busy the machine is.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that prints the results says more at its end. With two processes it is neither of them."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ClosingLines())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

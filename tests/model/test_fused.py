@@ -22,15 +22,20 @@ from diskprefix.model.runner import Rows, run
 from diskprefix.native import library
 from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm
 from tests.exactness.architectures import tiny_model
+from tests.native.variants import TESTED, of_this_cpu
 
 
-@pytest.fixture(autouse=True)
-def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, params=of_this_cpu())
+def compiled(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    record_property(TESTED, request.param)
     before = library._chosen
-    library.choose("auto")
-    if library.operators() is None:
-        pytest.skip(library.described())
+    library.choose(request.param)
     yield
     library._chosen = before
 

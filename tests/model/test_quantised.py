@@ -24,9 +24,10 @@ from diskprefix.native import library
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
+from tests.native.variants import of_this_cpu
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
-KERNELS = ("auto", "torch")
+KERNELS = (*of_this_cpu(), "torch")
 
 
 @pytest.fixture(params=KERNELS)

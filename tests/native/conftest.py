@@ -1,21 +1,15 @@
-"""The compiled operators, made if they are out of date: without a compiler these tests fail."""
+"""The compiled operators, of each variant that this CPU has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from diskprefix.native import build, library
+from diskprefix.native import library
 from diskprefix.native.library import Operators
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
-    if not build.is_current():
-        build.build()
-        library._loaded.cache_clear()
+from tests.native.variants import TESTED, of_this_cpu
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +20,10 @@ def chosen_again() -> Iterator[None]:
     library._chosen = before
 
 
-@pytest.fixture(params=library.VARIANTS)
-def operators(request: pytest.FixtureRequest) -> Operators:
-    """Those of each variant that this CPU has."""
-    try:
-        library.choose(request.param)
-    except library.Unavailable as reason:
-        pytest.skip(str(reason))
+@pytest.fixture(params=of_this_cpu())
+def operators(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Operators:
+    library.choose(request.param)
+    record_property(TESTED, request.param)
     found = library.operators()
     assert found is not None
     return found

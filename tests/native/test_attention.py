@@ -13,6 +13,7 @@ import torch
 from diskprefix.native import library
 from diskprefix.native.attention import attention
 from diskprefix.native.library import Operators
+from tests.native.variants import WITH_PAIRS, of_this_cpu
 
 TOKENS = 530
 """More than two tiles of keys."""
@@ -116,8 +117,6 @@ NAMES = (
     *("keys of three vectors and values of two and a half", "values of another size, which fill no vector"),
 )
 OF_ALL_VARIANTS = NAMES[::3]
-WITH_PAIRS = ("amx", "avx512_bf16")
-"""Variants with a product in bfloat16 of their own."""
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -131,13 +130,23 @@ def random_steps(seed: int) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("dtype", ERRORS, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+def names_for(variant: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """Returns the layers that a variant is tested with: fewer where its code is that of a variant before it."""
+    has_own_code = variant in WITH_PAIRS and dtype == torch.bfloat16
+    return NAMES if has_own_code or variant == of_this_cpu()[0] else OF_ALL_VARIANTS
+
+
+@pytest.mark.parametrize(
+    ("operators", "dtype", "name"),
+    [
+        pytest.param(variant, dtype, name, id=f"{variant}-{dtype}-{name}")
+        for variant in of_this_cpu()
+        for dtype in ERRORS
+        for name in names_for(variant, dtype)
+    ],
+    indirect=["operators"],
+)
 def test_it_is_attention_with_the_same_bits_in_every_step(name: str, dtype: torch.dtype, operators: Operators) -> None:
-    is_first = operators.variant == library.VARIANTS[0]
-    is_other_code = operators.variant in WITH_PAIRS and dtype == torch.bfloat16
-    if not (is_first or is_other_code) and name not in OF_ALL_VARIANTS:
-        pytest.skip("the rest of it is the same code")
     layer, plain = layers(name, dtype)
     whole = layer.cut(operators, [TOKENS])
     assert (whole.double() - plain).abs().max() < ERRORS[dtype]

@@ -10,6 +10,17 @@ import pytest
 import torch
 
 from diskprefix.native import build, library
+from tests.native.variants import of_this_cpu
+
+_AVX2 = {"avx2", "fma", "f16c"}
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+NEEDED_FLAGS: dict[str, set[str]] = {
+    "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "baseline": set(),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +36,13 @@ def test_the_best_variant_of_this_cpu_is_taken() -> None:
     assert found is not None
     assert library.described() == f"native ({found.variant})"
     assert found.variant == next(name for name in library.VARIANTS if library._loaded(name)[0])
+
+
+def test_each_variant_that_the_cpu_has_is_there() -> None:
+    """Read from the kernel, because the operators decide themselves which of them the CPU computes."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = set(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+    assert set(of_this_cpu()) == {name for name, needed in NEEDED_FLAGS.items() if needed <= flags}
 
 
 def test_the_oldest_variant_is_there_on_every_cpu() -> None:

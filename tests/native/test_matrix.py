@@ -10,8 +10,9 @@ import torch
 from diskprefix.model.quants import FORMS, QuantForm, Quants
 from diskprefix.native import library
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import Matrix, product, takes_bfloat16
+from diskprefix.native.matrix import Matrix, product
 from tests.model.test_quants import quants_of
+from tests.native.variants import WITH_PAIRS, of_this_cpu
 
 ROWS, COLUMNS = 48, 352
 """An odd number of strips, and more blocks than are taken at once."""
@@ -65,9 +66,8 @@ def check_company(product: Callable[[torch.Tensor], torch.Tensor]) -> None:
                 assert torch.equal(product(rows[start : start + count]), whole[start : start + count])
 
 
+@pytest.mark.parametrize("operators", [name for name in of_this_cpu() if name in WITH_PAIRS], indirect=True)
 def test_a_matrix_in_bfloat16_is_taken_as_it_lies(operators: Operators) -> None:
-    if not takes_bfloat16(operators):
-        pytest.skip("not by these operators")
     weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(8)).bfloat16()
     bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()
     matrix = Matrix(weight, (ROWS, COLUMNS), bias=bias)
@@ -98,11 +98,8 @@ def test_the_variants_without_tiles_give_the_same_bits() -> None:
     quants = quants_of(FORMS[1], ROWS, COLUMNS)
     rows = torch.randn(37, COLUMNS, generator=torch.Generator().manual_seed(7)).bfloat16()
     found = []
-    for variant in ("avx512", "avx2", "baseline"):
-        try:
-            library.choose(variant)
-        except library.Unavailable:
-            continue
+    for variant in set(of_this_cpu()) - set(WITH_PAIRS):
+        library.choose(variant)
         operators = library.operators()
         assert operators is not None
         found.append(product_of(operators, quants)(rows))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import dataclasses
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from diskprefix.engine import served_model
 from diskprefix.errors import SettingsError
 from diskprefix.server import process
 from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of, parse_duration, parse_size
+from tests.closing import needs
 
 SYSTEMD = Path(__file__).parent.parent.parent / "systemd"
 UNIT = SYSTEMD / "diskprefix.service"
@@ -130,7 +130,7 @@ def test_the_socket_listens_where_the_daemon_would(monkeypatch: pytest.MonkeyPat
         assert "Accept" not in section(unit, "Socket")
 
 
-NEEDS_SYSTEMD = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed here")
+NEEDS_SYSTEMD = needs("systemd-analyze")
 
 
 def analyze(*arguments: str | Path, runtime: Path) -> subprocess.CompletedProcess[str]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
 
 import pytest
 
 from diskprefix.server.collected import _GATE
 from diskprefix.tiers.remote.ledger import Ledger
+from tests.closing import needs
 from tests.server.scripted import STATS
 from tests.server.test_metrics import Scraped, samples_of
 from tools.matrices.monitoring import board_queries, faults, promtool, rules
 
-NEEDS_PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus is not installed here")
+NEEDS_PROMTOOL = needs("promtool")
 
 
 def exposed() -> dict[str, set[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tests.closing import needs
 from tests.server.daemon_process import wait_until
 from tests.store.building import BLOCK, open_store, prompt, publication
 
@@ -67,7 +67,7 @@ def terminal(store: Path) -> Iterator[Tmux]:
     tmux.close()
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+@needs("tmux")
 def test_a_saved_prompt_is_found_and_deleted_in_a_real_terminal_without_colours(terminal: Tmux) -> None:
     terminal.wait_for("2 of 2 saved prompts")
     assert "no daemon: the store alone" in terminal.screen

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.closing import needs
 from tests.server.daemon_process import DaemonProcess, serve_flags
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ CHROMIUM = shutil.which("chromium")
 CHAT = "/v1/chat/completions"
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+pytestmark = needs("chromium")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,81 @@
+"""What a run of the tests says when it ends: which variants of the operators were tested, and in CI, what was skipped
+that should not have been.
+
+`.ci/run` sets DISKPREFIX_TEST_MISSING to the programs that it could not install, separated by blanks. Where it is set,
+a skip that `LISTED` does not name fails the run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import Counter
+
+import pytest
+
+from tests.native.variants import TESTED, VARIANTS, of_this_cpu
+
+MISSING = os.environ.get("DISKPREFIX_TEST_MISSING")
+
+LISTED = {
+    "takes long: set DISKPREFIX_TEST_EXAMPLES=2": "tools/bench runs the whole of it",
+    "could not import 'vllm'": "vLLM has an environment of its own, in which `tools/vllm test` runs these",
+    "traces are not on this machine": "published data, too large for this project",
+    "needs root": "CI of a fork may not be root",
+    "this process may use a GPU": "the test is about machines without one",
+    "the kernel cannot populate pages": "Linux before 5.14",
+}
+"""Skips that CI accepts: a part of the reason that the test gives, and why it is accepted."""
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    """Returns the mark of tests that run a program which is not one of the project's dependencies."""
+    return pytest.mark.skipif(shutil.which(program) is None, reason=f"needs {program}")
+
+
+def unlisted(reasons: list[str], missing: str) -> list[str]:
+    """Returns the reasons that nobody accepts. The programs in `missing` could not be installed."""
+    accepted = [*LISTED, *(f"needs {program}" for program in missing.split())]
+    listed = re.compile("|".join(rf"{re.escape(part)}(?![\w-])" for part in accepted))
+    return [reason for reason in reasons if not listed.search(reason)]
+
+
+class ClosingLines:
+    """A plugin of the process that prints the results."""
+
+    def __init__(self) -> None:
+        self._skips: list[tuple[str, str]] = []
+        self._tested: Counter[str] = Counter()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note_skip(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note_skip(report)
+        if report.when == "call" and report.passed:
+            self._tested.update(str(value) for name, value in report.user_properties if name == TESTED)
+
+    def _note_skip(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self._skips.append((report.nodeid, report.longrepr[2].removeprefix("Skipped: ")))
+
+    def _wrong_skips(self) -> list[tuple[str, str]]:
+        if MISSING is None:
+            return []
+        return [(test, reason) for test, reason in self._skips if unlisted([reason], MISSING)]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._wrong_skips() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for test, reason in self._wrong_skips():
+            terminalreporter.write_line(f"CI does not accept this skip: {test}: {reason}", red=True)
+        if MISSING:
+            terminalreporter.write_line(f"not tested, because it could not be installed: {MISSING}", yellow=True)
+        if self._tested:
+            tested = ", ".join(f"{name} ({self._tested[name]} tests)" for name in of_this_cpu())
+            absent = ", ".join(name for name in VARIANTS if name not in of_this_cpu())
+            rest = f"; not on this CPU: {absent}" if absent else ""
+            terminalreporter.write_line(f"operators tested: {tested}{rest}")

@@ -1,0 +1,92 @@
+"""The closing lines of a run of the tests, and which skips fail it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.closing import LISTED, unlisted
+from tests.native.variants import TESTED, of_this_cpu
+
+ROOT = Path(__file__).parent.parent
+CONFTEST = """
+from tests.closing import ClosingLines
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ClosingLines())
+"""
+TESTS = """
+import pytest
+
+from tests.closing import needs
+
+@pytest.mark.parametrize("variant", {variants!r})
+def test_operators(variant, record_property):
+    record_property({tested!r}, variant)
+
+@needs("no-such-program")
+def test_of_a_program():
+    pass
+
+def test_of_a_folder():
+    pytest.skip({reason!r})
+"""
+
+
+def closed(folder: Path, missing: str | None, reason: str) -> tuple[int, str]:
+    """Exit code and output of a run in CI with these programs missing, or outside of CI. A test is skipped for that
+    reason."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_it.py").write_text(TESTS.format(variants=of_this_cpu(), tested=TESTED, reason=reason))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("DISKPREFIX_TEST_MISSING", None)
+    if missing is not None:
+        environment["DISKPREFIX_TEST_MISSING"] = missing
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "1",
+        "--rootdir",
+        str(folder),
+        "-p",
+        "no:cacheprovider",
+        str(folder),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+    return ended.returncode, ended.stdout
+
+
+def test_the_variants_that_were_tested_are_counted_and_what_ci_could_not_install_is_named(tmp_path: Path) -> None:
+    code, output = closed(tmp_path, "no-such-program other ", "takes long: set DISKPREFIX_TEST_EXAMPLES=2")
+    assert code == 0
+    counts = ", ".join(f"{name} (1 tests)" for name in of_this_cpu())
+    assert f"operators tested: {counts}" in output
+    assert "not tested, because it could not be installed: no-such-program other" in output
+
+
+@pytest.mark.parametrize(("missing", "wrong"), [(None, 0), ("", 2)], ids=["a developer's run", "CI"])
+def test_any_other_skip_fails_a_run_of_ci(missing: str | None, wrong: int, tmp_path: Path) -> None:
+    code, output = closed(tmp_path, missing, "nobody knows why")
+    assert code == (1 if wrong else 0)
+    lines = [line for line in output.splitlines() if line.startswith("CI does not accept this skip")]
+    assert len(lines) == wrong
+    assert all("test_of_a_program: needs no-such" in one or "test_of_a_folder: nobody" in one for one in lines)
+
+
+def test_a_skip_is_listed_by_words_of_its_reason() -> None:
+    reasons = ["needs chromium", "needs chromium-driver", "mounting a file system needs root", "needs roots"]
+    assert unlisted(reasons, "chromium") == ["needs chromium-driver", "needs roots"]
+    assert unlisted(reasons[:1], "") == reasons[:1]
+
+
+def test_each_listed_reason_is_one_that_a_test_gives() -> None:
+    given = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py") if path != ROOT / "tests/closing.py")
+    for reason in LISTED:
+        assert reason in given or "import" in reason, reason
