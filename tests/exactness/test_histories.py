@@ -26,6 +26,7 @@ from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
 from tests.runner import BLOCK, VOCAB, Runner, random_prompt, tiny_settings
+from tests.store.building import names_of_every_run
 
 LONGEST = 12 * BLOCK
 SCOPES: list[str | int] = ["full", "auto:1", "auto:8", "off", 3 * BLOCK, 90]
@@ -68,7 +69,8 @@ def machine_of(kind: str, hits: Counter[str]) -> type[RuleBasedStateMachine]:
             model, _ = model_of(kind)
             folder = Path(self.folder.name)
             settings = tiny_settings(folder, kv_cache_interval=3 * BLOCK, kv_cache_cold_max=4 * BLOCK)
-            self.runner = Runner(model, settings)
+            with names_of_every_run():
+                self.runner = Runner(model, settings)
             self.prompts: list[TokenIds] = [random_prompt(0, 5 * BLOCK + 3)]
             self.held = self.prompts[0][:0]
             """The tokens of the prompt that was computed last in the runner's memory, as far as that has them."""

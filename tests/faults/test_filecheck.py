@@ -149,10 +149,10 @@ def damage_while_checking(monkeypatch: pytest.MonkeyPatch, file: Path, findings:
     check = filecheck._check
 
     def interrupted(fd: int) -> Any:
-        if next(passes) > findings:
+        if (number := next(passes)) > findings:
             return check(fd)
         with open_file(file.parent) as env, env.begin(write=True) as txn:
-            txn.put(os.urandom(8), b"x", db=env.open_db(b"meta", txn))
+            txn.put(number.to_bytes(8), b"x", db=env.open_db(b"meta", txn))
         raise StoreCorrupt("page 7 was overwritten")
 
     monkeypatch.setattr(filecheck, "_check", interrupted)

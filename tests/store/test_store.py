@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import os
+import random
 import stat
 import struct
 import subprocess
@@ -319,7 +319,7 @@ def test_one_wrong_bit_in_what_the_store_says_of_itself_is_noticed(tmp_path: Pat
 
 
 def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "data.mdb").write_bytes(os.urandom(1 << 16))
+    (tmp_path / "data.mdb").write_bytes(random.Random(1).randbytes(1 << 16))
     with pytest.raises(StoreCorrupt, match="is damaged"):
         open_store(tmp_path)
 

@@ -46,7 +46,7 @@ from diskprefix.store.store import Publication, Store
 from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds
 from tests.examples import examples
-from tests.store.building import BLOCK, Clock, layout_of, open_store, publication, read_payload
+from tests.store.building import BLOCK, Clock, layout_of, names_of_every_run, open_store, publication, read_payload
 
 R = TypeVar("R")
 
@@ -355,8 +355,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.path, self.other = path, other
         self.clock = Clock()
         self.clock.now = 1e9
-        # Names depend on the secret, and ties are broken by name: a drawn one would make each run another.
-        with mock.patch("secrets.randbits", return_value=7):
+        with names_of_every_run():
             self.store = open_store(path, budget_bytes=BUDGET, clock=self.clock)
         self.identity = self.store.store_id, self.store.secret
         self.model = Model()

@@ -33,14 +33,23 @@ from diskprefix.store.folder import DATA
 from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.opening import DAMAGED
-from diskprefix.store.schema import Kind, NamesRecord, encode_record
+from diskprefix.store.schema import Kind
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds
 from tests.faults.file_damage import FILE_DAMAGE, RECORD_DAMAGE, damaged
 from tests.faults.isolated import run_isolated
-from tests.store.building import BLOCK, ROOT, Clock, layout_of, prompt, publication, read_payload
+from tests.store.building import (
+    BLOCK,
+    ROOT,
+    Clock,
+    layout_of,
+    names_of_every_run,
+    prompt,
+    publication,
+    read_payload,
+)
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import new_table
 
@@ -59,8 +68,6 @@ MOST_BLOCKS = 6
 HOUR_S = 3600.0
 YEAR_S = 365 * 24 * HOUR_S
 OTHER_ROOT, EARLIER_ROOT = b"o" * 16, b"c" * 16
-NAMES = NamesRecord(store_id=b"i" * 16, secret=7, created_at=0.0)
-"""Drawn at random, the names of nodes would have another order in each run, and a seed would damage other nodes."""
 SMALL, LARGE = layout_of(60_000), layout_of(1_200_000)
 """Layouts whose blocks have one piece, and several."""
 HYBRID = layout_of(20_000, 60_000)
@@ -168,9 +175,9 @@ def _join(first: TokenIds, second: TokenIds) -> TokenIds:
 
 def build(folder: Path) -> Original:
     """Make a store that has evicted nodes. It has the same records in the same places each time."""
-    _create(folder)
     clock = Clock()
-    store = Store(folder, budget_bytes=BUILT_BYTES, clock=clock)
+    with names_of_every_run():
+        store = Store(folder, budget_bytes=BUILT_BYTES, clock=clock)
     earlier = [Saved(prompt(seed, 6 * BLOCK), SMALL, EARLIER_ROOT) for seed in range(100, 130)]
     for saved in earlier:
         # What was written just now is not evicted.
@@ -189,14 +196,6 @@ def build(folder: Path) -> Original:
     left = [part for saved in earlier if (part := _left_of(store, saved)) is not None]
     store.close()
     return Original((folder / DATA).read_bytes(), older, prompts, left)
-
-
-def _create(folder: Path) -> None:
-    """Make an empty store whose names are seeded with `NAMES`."""
-    store = Store(folder, budget_bytes=BUILT_BYTES, clock=Clock())
-    with store.changes() as changes:
-        changes.put_meta("names", encode_record(b"names", NAMES))
-    store.close()
 
 
 def _left_of(store: Store, saved: Saved) -> Saved | None:

@@ -39,7 +39,17 @@ from diskprefix.store.schema import (
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import checksum, root_hash
 from tests.faults.damage import Records, damaged
-from tests.store.building import BLOCK, ROOT, is_whole, layout_of, open_store, prompt, publication, read_payload
+from tests.store.building import (
+    BLOCK,
+    ROOT,
+    is_whole,
+    layout_of,
+    names_of_every_run,
+    open_store,
+    prompt,
+    publication,
+    read_payload,
+)
 
 IDENTITY = "whose numbers these are"
 OTHER_ROOT = root_hash(IDENTITY)
@@ -74,7 +84,8 @@ class Stored:
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     folder = tmp_path_factory.mktemp("template")
-    store = open_store(folder)
+    with names_of_every_run():
+        store = open_store(folder)
     one, two = prompt(1, 4 * BLOCK + 5), prompt(1, 4 * BLOCK + 5)
     two[3 * BLOCK :] += 1
     first, second = (publication(store, tokens, layout=LAYOUT) for tokens in (one, two))
