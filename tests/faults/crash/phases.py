@@ -158,6 +158,9 @@ class StorePhase:
     def _kill_one(self, plan: WorkerPlan, awaited: str, moment_s: float) -> None:
         running = Worker(plan, self._folder)
         running.wait_begun(awaited)
+        if awaited == "publish" and not ledger.num_ended(self._ledger, awaited, 0):
+            # Or on a slow disk, no kill would leave anything to restore.
+            running.wait_ended(awaited, 1)
         time.sleep(moment_s)
         running.kill()
 
