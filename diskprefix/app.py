@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 from diskprefix.errors import SettingsError
 from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
+from diskprefix.store.schema import ModelRecord
+from diskprefix.tenant import SHARED
+
+_NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left"
 
 if TYPE_CHECKING:
     from socket import socket
@@ -67,6 +71,35 @@ def create_application(settings: Settings) -> FastAPI:
     return create_app(settings, load_engine)
 
 
+def identify_model(settings: Settings, progress: Report) -> ModelRecord:
+    """Loads the model and returns what a store remembers of one that it is served with. Opens no store.
+
+    `progress` takes lines of text for people. Raises `ModelError` or `SettingsError`.
+    """
+    from diskprefix.model.imports import import_transformers
+
+    # Before anything else imports transformers.
+    import_transformers()
+    from diskprefix.engine.opening import measured
+    from diskprefix.model.loader import load_model
+    from diskprefix.model.memory import explain_out_of_memory
+
+    _require_kernels(settings)
+    with explain_out_of_memory(_NO_MEMORY_LEFT):
+        found = measured(load_model(settings, progress), settings)
+    return ModelRecord(model=found.loaded.name, identity=found.identity(settings)(str(SHARED)))
+
+
+def _require_kernels(settings: Settings) -> None:
+    """Raises `SettingsError` if this machine does not have the kernels of `settings`."""
+    from diskprefix.native.library import Unavailable, choose
+
+    try:
+        choose(settings.kernels)
+    except Unavailable as error:
+        raise SettingsError(f"--kernels: {error}") from error
+
+
 def load_engine(settings: Settings, progress: Report) -> Engine:
     """Loads the model and opens its prefix cache. `progress` takes lines of text for people.
 
@@ -84,20 +117,15 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     from diskprefix.engine.opening import load_draft, measured
     from diskprefix.model.loader import load_model
     from diskprefix.model.memory import KV_AHEAD_BYTES, available_bytes, explain_out_of_memory
-    from diskprefix.native.library import Unavailable, choose
     from diskprefix.prefix_cache.recording import Recorder
     from diskprefix.prefix_cache.resources import open_store
 
     imported = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
-    try:
-        choose(settings.kernels)
-    except Unavailable as error:
-        raise SettingsError(f"--kernels: {error}") from error
+    _require_kernels(settings)
     recorder: Recorder | None = None
-    no_memory_left = "the model fits in memory, but nothing to compute with is left"
-    with ExitStack() as opened, explain_out_of_memory(no_memory_left):
+    with ExitStack() as opened, explain_out_of_memory(_NO_MEMORY_LEFT):
         # The store comes first: an unusable folder is reported before the model takes seconds to load.
         store = open_store(settings)
         opened.callback(store.close)

@@ -44,12 +44,11 @@ def local_folder(model: str | None) -> Path | None:
     from diskprefix.model.embedded import EMBEDDED
     from diskprefix.model.gguf import SUFFIXES, is_finished
 
-    if model is None:
+    if model is not None and (path := Path(model).expanduser()).exists():
+        return path
+    if model is None or model == EMBEDDED.name:
         folders = [cache_home() / "models" / f"{EMBEDDED.name}{suffix}" for suffix in SUFFIXES.values()]
         return next((folder for folder in folders if is_finished(folder)), None)
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -10,8 +10,22 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.options import PathType, build_settings, setting_option
-from diskprefix.cli.tooling import advised, counted, opened_store, print_json, progress, short_id, store_options
+from diskprefix import app
+from diskprefix.cli.logs import configure_logging
+from diskprefix.cli.options import GroupedCommand, PathType, build_settings, nonempty, setting_option, setting_options
+from diskprefix.cli.tooling import (
+    advised,
+    counted,
+    opened_store,
+    print_json,
+    progress,
+    refuse_given,
+    short_id,
+    status,
+    store_options,
+)
+from diskprefix.errors import StoreUnavailable
+from diskprefix.namespace_key import NamespaceKey
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings, format_size
 from diskprefix.store.folder import DATA
@@ -19,6 +33,7 @@ from diskprefix.store.maintenance.entry_file import EntryReader
 from diskprefix.store.maintenance.exchange import (
     Imported,
     import_entry,
+    known_models,
     open_target,
     plan_import,
     require_known_model,
@@ -28,15 +43,30 @@ from diskprefix.store.maintenance.exchange import (
 from diskprefix.store.owner import become_owner
 from diskprefix.tenant import short_tenant
 
+_WITH_MODEL = "With --model: "
+_OF_IDENTITY = ("device", "dtype", "kernels", "weights", "block_size", "fingerprint")
+"""The settings beside the model that decide which state it can use."""
+_OTHERWISE = "serve that model with this store, name it with --model, or add --force"
+_NO_STORE = "give its folder with --kv-cache-dir, or have it created for a model that --model names"
+_OF_ANOTHER = "give the model and the settings that computed it"
 
-@click.command("import", short_help="Add exported prompts to the store.")
+
+@click.command("import", cls=GroupedCommand, short_help="Add exported prompts to the store.")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PathType())
 @click.option("--dry-run", is_flag=True, help="Verify the files, show what would be imported, and change nothing.")
 @click.option(
     "--force",
     is_flag=True,
-    help="Import the state of a model that no daemon of this store has served, and create the store if there is none. "
-    "Only a daemon with the same model, libraries and settings can use it.",
+    help="Import the state of any model, and create the store if there is none. Only a daemon with the same model, "
+    "libraries and settings can use it.",
+)
+@setting_option(
+    "model",
+    envvar=None,
+    callback=nonempty,
+    show_default="those that this store was served with",
+    help="The model to import for, as serve takes it: it is loaded and compared with the files. No daemon is needed, "
+    "and the store is created if there is none.",
 )
 @store_options
 @setting_option(
@@ -45,8 +75,18 @@ from diskprefix.tenant import short_tenant
 )
 @setting_option("kv_cache_min_free")
 @setting_option("kv_cache_codec")
+@setting_option("namespace_key_file", help="For a store that is created: the key that its daemon is given.")
+@setting_options(_OF_IDENTITY, _WITH_MODEL)
+@click.pass_context
 def import_(
-    files: tuple[Path, ...], dry_run: bool, force: bool, kv_cache_dir: Path, as_json: bool, **flags: Any
+    context: click.Context,
+    /,
+    files: tuple[Path, ...],
+    dry_run: bool,
+    force: bool,
+    kv_cache_dir: Path,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Add prompts that `diskprefix export` wrote to the store.
 
@@ -56,27 +96,40 @@ def import_(
 
     A prompt stays with the tenant that it was exported from: only requests with the same key and salt find it.
 
-    A file of a model that no daemon of this store has served is refused: nothing could be restored from it, because
-    weights, libraries, device and settings must be the same. Import only files that you trust: the model answers from
-    this state, and a checksum does not show that somebody changed it on purpose.
+    A file of a model that this store was not served with is refused: nothing could be restored from it, because
+    weights, libraries, device and settings must be the same. The error says what differs. With --model, that model is
+    loaded instead and compared with the files; it takes the options and variables of serve. Import only files that you
+    trust: the model answers from this state, and a checksum does not show that somebody changed it on purpose.
 
     \b
     diskprefix import manual.safetensors
     diskprefix import *.safetensors --dry-run
+    diskprefix import manual.safetensors --model ~/models/qwen
     diskprefix import manual.safetensors --kv-cache-dir /srv/kv --force
 
     \b
     Exit codes: 0 done; 2 wrong usage, no such file, a file that export did not write, or of a
-    model that is not known here; 4 the store cannot be opened or is full, or a file is damaged.
+    model that is not known here; 3 --model cannot be loaded; 4 the store cannot be opened or is
+    full, or a file is damaged.
     """
     settings = build_settings(flags | {"kv_cache_dir": kv_cache_dir})
+    if settings.model is None:
+        refuse_given(context, _WITH_MODEL, "goes with --model")
+    elif force:
+        raise click.UsageError("--force takes the state of any model: leave --model out", context)
     with ExitStack() as stack:
         readers = [stack.enter_context(EntryReader.open(path)) for path in files]
+        if settings.model is not None:
+            # Before `become_owner`, which may change the working directory.
+            _require_model(settings, readers)
         folder = become_owner(kv_cache_dir)
-        if not force:
+        if settings.model is None and not force:
+            if not (folder / DATA).is_file():
+                raise StoreUnavailable(f"{kv_cache_dir} holds no diskprefix store; {_NO_STORE}")
             with opened_store(folder) as store, store.snapshot() as snapshot:
-                for reader in readers:
-                    require_known_model(snapshot, reader)
+                known = known_models(snapshot)
+            for reader in readers:
+                require_known_model(known, reader, _OTHERWISE)
         with progress("verifying", _raw_bytes(readers)) as advance:
             for reader in readers:
                 verify_payloads(reader, advance)
@@ -89,6 +142,15 @@ def import_(
             click.echo(f"{path}: {_sentence(result, dry_run=dry_run)}")
 
 
+def _require_model(settings: Settings, readers: Sequence[EntryReader]) -> None:
+    """Raises `SettingsError` if a file is not of the model of `settings`, and the errors of `app.identify_model`."""
+    configure_logging("warning")
+    with status("loading the model") as say:
+        model = app.identify_model(settings, say)
+    for reader in readers:
+        require_known_model([model], reader, _OF_ANOTHER)
+
+
 def _planned(folder: Path, readers: Sequence[EntryReader]) -> list[Imported]:
     if not (folder / DATA).is_file():
         return [plan_import(None, reader) for reader in readers]
@@ -97,9 +159,13 @@ def _planned(folder: Path, readers: Sequence[EntryReader]) -> list[Imported]:
 
 
 def _imported(settings: Settings, readers: Sequence[EntryReader]) -> list[Imported]:
+    key_file = settings.namespace_key_file
     with advised():
         store = open_target(
-            settings.kv_cache_dir, budget_bytes=settings.kv_cache_budget, min_free_bytes=settings.kv_cache_min_free
+            settings.kv_cache_dir,
+            budget_bytes=settings.kv_cache_budget,
+            min_free_bytes=settings.kv_cache_min_free,
+            namespace=None if key_file is None else NamespaceKey.read(key_file),
         )
     try:
         store.use_codec(settings.kv_cache_codec, None)

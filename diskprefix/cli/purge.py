@@ -28,7 +28,7 @@ from diskprefix.store.listing import EntryInfo, list_entries
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge
 from diskprefix.store.maintenance.purge import purge as purge_store
 from diskprefix.store.opening import DAMAGED
-from diskprefix.store.schema import RootRecord
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant import matches, short_tenant
 
 
@@ -93,7 +93,7 @@ def purge(
             names = frozenset(bytes.fromhex(find_entry(infos, entry).id) for entry in entries)
             purge_filter = PurgeFilter(entries=names, model=model, salt=salt, older_than_s=older_than_s)
             plan = plan_purge(snapshot, purge_filter, now)
-            _require_known([record for _, record in snapshot.roots()], model, salt)
+            _require_known(snapshot, model, salt)
         chosen = [info for info in infos if bytes.fromhex(info.id) in plan.entries]
         if not as_json:
             _show_plan(plan, chosen, "would be removed" if dry_run else "to remove")
@@ -121,9 +121,11 @@ def _confirmed(plan: PurgePlan) -> bool:
     return click.confirm(f"Purge {amounts}?", default=False, err=True)
 
 
-def _require_known(records: list[RootRecord], model: str | None, salt: str | None) -> None:
+def _require_known(snapshot: Snapshot, model: str | None, salt: str | None) -> None:
     """Raises `SettingsError` for an unknown model or tenant, so that a wrong name does not look like success."""
-    if model is not None and all(record.model != model for record in records):
+    records = [record for _, record in snapshot.roots()]
+    models = {record.model for record in records} | {served.model for _, served in snapshot.models()}
+    if model is not None and model not in models:
         raise SettingsError(f"--model: nothing is stored of {model!r}; `diskprefix inspect` shows the models")
     if salt is not None and not any(matches(record.tenant, salt) for record in records):
         # The value may be a secret, so it is not repeated.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from diskprefix.cli.options import Decorated, PathType
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
@@ -82,6 +83,14 @@ def advised() -> Iterator[None]:
             f"{error.message}; `verify --fix` cannot repair this: delete the file, or let `diskprefix serve` move it "
             "aside and start an empty store"
         ) from error
+
+
+def refuse_given(context: click.Context, group: str, why: str) -> None:
+    """Raises `UsageError` if an option was typed whose heading begins with `group`."""
+    for parameter in context.command.params:
+        is_typed = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+        if is_typed and getattr(parameter, "group", "").startswith(group):
+            raise click.UsageError(f"{parameter.opts[0]} {why}", context)
 
 
 def print_json(value: object) -> None:

@@ -21,7 +21,7 @@ from diskprefix.cli.options import (
     setting_options,
     url_option,
 )
-from diskprefix.cli.tooling import counted, print_json, status
+from diskprefix.cli.tooling import counted, print_json, refuse_given, status
 from diskprefix.cli.warm_input import Json, WarmItem, read_items
 from diskprefix.cli.warm_target import Answer, Call, Say, in_this_process, running_daemon, wait_ready
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
@@ -144,13 +144,12 @@ def warm(
 
 def _refuse_what_is_not_used(context: click.Context, alone: bool) -> None:
     """Raises `UsageError` for an option of a daemon with --alone, and the other way round."""
-    for parameter in context.command.params:
-        if context.get_parameter_source(str(parameter.name)) is not ParameterSource.COMMANDLINE:
-            continue
-        if not alone and getattr(parameter, "group", "").startswith(_ALONE):
-            raise click.UsageError(f"{parameter.opts[0]} goes with --alone; a daemon has its own settings", context)
-        if alone and parameter.name in ("url", "api_key"):
-            raise click.UsageError(f"{parameter.opts[0]} is for a running daemon, not for --alone", context)
+    if not alone:
+        refuse_given(context, _ALONE, "goes with --alone; a daemon has its own settings")
+        return
+    for name in ("url", "api_key"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} is for a running daemon, not for --alone", context)
 
 
 def _warmed(call: Call, files: Sequence[str], scope: str) -> Iterator[Warmed]:

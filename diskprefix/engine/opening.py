@@ -30,6 +30,10 @@ class MeasuredModel:
     fingerprint: Fingerprint
     reason: str
 
+    def identity(self, settings: Settings) -> Callable[[str], str]:
+        """Returns the function that gives the identity of the model's numbers for the text of a tenant."""
+        return partial(self.fingerprint.identity, settings.block_size, LAYOUT_VERSION, self.layout.describe())
+
     def cache(
         self,
         settings: Settings,
@@ -38,9 +42,8 @@ class MeasuredModel:
         beside: PrefixCache | None = None,
     ) -> PrefixCache:
         """Returns its cache. The arguments are those of `PrefixCache`."""
-        identity = partial(self.fingerprint.identity, settings.block_size, LAYOUT_VERSION, self.layout.describe())
         return PrefixCache(
-            *(settings, store, self.layout, identity, self.loaded.name, on_history),
+            *(settings, store, self.layout, self.identity(settings), self.loaded.name, on_history),
             device=self.fingerprint.device,
             tokenizer=os.path.abspath(self.loaded.tokenizer.name_or_path),
             beside=beside,

@@ -203,7 +203,7 @@ def _find(
 ) -> tuple[Path, str]:
     """Returns the folder that holds the model's files, and the model's name. What is made of a .gguf file has the form
     that `pick_weights` returns."""
-    if model is None:
+    if model is None or (model == EMBEDDED.name and not os.path.isdir(model)):
         return embedded_folder(progress, weights=pick_weights()), EMBEDDED.name
     path = Path(os.path.expanduser(model))
     is_gguf = path.suffix.lower() == ".gguf"

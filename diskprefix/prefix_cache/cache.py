@@ -25,7 +25,7 @@ from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.savings import Savings, total_of
-from diskprefix.store.schema import Kind, RootRecord
+from diskprefix.store.schema import Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tenant import SHARED, Tenant
 from diskprefix.tiers.loading import READER_THREADS
@@ -66,6 +66,8 @@ class PrefixCache(CacheResources):
         self.load(SHARED).result()
         self.root = self.namespaces.get(SHARED).root
         """What is stored under for callers with neither key nor salt."""
+        if not layout.unsupported:
+            self.writer.know(ModelRecord(model=model_name, identity=identity(str(SHARED))))
         key = f"{self.root.hex()} {device} {store.store_id.hex()}"
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
 

@@ -20,6 +20,7 @@ from diskprefix.store.schema import (
     HISTORY_TOKENS,
     EntryRecord,
     Kind,
+    ModelRecord,
     NodeRecord,
     RootRecord,
     UsageRecord,
@@ -32,6 +33,7 @@ from diskprefix.store.schema import (
     history_key,
     history_sequence,
     is_node,
+    model_key,
     node_root,
     piece_index,
     piece_key,
@@ -129,6 +131,12 @@ class Changes(Snapshot):
         """Store the record of a root unless there is one."""
         if self.record("roots", root) is None:
             self._put("roots", root, encode_record(root, record))
+
+    def put_model(self, record: ModelRecord) -> None:
+        """Store that the store is served with a model, unless that is known."""
+        key = model_key(record.identity)
+        if self.record("meta", key) is None:
+            self._put("meta", key, encode_record(key, record))
 
     def put_node(self, root: bytes, node: NewNode, codec: Codec) -> bytes:
         """Store a node with its payload. Returns the name of the node that holds its tokens then.

@@ -18,11 +18,12 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import decode_tokens, encode_tokens, encoded_tokens
-from diskprefix.tokens import HASH_BYTES, TokenIds, block_hash, checksum
+from diskprefix.tokens import HASH_BYTES, TokenIds, block_hash, checksum, root_hash
 
 HISTORY_TOKENS = 1 << 22
 """The most tokens that the history of a root holds (16 MiB of token ids), however many prompts a request asks for."""
 GROUP_BYTES = 8
+MODEL_MARK = b"model "
 FORMAT_VERSION = 7
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "history", "notes")
 
@@ -138,6 +139,14 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str = ""
 
 
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that a store was served with, whether anything of it is stored or not. `identity` is that of the shared
+    tenant, in the form of `RootRecord.identity`."""
+
+    model: str
+    identity: str
+
+
 class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What the names of a store's nodes are made with, fixed when it is created: its id (16 bytes), and the secret (64
     bits) that seeds them. A wrong bit in the secret would turn every hit into a miss. `namespace` is the digest of the
@@ -159,6 +168,11 @@ class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
     preview: str
     created_at: float
     reason: str = ""
+
+
+def model_key(identity: str) -> bytes:
+    """Returns the key in the database `meta` under which a store remembers the model with this identity."""
+    return MODEL_MARK + root_hash(identity)
 
 
 def encode_node(name: bytes, node: NodeRecord) -> bytes:

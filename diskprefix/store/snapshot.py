@@ -16,9 +16,11 @@ from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
     DATABASES,
     HISTORY_KEY_BYTES,
+    MODEL_MARK,
     USAGE_DTYPE,
     EntryRecord,
     Kind,
+    ModelRecord,
     NodeRecord,
     RootRecord,
     UsageRecord,
@@ -184,6 +186,12 @@ class Snapshot:
     def meta(self, key: str) -> bytes | None:
         value = self.record("meta", key.encode())
         return None if value is None else bytes(value)
+
+    def models(self) -> Iterator[tuple[bytes, ModelRecord]]:
+        """Yields the models that the store was served with, by their keys. Raises `StoreCorrupt`."""
+        for key, value in self.records("meta"):
+            if key.startswith(MODEL_MARK):
+                yield key, decode_record(ModelRecord, key, value)
 
     def entries(self) -> Iterator[tuple[bytes, EntryRecord]]:
         for key, value in self.records("entries"):

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -20,9 +20,10 @@ from typing import TypeAlias
 from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.eviction import expiry_interval_s, recorded_ttl
+from diskprefix.store.note_record import note_bytes
 from diskprefix.store.notes import Notes
 from diskprefix.store.savings import SavingsLog
-from diskprefix.store.schema import RootRecord
+from diskprefix.store.schema import ModelRecord, RootRecord, model_key
 from diskprefix.store.store import Publication, Store
 
 log = logging.getLogger("diskprefix")
@@ -59,6 +60,9 @@ class Writer:
         self._queue: deque[Publication] = deque()
         self._touches: dict[bytes, Use] = {}
         self._damaged: dict[bytes, bytes] = {}
+        self._models: tuple[ModelRecord, ...] = ()
+        self._unrecorded: tuple[ModelRecord, ...] = ()
+        """Those of `_models` that the store may not know yet."""
         self._roots: dict[bytes, RootRecord] = {}
         """The root record of the publication that is being written. It can replace a damaged one."""
         self.pending: Mapping[bytes, NewNode] = MappingProxyType({})
@@ -135,6 +139,13 @@ class Writer:
             noted = self._touches.get(name)
             self._touches[name] = use if noted is None else noted.and_also(use)
 
+    def know(self, model: ModelRecord) -> None:
+        """Have the store remember that it is served with this model, also where a new file takes its place."""
+        with self._changed:
+            self._models += (model,)
+            self._unrecorded += (model,)
+            self._changed.notify_all()
+
     def quarantine(self, name: bytes, parent: bytes) -> None:
         """Remove a damaged node before the next publication is written."""
         with self._changed:
@@ -193,7 +204,10 @@ class Writer:
                 self._changed.wait_for(self._has_work, _TOUCH_INTERVAL_S)
                 publication = self._next()
                 damaged, self._damaged = self._damaged, {}
+                models, self._unrecorded = self._unrecorded, ()
                 closing = self._closing
+            if models:
+                self._attempt(partial(self._record, models))
             for name, parent in damaged.items():
                 self._attempt(partial(self._quarantine, name, parent))
             # Before the publication, which may replace what was used.
@@ -210,7 +224,7 @@ class Writer:
                 self._attempt(self._maintain)
 
     def _has_work(self) -> bool:
-        return bool(self._next() or self._damaged or self._closing or self.notes.is_waiting)
+        return bool(self._next() or self._damaged or self._unrecorded or self._closing or self.notes.is_waiting)
 
     def _wake(self) -> None:
         with self._changed:
@@ -274,6 +288,15 @@ class Writer:
         """The publications of a chain count as one that is dropped."""
         self.dropped += publication.chain.lose()
 
+    def _record(self, models: Sequence[ModelRecord]) -> None:
+        with self._store.snapshot() as snapshot:
+            new = [model for model in models if snapshot.record("meta", model_key(model.identity)) is None]
+        if new:
+            self._store.evictor.make_room(sum(note_bytes(len(model.identity)) for model in new), frozenset())
+            with self._store.changes() as changes:
+                for model in new:
+                    changes.put_model(model)
+
     def _quarantine(self, name: bytes, parent: bytes) -> None:
         self.quarantined += self._store.quarantine(name, parent)
 
@@ -288,6 +311,8 @@ class Writer:
     def _maintain(self) -> None:
         if self._store.maintain():
             self._recover()
+            with self._changed:
+                self._unrecorded = self._models
         self._look()
         self._expire()
 

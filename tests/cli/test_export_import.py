@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -25,8 +26,9 @@ from diskprefix.kv.layout import LAYOUT_VERSION
 from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.store.store import Store
 from tests.exactness.architectures import tiny_model
+from tests.forked import ForkedCommand
 from tests.runner import DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
-from tests.server.daemon_process import DaemonProcess, running_daemon
+from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon, wait_until
 from tests.store.building import BLOCK, is_whole, open_store, prompt
 from tests.store.exported import TENANT, entry_of, identity_of, large_layout
 
@@ -234,7 +236,7 @@ def test_another_model_is_refused_and_forced(invoke: Invoke, file: Path, tmp_pat
 
 def test_force_creates_a_store_and_nothing_else_does(invoke: Invoke, file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    one_line(invoke("import", file, "--kv-cache-dir", folder), 4, "holds no diskprefix store")
+    one_line(invoke("import", file, "--kv-cache-dir", folder), 4, "holds no diskprefix store", "--model")
     planned = invoke("import", file, "--kv-cache-dir", folder, "--force", "--dry-run", "--json").json
     assert (planned["entries"][0]["id"], planned["entries"][0]["new_nodes"]) == (None, 4)
     assert not folder.exists()
@@ -435,27 +437,137 @@ def chat(client: httpx.Client, model: Path, system: str) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.slow
-def test_a_running_daemon_restores_what_is_imported_beside_it(invoke: Invoke, chat_model: Path, tmp_path: Path) -> None:
-    def answered(daemon: DaemonProcess, system: str) -> dict[str, Any]:
-        with daemon.client() as client:
-            reply = chat(client, chat_model, system)
-        daemon.wait_saved()
-        return reply
+SYSTEM = "You are patient. "
 
-    path = tmp_path / "e.safetensors"
-    with running_daemon(chat_model, tmp_path / "a") as daemon:
-        cold = answered(daemon, "You are patient. ")
-        exported = invoke("export", entry_id(tmp_path / "a"), "-o", path, "--kv-cache-dir", tmp_path / "a")
-        assert exported.exit_code == 0, exported.stderr
-    with running_daemon(chat_model, tmp_path / "b") as daemon:
-        refused = invoke("import", path, "--kv-cache-dir", tmp_path / "b")
-        one_line(refused, 2, "this store has seen no model yet")
-        answered(daemon, "I am somebody else. ")
-        imported = invoke("import", path, "--kv-cache-dir", tmp_path / "b")
-        assert imported.exit_code == 0, imported.stderr
-        warm = answered(daemon, "You are patient. ")
+
+@pytest.fixture(scope="module")
+def served(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The file of a prompt that a daemon computed, and its answer."""
+    folder = tmp_path_factory.mktemp("served")
+    with running_daemon(chat_model, folder / "kv") as daemon:
+        with daemon.client() as client:
+            cold = chat(client, chat_model, SYSTEM)
+        daemon.wait_saved()
+    args = ["export", entry_id(folder / "kv"), "-o", str(folder / "e.safetensors"), "--kv-cache-dir", folder / "kv"]
+    with pytest.raises(SystemExit) as end:
+        main(list(map(str, args)))
+    assert not end.value.code
     assert cold["prefix_cache"]["restored"] == 0
-    assert warm["prefix_cache"]["source"] == "disk"
-    assert warm["prefix_cache"]["restored"] == cold["usage"]["prompt_tokens"] - 1, "the reply took the place of its end"
-    assert warm["choices"] == cold["choices"]
+    return folder / "e.safetensors", cold
+
+
+@pytest.fixture(scope="module")
+def other_weights(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model that differs in its weights alone."""
+    folder = tmp_path_factory.mktemp("other") / "other-weights"
+    shutil.copytree(chat_model, folder)
+    file = folder / "model.safetensors"
+    save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    return folder
+
+
+def knows_a_model(folder: Path) -> bool:
+    store = Store(folder, read_only=True)
+    try:
+        with store.snapshot() as snapshot:
+            return bool(list(snapshot.models()))
+    finally:
+        store.close()
+
+
+def is_restored(daemon: DaemonProcess, model: Path, cold: dict[str, Any]) -> bool:
+    with daemon.client() as client:
+        warm = chat(client, model, SYSTEM)
+    # The reply took the place of the prompt's end.
+    found = (warm["prefix_cache"].get("source"), warm["prefix_cache"]["restored"], warm["choices"])
+    return found == ("disk", cold["usage"]["prompt_tokens"] - 1, cold["choices"])
+
+
+@pytest.mark.slow
+def test_a_daemon_without_a_request_makes_its_model_known_for_an_import_beside_it_and_after_it(
+    invoke: Invoke, chat_model: Path, served: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    file, cold = served
+    for name in ("beside", "after"):
+        folder = tmp_path / name
+        args = ("import", file, "--kv-cache-dir", folder)
+        with running_daemon(chat_model, folder) as daemon:
+            wait_until(lambda folder=folder: knows_a_model(folder), "the model is known")
+            assert json.loads(invoke("inspect", "--stats", "--json", "--kv-cache-dir", folder).stdout)["roots"] == []
+            if name == "beside":
+                assert invoke(*args).exit_code == 0
+                assert is_restored(daemon, chat_model, cold)
+            daemon.stop()
+        if name == "after":
+            assert invoke(*args).exit_code == 0
+            with running_daemon(chat_model, folder) as daemon:
+                assert is_restored(daemon, chat_model, cold)
+        assert invoke("verify", "--kv-cache-dir", folder).exit_code == 0
+
+
+def import_for(model: Path, folder: Path, file: Path, *flags: str | Path) -> Result:
+    """`import --model` in a process with the settings of the daemons: its threads are part of the numbers."""
+    arguments = ["import", file, "--kv-cache-dir", folder, "--model", model, "--device", "cpu", "--block-size", 16]
+    command = ForkedCommand(list(map(str, [*arguments, *flags])), clean_environment())
+    assert command.stderr is not None
+    with command.stderr:
+        errors = command.stderr.read()
+    return Result(command.wait(60), "", errors)
+
+
+@pytest.mark.slow
+def test_an_import_for_a_model_needs_no_daemon_ever(
+    chat_model: Path, served: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    file, cold = served
+    key = tmp_path / "key"
+    key.write_text("a secret of many bytes")
+    planned = import_for(chat_model, tmp_path / "kv", file, "--dry-run")
+    assert (planned.exit_code, planned.stderr) == (0, "")
+    assert not (tmp_path / "kv").exists()
+    done = import_for(chat_model, tmp_path / "kv", file, "--namespace-key-file", key)
+    assert (done.exit_code, done.stderr) == (0, "")
+    with running_daemon(chat_model, tmp_path / "kv", namespace_key_file=key) as daemon:
+        assert is_restored(daemon, chat_model, cold)
+
+
+@pytest.mark.slow
+def test_a_file_of_another_model_or_of_other_settings_is_refused_with_what_differs(
+    invoke: Invoke,
+    chat_model: Path,
+    other_weights: Path,
+    served: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    file, _ = served
+    folder = tmp_path / "kv"
+    alone = {
+        "weights_digest is ": import_for(other_weights, folder, file),
+        "block_size is '16' instead of '32'": import_for(chat_model, folder, file, "--block-size", "32"),
+        "dtype is 'float32' instead of 'bfloat16'": import_for(chat_model, folder, file, "--dtype", "bfloat16"),
+    }
+    for differs, ended in alone.items():
+        one_line(ended, 2, f"holds state of '{chat_model.name}'", differs)
+    assert not folder.exists()
+    with running_daemon(other_weights, folder):
+        wait_until(lambda: knows_a_model(folder), "the model is known")
+        beside = invoke("import", file, "--kv-cache-dir", folder)
+    after = invoke("import", file, "--kv-cache-dir", folder)
+    for ended in (beside, after):
+        one_line(ended, 2, "compared with 'other-weights' here, weights_digest is ", "--model", "--force")
+
+
+def test_flags_that_do_not_go_together_are_refused(invoke: Invoke, file: Path, target: Path) -> None:
+    args = ("import", file, "--kv-cache-dir", target)
+    one_line(invoke(*args, "--weights", "int8"), 2, "--weights goes with --model")
+    one_line(invoke(*args, "--model", "m", "--force"), 2, "--force takes the state of any model")
+    one_line(invoke(*args, "--model", ""), 2, "--model")
+    one_line(invoke(*args, "--model", "./none"), 3, "--model: no such file or folder")
+
+
+def test_variables_of_the_daemon_do_not_make_an_import_load_its_model(
+    invoke: Invoke, file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISKPREFIX_MODEL", "./none")
+    monkeypatch.setenv("DISKPREFIX_WEIGHTS", "int8")
+    assert invoke("import", file, "--kv-cache-dir", target).exit_code == 0

@@ -11,6 +11,9 @@ import pytest
 
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.store import writer as writer_module
+from diskprefix.store.changes import Changes
+from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import Chain, Publication, Store
 from diskprefix.store.writer import Writer
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
@@ -353,3 +356,40 @@ def test_a_held_writer_writes_all_the_same(store: Store, monkeypatch: pytest.Mon
         wait_for(lambda: not writer.pending)
     assert writer.close(30)
     assert is_whole(store, pub)
+
+
+def test_a_model_that_is_served_is_remembered_once_and_in_a_store_that_takes_its_place(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
+
+    def models() -> list[ModelRecord]:
+        with store.snapshot() as snapshot:
+            return [model for _, model in snapshot.models()]
+
+    writer = Writer(store, buffer_bytes=1 << 30)
+    served, draft = (ModelRecord(model=name, identity=f"numbers of {name}") for name in ("served", "draft"))
+    for model in (served, draft, served):
+        writer.know(model)
+    wait_for(lambda: len(models()) == 2)
+    assert {model.model for model in models()} == {"served", "draft"}
+    assert verify_index(store).problems == ()
+    store_id = store.store_id
+    (store.path / "data.mdb").unlink()
+    wait_for(lambda: store.store_id != store_id and store.problem is None and len(models()) == 2)
+    assert writer.close(30)
+
+
+def test_a_model_that_cannot_be_remembered_fails_no_prompt(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_changes: Changes, _model: ModelRecord) -> None:
+        raise StoreFull("no room")
+
+    monkeypatch.setattr(Changes, "put_model", full)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    writer.know(ModelRecord(model="served", identity="numbers"))
+    wait_for(lambda: writer.error == "no room")
+    pub = publication(store, prompt(1, 2 * BLOCK))
+    submit(writer, pub)
+    assert writer.close(30)
+    assert is_whole(store, pub)
+    assert writer.error is None

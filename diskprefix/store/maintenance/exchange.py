@@ -8,14 +8,16 @@ leaves a shorter prefix of the same prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from msgspec import convert, structs
+from msgspec import DecodeError, convert, json, structs
 
 from diskprefix.errors import PrefixGone, SettingsError, StoreCorrupt
+from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode, node_bytes
 from diskprefix.store.codec.codec import decode_piece, piece_seed, populate
 from diskprefix.store.folder import DATA
@@ -23,7 +25,7 @@ from diskprefix.store.maintenance.entry_file import MAX_PREFILL_S, EntryReader, 
 from diskprefix.store.maintenance.manifest import Identity, Manifest, Span, shown
 from diskprefix.store.maintenance.verify_payloads import stored_pieces
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, RootRecord, node_name
+from diskprefix.store.schema import EntryRecord, Kind, ModelRecord, NodeRecord, RootRecord, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import PrefixTree
@@ -36,7 +38,7 @@ _BATCH_BYTES = 64 << 20
 """Raw payload in one publication, which is kept in memory until it is written."""
 _ATTEMPTS = 3
 """A daemon whose store is full may evict the first nodes of an import before the rest is there."""
-_SHOWN_NAMES = 4
+_SHOWN_FIELDS = 4
 
 
 def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance: Advance) -> int:
@@ -87,26 +89,40 @@ def verify_payloads(reader: EntryReader, advance: Advance) -> None:
         advance(len(reader.read_payload(index)))
 
 
-def require_known_model(snapshot: Snapshot, reader: EntryReader) -> None:
-    """Raises `SettingsError` unless a daemon with the file's model and the same libraries has written to this store.
+def known_models(snapshot: Snapshot) -> list[ModelRecord]:
+    """Returns the models that a store was served with, or that something is stored of. Raises `StoreCorrupt`."""
+    stored = (ModelRecord(model=record.model, identity=record.identity) for _, record in snapshot.roots())
+    return [*dict(snapshot.models()).values(), *stored]
+
+
+def require_known_model(known: Sequence[ModelRecord], reader: EntryReader, advice: str) -> None:
+    """Raises `SettingsError`, with what differs and with `advice`, unless one of the models is that of the file.
 
     The tenant may differ: the user who imports decides for all tenants.
     """
-    known: list[tuple[str, Identity | None]] = []
-    wanted = Identity.parse(reader.manifest.identity)
-    for root, record in snapshot.roots():
-        identity = _parsed_identity(record)
-        if root == reader.manifest.root or (identity is not None and identity.fields == wanted.fields):
+    manifest = reader.manifest
+    nearest: tuple[str, list[str]] | None
+    wanted, nearest = Identity.parse(manifest.identity), None
+    for model in known:
+        differs = _differences(wanted, model)
+        if not differs:
             return
-        known.append((record.model, identity))
-    raise SettingsError(f"{reader.path} {_why_unknown(reader.manifest.model, wanted, known)}")
+        if nearest is None or len(differs) < len(nearest[1]):
+            nearest = model.model, differs
+    if nearest is None:
+        why = "but this store has seen no model yet"
+    else:
+        name, differs = nearest
+        more = f" and {len(differs) - _SHOWN_FIELDS} more" if len(differs) > _SHOWN_FIELDS else ""
+        why = f"but compared with {_quoted(name)} here, {', '.join(differs[:_SHOWN_FIELDS])}{more}"
+    raise SettingsError(f"{reader.path} holds state of {_quoted(manifest.model)}, {why}; {advice}")
 
 
-def open_target(path: Path, *, budget_bytes: int, min_free_bytes: int) -> Store:
+def open_target(path: Path, *, budget_bytes: int, min_free_bytes: int, namespace: NamespaceKey | None = None) -> Store:
     """Returns the store in folder `path`, which is created if there is none. Raises `CacheError`.
 
     A store keeps the budget of its last daemon, since a smaller one would evict what that daemon stored. `budget_bytes`
-    is for a store that no daemon has opened.
+    is for a store that no daemon has opened, `namespace` for one that is created.
     """
     if (path / DATA).is_file():
         store = Store(path, min_free_bytes=min_free_bytes)
@@ -115,7 +131,7 @@ def open_target(path: Path, *, budget_bytes: int, min_free_bytes: int) -> Store:
         if has_budget:
             return store
         store.close()
-    return Store(path, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes)
+    return Store(path, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes, namespace=namespace)
 
 
 def plan_import(store: Store | None, reader: EntryReader) -> Imported:
@@ -306,33 +322,32 @@ def _damaged(name: bytes, span: Span, error: StoreCorrupt) -> StoreCorrupt:
     )
 
 
-def _parsed_identity(record: RootRecord) -> Identity | None:
-    """Returns None if the identity cannot be read."""
+def _differences(wanted: Identity, model: ModelRecord) -> list[str]:
+    """Returns how the identity of a file differs from that of a model, in words: the weights first, the layout, which
+    follows from other fields, last."""
     try:
-        return Identity.parse(record.identity)
+        there, here = wanted.fields, Identity.parse(model.identity).fields
     except StoreCorrupt:
-        return None
+        return ["an identity cannot be read"]
+    names = sorted((name for name in here | there if here.get(name) != there.get(name)), key=_place)
+    return [line for name in names for line in _differing(name, there.get(name, ""), here.get(name, ""))]
 
 
-def _why_unknown(model: str, wanted: Identity, known: list[tuple[str, Identity | None]]) -> str:
-    """Returns why the model of a file is unknown to a store; the sentence begins with the name of the file."""
-    there = wanted.fields
-    for here in (identity.fields for _, identity in known if identity is not None):
-        if here.get("weights_digest") == there.get("weights_digest"):
-            names = sorted(name for name in here | there if here.get(name) != there.get(name))[:_SHOWN_NAMES]
-            found = (
-                f"{shown(name)} {_quoted(there.get(name, ''))} instead of {_quoted(here.get(name, ''))}"
-                for name in names
-            )
-            return (
-                f"holds state of {_quoted(model)} that was computed otherwise than here ({', '.join(found)}), so no "
-                "daemon that has used this store would find it; add --force if another will"
-            )
-    models = ", ".join(sorted({_quoted(name) for name, _ in known})) or "no model yet"
-    return (
-        f"holds state of {_quoted(model)}; this store has seen {models}. Serve that model with this store "
-        "and let it save a prompt first, or add --force"
-    )
+def _place(field: str) -> tuple[bool, bool, str]:
+    return field != "weights_digest", field.startswith("layout"), field
+
+
+def _differing(name: str, there: str, here: str) -> Iterator[str]:
+    """Yields how one field differs. Of JSON objects, such as the architecture, those of their values that do."""
+    try:
+        objects = [json.decode(text, type=dict[str, Any]) for text in (there, here)]
+    except (DecodeError, RecursionError):
+        yield f"{shown(name)} is {_quoted(there)} instead of {_quoted(here)}"
+        return
+    for key in sorted(objects[0] | objects[1]):
+        values = [str(values.get(key, "")) for values in objects]
+        if values[0] != values[1]:
+            yield f"{shown(name)}.{shown(key)} is {_quoted(values[0])} instead of {_quoted(values[1])}"
 
 
 def _quoted(text: str) -> str:

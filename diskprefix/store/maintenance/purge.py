@@ -43,7 +43,8 @@ class PurgeFilter:
 @dataclass(frozen=True, kw_only=True)
 class PurgePlan:
     """What a purge removes. `nodes` are in the order children first. `prompts` are keys of the history, `notes` those
-    of notes. `roots` are those that become empty. `stored_bytes` is the size of the nodes in the file.
+    of notes, `models` those of the models to forget. `roots` are those that become empty. `stored_bytes` is the size
+    of the nodes in the file.
 
     The blocks of the chosen entries that stay: `shared_blocks`, because other saved prompts need them, and
     `continued_blocks`, because blocks of no saved prompt continue them; `kept_bytes` is the size of both in the file.
@@ -54,13 +55,14 @@ class PurgePlan:
     prompts: tuple[bytes, ...]
     notes: tuple[bytes, ...]
     roots: frozenset[bytes]
+    models: tuple[bytes, ...]
     stored_bytes: int
     shared_blocks: int
     continued_blocks: int
     kept_bytes: int
 
     def __bool__(self) -> bool:
-        return bool(self.entries or self.nodes or self.prompts or self.notes or self.roots)
+        return bool(self.entries or self.nodes or self.prompts or self.notes or self.roots or self.models)
 
 
 @dataclass(kw_only=True)
@@ -138,6 +140,7 @@ class _Planner:
             prompts=tuple(prompts),
             notes=tuple(notes),
             roots=self._emptied_roots(doomed, frozenset(prompts), frozenset(notes)),
+            models=self._models(),
             stored_bytes=self._bytes_of(nodes),
             shared_blocks=len(kept & on_other_paths),
             continued_blocks=len(kept - on_other_paths),
@@ -207,6 +210,12 @@ class _Planner:
             if self._is_wanted_root(note.root) and (self._cutoff is None or note.times.last_used < self._cutoff)
         ]
 
+    def _models(self) -> tuple[bytes, ...]:
+        """Returns the keys of the models that are to be forgotten as a whole."""
+        if self._filter.entries or self._cutoff is not None or self._filter.salt is not None:
+            return ()
+        return tuple(key for key, model in self._snapshot.models() if self._filter.model in (None, model.model))
+
     def _prompts_of(self, entry: bytes) -> Iterator[bytes]:
         nodes = list(self._tree.path(entry).values())
         token_ids: TokenIds = np.concatenate([node.token_ids for node in nodes])
@@ -248,6 +257,8 @@ def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[i
             gone.notes += sum(changes.delete_record("notes", key) for key in some)
     with store.changes() as changes:
         gone.roots += changes.delete_bare_roots(set(plan.roots))
+        for key in plan.models:
+            changes.delete_record("meta", key)
         # This makes daemons read the recent prompts again.
         changes.note_purge()
 

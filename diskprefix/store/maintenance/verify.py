@@ -21,8 +21,10 @@ from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
     DATABASES,
     HISTORY_KEY_BYTES,
+    MODEL_MARK,
     EntryRecord,
     Kind,
+    ModelRecord,
     NodeRecord,
     RootRecord,
     UsageRecord,
@@ -30,6 +32,7 @@ from diskprefix.store.schema import (
     decode_prompt,
     decode_record,
     decode_usage,
+    model_key,
     piece_index,
 )
 from diskprefix.store.snapshot import Snapshot
@@ -330,6 +333,8 @@ class RecordCheck:
         """The records that identify the store were checked when it was opened."""
         if key == b"codec":
             decode_record(CodecRecord, key, value)
+        elif key.startswith(MODEL_MARK) and model_key(decode_record(ModelRecord, key, value).identity) != key:
+            raise StoreCorrupt("its key does not have the hash of its identity")
         return ()
 
 

@@ -33,13 +33,14 @@ from diskprefix.store.codec.codec import Codec
 from diskprefix.store.maintenance import exchange
 from diskprefix.store.maintenance.entry_file import EntryReader
 from diskprefix.store.maintenance.exchange import (
+    known_models,
     open_target,
     plan_import,
     require_known_model,
     verify_payloads,
 )
 from diskprefix.store.maintenance.verify import verify_index
-from diskprefix.store.schema import Kind, encode_record, piece_key
+from diskprefix.store.schema import Kind, ModelRecord, encode_record, piece_key
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt
@@ -469,15 +470,16 @@ def test_a_dry_run_foresees_what_is_new(store: Store, target: Store, tmp_path: P
 
 def known(store: Store, path: Path) -> None:
     with EntryReader.open(path) as reader, store.snapshot() as snapshot:
-        require_known_model(snapshot, reader)
+        require_known_model(known_models(snapshot), reader, "do so")
 
 
-def test_another_model_s_state_is_refused(target: Store, file: Path) -> None:
-    with pytest.raises(SettingsError, match=r"'tiny'; this store has seen no model yet.*--force"):
+def test_another_model_s_state_is_refused_with_what_differs(target: Store, file: Path) -> None:
+    with pytest.raises(SettingsError, match=r"'tiny', but this store has seen no model yet; do so"):
         known(target, file)
     other = entry_of(target, prompt(5, BLOCK), identity=identity_of(weights="w2"), model="other\x1b[2J")
     target.publish(other)
-    with pytest.raises(SettingsError, match=r"'tiny'; this store has seen 'other\\x1b\[2J'\. Serve that model"):
+    differs = r"'tiny', but compared with 'other\\x1b\[2J' here, weights_digest is 'w1' instead of 'w2'; do so"
+    with pytest.raises(SettingsError, match=differs):
         known(target, file)
     target.publish(entry_of(target, prompt(5, BLOCK)))
     known(target, file)
@@ -485,8 +487,55 @@ def test_another_model_s_state_is_refused(target: Store, file: Path) -> None:
 
 def test_the_same_model_with_other_libraries_is_refused_with_the_difference(target: Store, file: Path) -> None:
     target.publish(entry_of(target, prompt(5, BLOCK), identity=identity_of(torch_version="2.14")))
-    with pytest.raises(SettingsError, match=r"torch_version '2\.13' instead of '2\.14'"):
+    with pytest.raises(SettingsError, match=r"torch_version is '2\.13' instead of '2\.14'"):
         known(target, file)
+
+
+def test_a_model_that_was_served_is_known_before_anything_is_stored(target: Store, file: Path) -> None:
+    with target.changes() as changes:
+        changes.put_model(ModelRecord(model="served", identity=identity_of(torch_version="2.14")))
+    with pytest.raises(
+        SettingsError, match=r"compared with 'served' here, torch_version is '2\.13' instead of '2\.14'"
+    ):
+        known(target, file)
+    with target.changes() as changes:
+        changes.put_model(ModelRecord(model="served", identity=identity_of()))
+    known(target, file)
+
+
+def test_of_several_models_the_nearest_tells_what_differs_the_weights_first(file: Path) -> None:
+    def served(name: str, **fingerprint: str) -> ModelRecord:
+        identity = json.loads(identity_of())
+        identity["fingerprint"] |= fingerprint
+        return ModelRecord(model=name, identity=json.dumps(identity))
+
+    near = served("near", weights_digest="w2", architecture='{"layers":2,"heads":4}', adapters="a", cpu="b", zeta="c")
+    far = served("far", **{f"field_{number}": "x" for number in range(9)})
+    unreadable = ModelRecord(model="unreadable", identity="?")
+    differs = (
+        r"compared with 'near' here, weights_digest is 'w1' instead of 'w2', adapters is '' instead of 'a', "
+        r"architecture is '' instead of '\{\"layers\":2,\"heads\":4\}', cpu is '' instead of 'b' and 1 more; do so"
+    )
+    with EntryReader.open(file) as reader:
+        with pytest.raises(SettingsError, match=differs):
+            require_known_model([far, near], reader, "do so")
+        with pytest.raises(SettingsError, match="compared with 'unreadable' here, an identity cannot be read"):
+            require_known_model([unreadable], reader, "do so")
+
+
+def test_of_another_architecture_the_values_are_named_that_differ(store: Store, tmp_path: Path) -> None:
+    def identity(architecture: str) -> str:
+        fields = json.loads(identity_of())
+        fields["fingerprint"] |= {"architecture": architecture}
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+
+    pub = entry_of(store, PROMPT, identity=identity('{"heads":4,"layers":2,"rope":{"theta":1.0}}'))
+    store.publish(pub)
+    other = ModelRecord(model="deep", identity=identity('{"heads":4,"layers":3}'))
+    differs = r"architecture\.layers is '2' instead of '3', architecture\.rope is '\{.*1.*' instead of ''; do so"
+    path = export(store, pub, tmp_path / "e.safetensors")
+    with EntryReader.open(path) as reader, pytest.raises(SettingsError, match=differs):
+        require_known_model([other], reader, "do so")
 
 
 def test_another_tenant_of_a_known_model_is_no_other_model(store: Store, target: Store, tmp_path: Path) -> None:

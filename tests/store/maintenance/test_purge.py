@@ -14,7 +14,7 @@ from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, p
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
-from diskprefix.store.schema import EntryRecord, RootRecord
+from diskprefix.store.schema import EntryRecord, ModelRecord, RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tenant import SHARED, Tenant
 from diskprefix.tokens import TokenIds, root_hash
@@ -366,6 +366,7 @@ def test_a_plan_changes_nothing(store: Store) -> None:
         prompts=(),
         notes=(),
         roots=frozenset(),
+        models=(),
         stored_bytes=0,
         shared_blocks=0,
         continued_blocks=0,
@@ -490,4 +491,31 @@ def test_a_longer_prompt_goes_up_to_the_checkpoint_that_a_saved_prompt_ends_with
     # The first block stays, and what could be restored there.
     assert is_whole(store, only(long, *long.nodes[:2]))
     assert verify_index(store).problems == ()
+    store.close()
+
+
+def test_a_model_is_forgotten_with_all_that_is_stored_of_it_and_not_with_a_part(store: Store) -> None:
+    def models() -> set[str]:
+        with store.snapshot() as snapshot:
+            return {record.model for _, record in snapshot.models()}
+
+    pub = saved(store, prompt(1, BLOCK))
+    with store.changes() as changes:
+        for name in ("tiny", "unused", "other"):
+            changes.put_model(ModelRecord(model=name, identity=f"numbers of {name}"))
+    for part in (
+        PurgeFilter(entries=frozenset({tip(pub)})),
+        PurgeFilter(model="tiny", salt="alice"),
+        PurgeFilter(model="tiny", older_than_s=0.0),
+    ):
+        purge_now(store, part, now=1e6)
+    assert models() == {"tiny", "unused", "other"}
+    purge_now(store, PurgeFilter(model="tiny"))
+    assert models() == {"unused", "other"}
+    assert plan_of(store, PurgeFilter(model="unused"))
+    purge_now(store, PurgeFilter(model="unused"))
+    assert models() == {"other"}
+    purge_now(store, PurgeFilter())
+    assert models() == set()
+    assert not plan_of(store, PurgeFilter())
     store.close()

@@ -22,6 +22,7 @@ from diskprefix.store.notes import Notes
 from diskprefix.store.schema import (
     EntryRecord,
     Kind,
+    ModelRecord,
     NodeRecord,
     RootRecord,
     child_keys,
@@ -33,6 +34,7 @@ from diskprefix.store.schema import (
     history_group,
     history_key,
     history_sequence,
+    model_key,
     node_name,
     piece_key,
 )
@@ -537,6 +539,14 @@ DAMAGE: dict[str, tuple[Damage, set[tuple[str, str]]]] = {
     ),
     "a flipped bit in the choice of codec": (
         lambda r, _: r.put("meta", b"codec", b"x"),
+        {("damaged", "meta")},
+    ),
+    "a damaged record of a served model": (
+        lambda r, _: r.put("meta", model_key("a"), b"x"),
+        {("damaged", "meta")},
+    ),
+    "a served model under the key of another": (
+        lambda r, _: r.put("meta", model_key("a"), encode_record(model_key("a"), ModelRecord(model="b", identity="b"))),
         {("damaged", "meta")},
     ),
 }
