@@ -31,7 +31,8 @@ from diskprefix.tenant import short_tenant
 def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_json: bool) -> None:
     """Write the saved prompt ENTRY with all its blocks to one .safetensors file.
 
-    ENTRY is an id or the beginning of one. `diskprefix import` adds the file to another store, on this machine or on
+    ENTRY is an id or the beginning of one. If the prompt has grown since, it is written as it is now, and a line on
+    stderr has its present id. `diskprefix import` adds the file to another store, on this machine or on
     one with the same model and libraries. Other programs can read it too: layers.0.keys, layers.0.values and so on have
     the shape [1, heads, tokens, head_dim] and the model's dtype, token_ids are the prompt, and logits are those of the
     next token. Where the state of a layer exists at one position only, the file has every checkpoint of the prompt:
@@ -56,7 +57,7 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
     where = Path.cwd()
     with opened_store(kv_cache_dir) as store:
         with store.snapshot() as snapshot:
-            info = find_entry(list_entries(snapshot), entry)
+            info = find_entry(store, snapshot, list_entries(snapshot), entry)
         path = output or Path()
         # Opening the store may change the working directory: see `become_owner`.
         path = path if Path.cwd() == where else where / path

@@ -65,7 +65,8 @@ def inspect(
     """List the saved prompts in the cache folder, the most recently used first.
 
     With ENTRY, an id or the beginning of one, show that entry alone: its text, its blocks, who shares them, when it was
-    used. This is safe beside a running daemon: the command reads one consistent view and changes nothing.
+    used. If it has grown since, it is shown as it is now, and a line on stderr has its present id. This is safe beside
+    a running daemon: the command reads one consistent view and changes nothing.
 
     \b
     stored       bytes on disk of all blocks of the entry
@@ -101,7 +102,7 @@ def inspect(
         elif entry is not None:
             from diskprefix.cli.inspect_entry import show_entry
 
-            show_entry(snapshot, entries, find_entry(entries, entry), as_json=as_json)
+            show_entry(snapshot, entries, find_entry(store, snapshot, entries, entry), as_json=as_json)
         elif tree:
             from diskprefix.cli.inspect_tree import show_tree
 

@@ -62,10 +62,10 @@ def purge(
 ) -> int:
     """Remove the saved prompts that meet all given conditions. This is safe beside a running daemon.
 
-    ENTRY is an id, or the beginning of one, as inspect shows it. The blocks of a prompt are removed with it, except
-    those that other saved prompts or blocks need, and so are the recent prompts that begin with it. --model and --salt
-    also remove all recent prompts, the notes (stored responses) and the record of the model or tenant, so nothing of it
-    can be found any more.
+    ENTRY is an id, or the beginning of one, as inspect shows it. That of a prompt that has grown since is refused, and
+    the error has its present id. The blocks of a prompt are removed with it, except those that other saved prompts or
+    blocks need, and so are the recent prompts that begin with it. --model and --salt also remove all recent prompts,
+    the notes (stored responses) and the record of the model or tenant, so nothing of it can be found any more.
 
     The file keeps its size, and the removed bytes stay in it until their room is used again. `diskprefix compact`
     writes the file anew without them. A running daemon drops what it remembers of them at its next request.
@@ -90,7 +90,8 @@ def purge(
     with opened_store(kv_cache_dir, write=not dry_run) as store:
         with store.snapshot() as snapshot:
             infos = list_entries(snapshot)
-            names = frozenset(bytes.fromhex(find_entry(infos, entry).id) for entry in entries)
+            chosen_infos = [find_entry(store, snapshot, infos, entry, may_have_grown=False) for entry in entries]
+            names = frozenset(bytes.fromhex(info.id) for info in chosen_infos)
             purge_filter = PurgeFilter(entries=names, model=model, salt=salt, older_than_s=older_than_s)
             plan = plan_purge(snapshot, purge_filter, now)
             _require_known(snapshot, model, salt)

@@ -19,14 +19,16 @@ from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
 from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir
 from diskprefix.store.folder import DATA
-from diskprefix.store.listing import EntryInfo
+from diskprefix.store.listing import EntryInfo, grown_from, has_grown
 from diskprefix.store.owner import become_owner
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 
 if TYPE_CHECKING:
     from rich.table import Column
 
 _SHOWN_ID_DIGITS, _MIN_ID_DIGITS = 12, 4
+_SEE_IDS = "run `diskprefix inspect` to see the ids"
 SHOWN = 20
 """The most items of a list that text output has. --json has them all."""
 
@@ -131,16 +133,29 @@ def short_id(id_: str) -> str:
     return id_[:_SHOWN_ID_DIGITS]
 
 
-def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:
-    """Returns the entry whose id begins with `beginning`. Raises `SettingsError` for none, and for several."""
+def find_entry(
+    store: Store, snapshot: Snapshot, entries: list[EntryInfo], beginning: str, *, may_have_grown: bool = True
+) -> EntryInfo:
+    """Returns the entry whose id begins with `beginning`: one of `entries`, which are those of `snapshot`.
+
+    If there is none, but an entry has grown out of one with this id, returns that entry and says so on stderr. Raises
+    `SettingsError` for none and for several, and for one that has grown unless it `may_have_grown`.
+    """
     if len(beginning) < _MIN_ID_DIGITS:
         problem = f"{beginning!r} is too short for an id; give at least {_MIN_ID_DIGITS} digits"
-    else:
-        found = [info for info in entries if info.id.startswith(beginning.lower())]
-        if len(found) == 1:
-            return found[0]
-        problem = f"{len(found)} entries start with {beginning!r}" if found else f"no entry starts with {beginning!r}"
-    raise SettingsError(f"{problem}; run `diskprefix inspect` to see the ids")
+        raise SettingsError(f"{problem}; {_SEE_IDS}")
+    found = [info for info in entries if info.id.startswith(beginning.lower())]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise SettingsError(f"{len(found)} entries start with {beginning!r}; {_SEE_IDS}")
+    ids = grown_from(snapshot, store.secret, beginning)
+    if not ids:
+        raise SettingsError(f"no entry starts with {beginning!r}; {_SEE_IDS}")
+    if len(ids) > 1 or not may_have_grown:
+        raise SettingsError(has_grown(beginning, ids))
+    click.echo(has_grown(beginning, ids), err=True)
+    return next(info for info in entries if info.id == ids[0])
 
 
 @contextmanager

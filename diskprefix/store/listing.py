@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.schema import EntryRecord, Kind, NodeRecord
+from diskprefix.printable import shown
+from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, shorter_names
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
 
 log = logging.getLogger("diskprefix")
+
+_MOST_GROWN = 10_000
+_FORMER_DIGITS = 8
+"""The fewest digits of a former id. Fewer soon match one of the millions of names that are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +77,52 @@ def list_entries(snapshot: Snapshot) -> list[EntryInfo]:
     users = Counter(node for _, nodes in entries.values() for node in nodes)
     infos = [_info(snapshot, name, entry, nodes, users) for name, (entry, nodes) in entries.items()]
     return sorted(infos, key=lambda info: (-info.last_used_at, info.id))
+
+
+def grown_from(snapshot: Snapshot, secret: int, beginning: str) -> list[str]:
+    """Returns the ids of the saved prompts that have grown out of one whose id begins with these hex digits and that is
+    not listed any more: a longer node took the place of its last one. `secret` is the store's.
+
+    Nothing records such ids: the names of all nodes that a stored one may have replaced are computed, for the
+    `_MOST_GROWN` nodes that were used last. That takes a second, and milliseconds for what grew of late.
+    """
+    beginning = beginning.lower()
+    try:
+        digits = bytes.fromhex(beginning[: len(beginning) // 2 * 2])
+    except ValueError:
+        return []
+    if len(beginning) < _FORMER_DIGITS:
+        return []
+    tree, table, parent = PrefixTree(snapshot), snapshot.usages(), None
+    names = [table.names[place] for place in np.argsort(-table.records["last_used"], kind="stable")[:_MOST_GROWN]]
+    grown: set[bytes] = set()
+    for name in names:
+        with suppress(StoreCorrupt):
+            node = tree.node(name)
+            # All that grew out of one node continue the same one.
+            if node is None or parent not in (None, node.parent):
+                continue
+            shorter = shorter_names(secret, node.parent, node.token_ids.tobytes(), node.kind)
+            # Joined they are searched at once, though what is found may lie across two names.
+            if digits in b"".join(shorter) and any(one.hex().startswith(beginning) for one in shorter):
+                parent = node.parent
+                grown.add(name)
+    return [name.hex() for name in snapshot.keys("entries") if grown and not grown.isdisjoint(_path(tree, name))]
+
+
+def has_grown(former_id: str, ids: Sequence[str]) -> str:
+    """Returns what people are told about a former id. `ids` are those that `grown_from` found."""
+    if len(ids) == 1:
+        return f"entry {shown(former_id)} has grown; its id is now {ids[0]}"
+    return f"entry {shown(former_id)} has grown into {len(ids)}: {', '.join(ids)}"
+
+
+def _path(tree: PrefixTree, name: bytes) -> Mapping[bytes, NodeRecord]:
+    """Returns the path of an entry; nothing if it is damaged."""
+    try:
+        return tree.path(name)
+    except StoreCorrupt:
+        return {}
 
 
 def count_nodes(snapshot: Snapshot) -> NodeCounts:

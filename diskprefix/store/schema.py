@@ -18,7 +18,7 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import decode_tokens, encode_tokens, encoded_tokens
-from diskprefix.tokens import HASH_BYTES, TokenIds, block_hash, checksum, root_hash
+from diskprefix.tokens import HASH_BYTES, TokenIds, beginning_hashes, block_hash, checksum, root_hash
 
 HISTORY_TOKENS = 1 << 22
 """The most tokens that the history of a root holds (16 MiB of token ids), however many prompts a request asks for."""
@@ -65,14 +65,11 @@ def node_name(secret: int, parent: bytes, token_ids: TokenIds | bytes, kind: Kin
     return block_hash(secret, parent, token_ids, _NAME_MARKS[kind] + (b"g" if generated else b""))
 
 
-def shorter_names(secret: int, parent: bytes, token_ids: bytes, kind: Kind) -> Iterator[bytes]:
-    """Yields the names of all nodes that a node replaces which continues `parent` with these token ids (int32,
+def shorter_names(secret: int, parent: bytes, token_ids: bytes, kind: Kind) -> list[bytes]:
+    """Returns the names of all nodes that a node replaces which continues `parent` with these token ids (int32,
     little-endian): partial blocks and tails with fewer of them, and of a tail the partial block with as many."""
-    for end in range(len(token_ids) - (0 if kind == Kind.TAIL else 4), -1, -4):
-        beginning = token_ids[:end]
-        yield node_name(secret, parent, beginning, Kind.BLOCK)
-        if end < len(token_ids):
-            yield node_name(secret, parent, beginning, Kind.TAIL)
+    blocks, tails = (beginning_hashes(secret, parent, token_ids, _NAME_MARKS[k]) for k in (Kind.BLOCK, Kind.TAIL))
+    return blocks[: None if kind == Kind.TAIL else -1] + tails[:-1]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

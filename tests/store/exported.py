@@ -63,12 +63,19 @@ def entry_of(
     with_tail: bool = True,
     checkpoints: Collection[int] = (),
     generated_from: int | None = None,
+    replaces: bool = False,
 ) -> Publication:
     """What saving this prompt publishes; without its tail, it ends with its last full block or the checkpoint there."""
     identity = identity or identity_of(layout, tenant=tenant)
     root = root_hash(identity)
     pub = publication(
-        store, token_ids, root=root, layout=layout, checkpoints=checkpoints, generated_from=generated_from
+        store,
+        token_ids,
+        root=root,
+        layout=layout,
+        checkpoints=checkpoints,
+        generated_from=generated_from,
+        replaces=replaces,
     )
     nodes = pub.nodes if with_tail else pub.nodes[:-1]
     return replace(

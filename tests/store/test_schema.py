@@ -28,6 +28,7 @@ from diskprefix.store.schema import (
     node_name,
     piece_index,
     piece_key,
+    shorter_names,
 )
 from diskprefix.tokens import block_hash, checksum
 
@@ -152,3 +153,14 @@ def test_a_history_record_that_claims_too_much_is_refused_before_it_is_read() ->
     stored = encode_tokens(np.zeros(1000, dtype=np.int32))
     with pytest.raises(StoreCorrupt, match="claims"):
         decode_tokens(stored, max_tokens=999)
+
+
+@pytest.mark.parametrize("kind", [Kind.BLOCK, Kind.TAIL])
+def test_the_shorter_names_are_those_of_the_nodes_that_a_node_replaces(kind: Kind) -> None:
+    token_ids = np.arange(5, dtype=np.int32)
+    expected = {node_name(7, NAME, token_ids[:end], each) for end in range(5) for each in (Kind.BLOCK, Kind.TAIL)}
+    if kind == Kind.TAIL:
+        expected.add(node_name(7, NAME, token_ids, Kind.BLOCK))
+    names = shorter_names(7, NAME, token_ids.tobytes(), kind)
+    assert (set(names), len(names)) == (expected, len(expected))
+    assert shorter_names(7, NAME, b"", Kind.BLOCK) == []

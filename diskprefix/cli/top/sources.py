@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +10,7 @@ from diskprefix.browse.outline import outline
 from diskprefix.cli.tooling import opened_store
 from diskprefix.cli.warm_target import Answer, Call, running_daemon
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError, StoreUnavailable
-from diskprefix.store.maintenance.purge import PurgeFilter, purge
+from diskprefix.store.maintenance.purge import delete_entry
 
 
 class Source(Protocol):
@@ -69,9 +68,8 @@ class StoreSource:
             return listing(outline(snapshot))
 
     def delete(self, entry_id: str) -> int:
-        chosen = PurgeFilter(entries=frozenset({bytes.fromhex(entry_id)}))
         with opened_store(self._folder, write=True) as store:
-            return purge(store, chosen, time.time(), lambda _bytes: None).stored_bytes
+            return delete_entry(store, entry_id).stored_bytes
 
 
 def chosen_source(url: str, api_key: str | None, folder: Path) -> Source:

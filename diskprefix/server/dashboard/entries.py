@@ -12,9 +12,7 @@ from typing import Any
 
 from diskprefix.browse.flat import listing
 from diskprefix.browse.outline import Outline, outline
-from diskprefix.errors import EntryNotFound
-from diskprefix.printable import shown
-from diskprefix.store.maintenance.purge import Purged, PurgeFilter, purge
+from diskprefix.store.maintenance.purge import Purged, delete_entry
 from diskprefix.store.store import Store
 
 _REST = 100
@@ -45,7 +43,7 @@ class Browser:
     async def delete(self, store: Store, entry_id: str) -> Purged:
         """Raises `EntryNotFound`, and `CacheError` if the store cannot be written."""
         async with self._lock:
-            purged = await asyncio.to_thread(_delete, store, entry_id)
+            purged = await asyncio.to_thread(delete_entry, store, entry_id)
             self._again_at = 0.0
         return purged
 
@@ -53,14 +51,3 @@ class Browser:
 def _read(store: Store) -> Outline:
     with store.snapshot() as snapshot:
         return outline(snapshot)
-
-
-def _delete(store: Store, entry_id: str) -> Purged:
-    try:
-        chosen = PurgeFilter(entries=frozenset({bytes.fromhex(entry_id)}))
-    except ValueError:
-        chosen = None
-    purged = purge(store, chosen, store.clock(), lambda _bytes: None) if chosen is not None else Purged()
-    if not purged.entries:
-        raise EntryNotFound(f"there is no saved prompt with the id {shown(entry_id)!r}")
-    return purged

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diskprefix.errors import StoreCorrupt
+from diskprefix.errors import EntryNotFound, StoreCorrupt
+from diskprefix.printable import shown
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
+from diskprefix.store.listing import grown_from, has_grown
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.schema import NodeRecord, decode_prompt, history_sequence
 from diskprefix.store.snapshot import Snapshot
@@ -107,6 +109,23 @@ def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable
             break
         _carry_out(store, plan, gone, advance)
     return gone
+
+
+def delete_entry(store: Store, entry_id: str) -> Purged:
+    """Remove the saved prompt with this id. Raises `EntryNotFound`, which names what has grown out of it; also what
+    `purge` raises."""
+    try:
+        chosen = PurgeFilter(entries=frozenset({bytes.fromhex(entry_id)}))
+    except ValueError:
+        chosen = None
+    purged = purge(store, chosen, store.clock(), lambda _bytes: None) if chosen is not None else Purged()
+    if not purged.entries:
+        with store.snapshot() as snapshot:
+            ids = grown_from(snapshot, store.secret, entry_id)
+        raise EntryNotFound(
+            has_grown(entry_id, ids) if ids else f"there is no saved prompt with the id {shown(entry_id)!r}"
+        )
+    return purged
 
 
 class _Planner:

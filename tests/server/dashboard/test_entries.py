@@ -93,3 +93,15 @@ def test_texts_are_shown_to_those_who_may_see_them(store: Store) -> None:
     for with_texts in (True, False):
         [[entry]] = asyncio.run(looked(Browser(), store, with_texts=with_texts))
         assert (entry["preview"] is not None) is with_texts
+
+
+def test_what_has_grown_is_not_deleted_by_its_former_id_and_the_error_has_the_present_one(store: Store) -> None:
+    tokens = prompt(2, 2 * BLOCK)
+    former, present = (publication(store, tokens[:end], replaces=True) for end in (BLOCK + 2, BLOCK + 9))
+    assert former.tip is not None
+    assert present.tip is not None
+    store.publish(former)
+    store.publish(present)
+    with pytest.raises(EntryNotFound, match=f"{former.tip.hex()} has grown; its id is now {present.tip.hex()}"):
+        asyncio.run(Browser().delete(store, former.tip.hex()))
+    assert len(asyncio.run(looked(Browser(), store))[0]) == 2
