@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from diskprefix.engine.device import raise_if_lost
@@ -16,6 +18,7 @@ from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequ
 from diskprefix.kv import arena
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVPool
+from diskprefix.prefix_cache.recording import RecordedRequest
 
 
 class Cancelled(Exception):
@@ -113,6 +116,11 @@ def run_request(engine: Engine, request: GenerateRequest, *, steps: int | None =
         raise Cancelled
     assert client.done
     return client.events
+
+
+def recorded_requests(path: Path) -> list[RecordedRequest]:
+    """Returns the lines of a recording (`--record`), in the order in which the requests ended."""
+    return [msgspec.json.decode(line, type=RecordedRequest) for line in path.read_bytes().splitlines()]
 
 
 def forget_idle(pool: KVPool) -> None:

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diskprefix.app import load_engine
 from diskprefix.cache_options import CacheOptions
-from diskprefix.engine.request import GenerateRequest, SamplingParams
+from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.model import rehearsal as probe
 from diskprefix.policy.scope import Scope, parse_scope
 from diskprefix.prompt import Prompt
@@ -20,7 +20,7 @@ from diskprefix.simulate.formats import read_trace
 from diskprefix.simulate.geometry import SLICEABLE
 from diskprefix.simulate.simulator import Policy, simulate
 from diskprefix.simulate.trace import RecordedDaemon, Trace
-from tests.engine.driving import Cancelled, run_request
+from tests.engine.driving import Cancelled, recorded_requests, run_request
 from tests.model import tiny
 
 BLOCK = 16
@@ -52,6 +52,41 @@ def recorded(model: Path, folder: Path, *, scope: str = "off", cancelled: bool =
             assert cancelled
     engine.close()
     return read_trace(folder / "trace.jsonl")
+
+
+def test_a_request_that_is_computed_because_restoring_would_be_slower_is_recorded_with_that_reason(
+    llama: Path, tmp_path: Path
+) -> None:
+    settings = Settings(
+        model=str(llama),
+        kv_cache_dir=tmp_path / "kv",
+        block_size=BLOCK,
+        kv_cache_min_tokens=BLOCK,
+        kv_memory_entries=0,
+        record=tmp_path / "trace.jsonl",
+    )
+    engine = load_engine(settings, lambda _: None)
+    request = GenerateRequest(
+        id="test",
+        prompt=Prompt(np.random.default_rng(0).integers(3, 250, 100).astype(np.int32)),
+        sampling=SamplingParams(temperature=0, max_tokens=3),
+        cache=CacheOptions(scope=Scope("full")),
+    )
+    first = run_request(engine, request)
+    engine.cache.settle()
+    assert engine.cache.writer.flush(30)
+    again = run_request(engine, request)
+    for _ in range(32):
+        engine.cache.cost_model.note_prefill(1000, 1e-3)
+        engine.cache.cost_model.note_restore(1 << 20, 10.0)
+    assert (engine.cache.cost_model.break_even_tokens or 0) > 100
+    closed = run_request(engine, request)
+    engine.close()
+    assert closed[:-1] == again[:-1] == first[:-1]
+    noted = [(line.restored, line.source, line.miss_reason) for line in recorded_requests(tmp_path / "trace.jsonl")]
+    assert noted == [(0, "none", "not_stored"), (100, "disk", None), (0, "none", "faster_to_compute")]
+    reports = [events[-1].cache for events in (first, again, closed) if isinstance(events[-1], DoneEvent)]
+    assert [(report.restored, report.source, report.miss_reason) for report in reports] == noted
 
 
 def restored(trace: Trace) -> int:
