@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from diskprefix.chat.normalisers import NORMALISERS
 
-_HEX = re.compile(r"\b(?=[0-9a-fA-F-]*\d)[0-9a-fA-F]{4,}(?:-[0-9a-fA-F]{4,})*\b|\b[A-Za-z0-9_-]*\d[A-Za-z0-9_-]{7,}\b")
+_WORD = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?")
 _NAME = re.compile(r'"name": ?"([^"]*)"')
+_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
 _DAYS = "mon|tue|wed|thu|fri|sat|sun|monday|tuesday|wednesday|thursday|friday|saturday|sunday"
 _MONTHS = (
@@ -87,7 +88,15 @@ def _changed_value(mine: str, theirs: str) -> Cause:
 
 def _masked(line: str) -> str:
     """Returns a line without its dates, ids and numbers."""
-    return _NUMBER.sub("0", _HEX.sub("#", _DATE.sub("@", line))).replace("#", "0")
+    return _NUMBER.sub("0", _WORD.sub(_without_id, _DATE.sub("@", line))).replace("#", "0")
+
+
+def _without_id(word: re.Match[str]) -> str:
+    """Returns `#` for an id: parts of four hex digits and more, or a digit and seven more characters."""
+    text = word[0]
+    first = next((index for index, char in enumerate(text) if char.isdigit()), len(text))
+    is_hex = first < len(text) and all(len(part) >= 4 and set(part) <= _HEX_DIGITS for part in text.split("-"))
+    return "#" if is_hex or len(text) - first >= 8 else text
 
 
 def _is_moved(new: str, old: str, mine: str, theirs: str) -> bool:

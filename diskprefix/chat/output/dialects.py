@@ -136,6 +136,10 @@ def braces(text: str, quote: str) -> JsonObject | None:
     return value if isinstance(value, dict) else None
 
 
+_TEXT = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\\?\Z))', re.DOTALL)
+"""A text in quotes. One that does not end goes to the end: were it none, each quote in it would be tried, too."""
+
+
 def _with_quoted_keys(text: str) -> str:
-    pieces = re.split(r'("(?:[^"\\]|\\.)*")', text)
+    pieces = _TEXT.split(text)
     return "".join(piece if piece.startswith('"') else _BARE_KEY.sub(r'\1"\2"\3', piece) for piece in pieces)

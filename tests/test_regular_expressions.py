@@ -1,0 +1,159 @@
+"""Every regular expression of the package is linear: what a client or a model writes cannot make one run for minutes.
+
+A regular expression holds the interpreter's lock while it runs, so a slow one stops every thread of the daemon.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regex
+
+import diskprefix
+
+PACKAGE = Path(diskprefix.__file__).parent
+USES = ("match", "fullmatch", "search", "sub", "split", "finditer", "findall")
+MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
+    "chat/output/calls.py": [(r'<invoke name="(?P<name>[^"\n]+)">', ("match",))],
+    "chat/output/channels.py": [],
+    "chat/output/dialects.py": [(r"<(/?)([\w.\-]+)>", ("split",))],
+    "chat/output/parser.py": [],
+    "settings.py": [(r"""\s*(\[+\s*)?["']?key["']?\s*[=.\]]""", ("match",))],
+    "tiers/remote/objects.py": [("prefix([^\0-\x1f]*?)(/(?=/)|[\0-\x1f])", ("search",))],
+}
+"""Samples of the patterns that are made while the program runs, and how they are used, by module. Alternatives of
+escaped texts need none. Those of formats of replies are in the tests of these."""
+PASSED_ON = {"chat/output/reader.py:_STRING": ("match",), "chat/output/parser.py:_WRAPPER_END": ("search",)}
+"""How patterns are used that a module hands to another one."""
+LARGEST_COUNT = 64
+"""Of a repetition: what may repeat 300 times makes 300 attempts at every character."""
+SHORT, FACTOR = 250, 8
+MOST_GROWTH = 3 * FACTOR
+"""Of the work, when the text is `FACTOR` times as long: 8 if it is linear, 64 if it is quadratic."""
+LEAST_S = 2e-6
+"""Below, the steps of the clock are seen."""
+
+
+@dataclass(frozen=True)
+class Used:
+    """A pattern, and the methods by which its module uses it."""
+
+    where: str
+    pattern: Any
+    methods: tuple[str, ...]
+
+    def run(self, text: str) -> None:
+        for method in self.methods:
+            if method == "sub":
+                self.pattern.sub("", text)
+            elif method == "finditer":
+                list(self.pattern.finditer(text))
+            else:
+                getattr(self.pattern, method)(text)
+
+
+def calls(tree: ast.AST) -> Iterator[ast.Call]:
+    """The calls of functions of `re` and `regex`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            module = node.func.value
+            if isinstance(module, ast.Name) and module.id in ("re", "regex") and node.func.attr in (*USES, "compile"):
+                yield node
+
+
+def used_patterns() -> Iterator[Used]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        source, name = path.read_text(), str(path.relative_to(PACKAGE))
+        found = list(calls(ast.parse(source)))
+        if not found:
+            continue
+        module = importlib.import_module("diskprefix." + name.removesuffix(".py").replace("/", "."))
+        for variable, value in vars(module).items():
+            if isinstance(value, re.Pattern | regex.Pattern) and f"\n{variable} = " in source:
+                where = f"{name}:{variable}"
+                methods = tuple(use for use in USES if f"{variable}.{use}(" in source)
+                yield Used(where, value, PASSED_ON.get(where) or methods or USES)
+        for call in found:
+            assert isinstance(call.func, ast.Attribute)
+            if call.func.attr != "compile" and isinstance(call.args[0], ast.Constant):
+                pattern = re.compile(str(call.args[0].value))
+                yield Used(f"{name}:{call.lineno}", pattern, (call.func.attr,))
+        for sample, uses in MADE.get(name, ()):
+            yield Used(f"{name}:{sample}", re.compile(sample), uses)
+
+
+PATTERNS = list(used_patterns())
+
+
+def hostile_units(pattern: str) -> list[str]:
+    """What to repeat: characters that the pattern names and one of each class, alone and in pairs."""
+    named = re.sub(r"\\[a-zA-Z]|\(\?P<\w+>|[a-zA-Z0-9]", "", pattern)
+    characters = sorted({"a", "0", " ", "\n", *named} - set("()[]^$?*+|\\") | set(re.findall(r"\\([^\w])", pattern)))
+    return [*characters, *(f"{first}{second}" for first, second in permutations(characters, 2))]
+
+
+def work(used: Used, text: str) -> float:
+    """CPU time of this thread in seconds: the least of several runs, as what disturbs only adds to it."""
+    times = []
+    for _ in range(3):
+        began = time.thread_time()
+        used.run(text)
+        times.append(time.thread_time() - began)
+    return min(times)
+
+
+def growth(used: Used) -> tuple[float, str]:
+    """How much more work a longer text is, at most, and what it repeats. Ends with the first that is too much."""
+    worst = (0.0, "")
+    for unit in hostile_units(used.pattern.pattern):
+        # The end keeps the text from matching as a whole.
+        short, long = (unit * (count // len(unit)) + "\0" for count in (SHORT, SHORT * FACTOR))
+        worst = max(worst, (work(used, long) / max(work(used, short), LEAST_S), unit))
+        if worst[0] > MOST_GROWTH:
+            break
+    return worst
+
+
+def largest_count(pattern: str) -> int:
+    counts = re.findall(r"\{(\d*),?(\d*)\}", pattern)
+    return max((int(count) for pair in counts for count in pair if count), default=0)
+
+
+@pytest.mark.parametrize("used", PATTERNS, ids=lambda used: used.where)
+def test_the_work_of_every_regular_expression_grows_as_its_text(used: Used) -> None:
+    assert largest_count(used.pattern.pattern) <= LARGEST_COUNT
+    found, unit = growth(used)
+    assert found < MOST_GROWTH, f"the work grows by {found:.0f} for a text of {unit!r} that is {FACTOR} times as long"
+
+
+@pytest.mark.parametrize("pattern", [r"\s+x", "a[^b]*b", "-(?:[^a]|aa)*b"])
+def test_a_regular_expression_that_is_not_linear_is_found(pattern: str) -> None:
+    assert growth(Used("", re.compile(pattern), ("search",)))[0] > MOST_GROWTH
+
+
+def test_every_pattern_that_is_made_while_the_program_runs_has_a_sample() -> None:
+    made = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for call in calls(ast.parse(path.read_text()))
+        if not isinstance(call.args[0], ast.Constant) and not is_constant(call.args[0])
+    }
+    assert made == MADE.keys()
+
+
+def is_constant(pattern: ast.expr) -> bool:
+    """Whether a pattern is made of constants, or of alternatives of escaped texts."""
+    text = ast.unparse(pattern)
+    if "'|'.join(map(re.escape, " in text or text.startswith("'|'.join((regex.escape("):
+        return True
+    names = {node.id for node in ast.walk(pattern) if isinstance(node, ast.Name)}
+    return isinstance(pattern, ast.JoinedStr) and all(name.isupper() for name in names)
