@@ -560,6 +560,9 @@ def test_save_says_what_the_store_refused(model: PreTrainedModel, tmp_path: Path
 def test_a_failing_store_fails_no_request_but_save(model: PreTrainedModel, tmp_path: Path) -> None:
     expected = on_the_grid(model, PROMPT)
     with open_session(model, tmp_path / "kv") as session:
+        # What the writer does at the start is done then; it would open the store again.
+        session.prefill(PROMPT[::-1])
+        session.save()
         session._cache.store.close()
         assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
         assert session.prefill(PROMPT)[1] == 0

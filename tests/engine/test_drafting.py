@@ -96,7 +96,8 @@ def drafter(engine: Engine) -> ModelDrafter:
 
 def helped(engine: Engine, clients: Iterable[Client], share: float = 0.8) -> AbstractContextManager[Any]:
     """Within it, the draft model computes what it computes, and guesses the replies of these clients: this share of
-    their tokens, and wrong ones."""
+    their tokens, and wrong ones. How good it seems does not depend on the requests before."""
+    drafter(engine).rate.value = DraftRate().value
     replies = [client.tokens_of(n) for client in clients for n in range(client.ticket.request.sampling.n)]
     model, chance = drafter(engine).model, random.Random(1)
     compute = model.compute
@@ -197,8 +198,6 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     one = request(tokens(4 * TILE - 8, 17), max_tokens=REPLY)
     (expected,) = run_together(engine, [one])
     forget_idle(pool)
-    # It was hardly ever right.
-    drafter(engine).rate.value = DraftRate().value
     with helped(engine, [expected], share=0.0):
         (found,) = run_together(engine, [one])
     assert found.done.timings.drafted_tokens > 20
