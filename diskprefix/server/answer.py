@@ -22,7 +22,6 @@ from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.replay import Replayed
 from diskprefix.engine.request import DoneEvent, GenerateRequest, Stage
 from diskprefix.prompt import Prompt
-from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described, events, openai_events
 from diskprefix.server.generation import Generation
@@ -95,9 +94,8 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     context.wants_reply = True
     if daemon.tracing is not None:
         context.trace = daemon.tracing.begin(f"{request.method} {request.url.path}", request.headers)
-    with ExitStack() as place:
-        place.enter_context(daemon.arriving(context.caller.tenant))
-        body = await read_json(request, dialect.body, daemon.settings.max_body_bytes)
+    with daemon.arriving(context.caller.tenant) as place:
+        body = await daemon.bodies.read_json(request, dialect.body, place)
         preparing = asyncio.create_task(_submitted(request, dialect, body, place.pop_all()))
     return await first_signs(preparing, is_stream=bool(body.stream))
 

@@ -1,4 +1,4 @@
-"""Reads a JSON body within limits of size and time, and parses it strictly. Errors name the field."""
+"""Reads JSON bodies within limits of size, time and memory, and parses them strictly. Errors name the field."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 import json
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from fastapi.exceptions import HTTPException
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from diskprefix.errors import InvalidRequest
+from diskprefix.errors import InvalidRequest, QueueFull
 from diskprefix.printable import shown
 from diskprefix.server.protocols.strict import REFUSED
 from diskprefix.settings import format_size
@@ -26,12 +28,123 @@ _BODY_S, _BODY_BYTES_PER_S = 30.0, 16 * 1024
 time is limited because the request has a place in the queue meanwhile."""
 
 
-async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
-    """Returns the body as `model`. Raises `InvalidRequest`, or `HTTPException` with status 408, 413 or 415."""
-    _check_content_type(request)
-    body = await _read(request, max_bytes)
-    # In a thread, because a large body would block the event loop.
-    return await asyncio.to_thread(parse_json, body, model)
+_SMALL_BYTES = 64 * 1024
+"""Of a body. The memory of smaller ones is bounded by the length of the queue, and they never wait for others."""
+_BODIES_ARRIVING, _BODIES_IN_MEMORY = 4, 8
+"""Bodies of the largest size that may be arriving, and the memory of those that are parsed and rendered: 128 and
+256 MiB, if a body may have 32."""
+MOST_PARTS, MOST_VALUES = 1 << 18, 1 << 21
+"""Most objects, lists and texts (keys are texts, too) in a body, and most values altogether. Of two bytes of JSON, a
+hundred bytes of objects can become, and parsing holds the interpreter's lock."""
+_MEMORY_PER_BYTE, _MEMORY_PER_PART, _MEMORY_PER_VALUE = 6, 512, 40
+"""Bytes that a byte of a body, an object, list or text in it, and a value take until its prompt is rendered. Measured
+with the bodies that take most."""
+
+
+class Bodies:
+    """Reads the bodies of requests, and bounds the memory of those that are read, parsed and rendered at one time."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` is the largest size of a body."""
+        self._max_bytes = max_bytes
+        self._arriving_bytes = 0
+        self._memory = _Budget(_BODIES_IN_MEMORY * max_bytes)
+
+    async def read_json(self, request: Request, model: type[Model], place: ExitStack) -> Model:
+        """Returns the body as `model`. Its memory counts until `place` is closed.
+
+        A large body waits until there is memory for it. Raises `InvalidRequest`, `HTTPException` with status 408, 413
+        or 415, or `QueueFull` if too much of other bodies has arrived.
+        """
+        _check_content_type(request)
+        with ExitStack() as arriving:
+            body = await self._read(request, arriving)
+            if len(body) > _SMALL_BYTES:
+                await self._memory.take(await asyncio.to_thread(_memory_of, body), place)
+            # In a thread, because a large body would block the event loop.
+            return await asyncio.to_thread(parse_json, body, model)
+
+    async def _read(self, request: Request, arriving: ExitStack) -> bytes:
+        too_large = HTTPException(
+            413, f"the body is larger than {format_size(self._max_bytes)} (--max-body-bytes)", {"Connection": "close"}
+        )
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > self._max_bytes:
+            raise too_large
+        body = bytearray()
+        started = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(started + _BODY_S) as limit:
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > self._max_bytes:
+                        raise too_large
+                    self._count(len(chunk), arriving)
+                    if len(body) > _SMALL_BYTES and self._arriving_bytes > _BODIES_ARRIVING * self._max_bytes:
+                        message = "other requests with large bodies are being read; try again later"
+                        raise QueueFull(message, retry_after_s=1)
+                    limit.reschedule(started + _BODY_S + len(body) / _BODY_BYTES_PER_S)
+        except TimeoutError as error:
+            message = f"the body did not arrive in time; {len(body)} bytes of it did"
+            raise HTTPException(408, message, {"Connection": "close"}) from error
+        return bytes(body)
+
+    def _count(self, num_bytes: int, arriving: ExitStack) -> None:
+        """Counts bytes until `arriving` is closed."""
+
+        def forget() -> None:
+            self._arriving_bytes -= num_bytes
+
+        self._arriving_bytes += num_bytes
+        arriving.callback(forget)
+
+
+class _Budget:
+    """Memory that is given in the order of asking."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = self._free = num_bytes
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    async def take(self, num_bytes: int, place: ExitStack) -> None:
+        """Waits for memory, and takes it until `place` is closed. What is more than all gets all."""
+        wanted = min(num_bytes, self._num_bytes)
+        async with self._turn:
+            while self._free < wanted:
+                self._freed.clear()
+                await self._freed.wait()
+            self._free -= wanted
+        place.callback(self._give, wanted)
+
+    def _give(self, num_bytes: int) -> None:
+        self._free += num_bytes
+        self._freed.set()
+
+
+def _memory_of(body: bytes) -> int:
+    """Returns the bytes that a body takes until its prompt is rendered, at most. Raises `InvalidRequest` if it has too
+    many values."""
+    # Found quickly. In texts, too, so it may be too many.
+    num_parts = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
+    num_values = body.count(b",") + num_parts
+    if num_parts > MOST_PARTS or num_values > MOST_VALUES:
+        outside = _outside_of_texts(body)
+        num_parts = sum(int(np.count_nonzero(outside == ord(mark))) for mark in '"[{')
+        num_values = int(np.count_nonzero(outside == ord(","))) + num_parts
+    if num_parts > MOST_PARTS:
+        message = f"the body has {num_parts} objects, lists and texts; at most {MOST_PARTS} are read"
+        raise InvalidRequest(message, code="body_too_complex")
+    if num_values > MOST_VALUES:
+        message = f"the body has {num_values} values; at most {MOST_VALUES} are read"
+        raise InvalidRequest(message, code="body_too_complex")
+    return _MEMORY_PER_BYTE * len(body) + _MEMORY_PER_PART * num_parts + _MEMORY_PER_VALUE * num_values
+
+
+def _outside_of_texts(body: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Returns the characters of JSON that are not in texts, with the last quote of each text."""
+    marks = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    return marks[~np.logical_xor.accumulate(marks == ord('"'))]
 
 
 def _check_content_type(request: Request) -> None:
@@ -46,28 +159,6 @@ def _check_content_type(request: Request) -> None:
     if kind in ("application/json", "application/x-www-form-urlencoded") or kind.endswith("+json"):
         return
     raise HTTPException(415, f"content-type {shown(kind) or 'of the body'} is not supported; send application/json")
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    too_large = HTTPException(
-        413, f"the body is larger than {format_size(max_bytes)} (--max-body-bytes)", {"Connection": "close"}
-    )
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
-    body = bytearray()
-    started = asyncio.get_running_loop().time()
-    try:
-        async with asyncio.timeout_at(started + _BODY_S) as limit:
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_bytes:
-                    raise too_large
-                limit.reschedule(started + _BODY_S + len(body) / _BODY_BYTES_PER_S)
-    except TimeoutError as error:
-        message = f"the body did not arrive in time; {len(body)} bytes of it did"
-        raise HTTPException(408, message, {"Connection": "close"}) from error
-    return bytes(body)
 
 
 def parse_json(body: bytes, model: type[Model]) -> Model:

@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 
 from diskprefix.chat.messages import Conversation
 from diskprefix.server.answer import cache_options_of, prompt_of
-from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described
 from diskprefix.server.log_context import log_context
@@ -67,8 +66,8 @@ async def _length(
     request: Request, model: type[B], conversation: Callable[[B, Arrival], Awaitable[Conversation]]
 ) -> int:
     daemon: Daemon = request.app.state.daemon
-    with daemon.arriving(log_context(request).caller.tenant):
-        body = await read_json(request, model, daemon.settings.max_body_bytes)
+    with daemon.arriving(log_context(request).caller.tenant) as place:
+        body = await daemon.bodies.read_json(request, model, place)
         serving = await daemon.ready()
         serving.require_model(body.model)
         # What is remembered of earlier replies is part of the prompt, so this asks the cache as the request will.

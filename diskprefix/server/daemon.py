@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from diskprefix.chat.normalisers import Normalisers
@@ -19,6 +19,7 @@ from diskprefix.chat.template import PromptRenderer
 from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.policy.scope import parse_scope
+from diskprefix.server.body import Bodies
 from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.notify import notify
 from diskprefix.server.prefix_breaks import PrefixBreaks
@@ -45,6 +46,7 @@ class Daemon:
 
     def __init__(self, settings: Settings, load_engine: EngineLoader) -> None:
         self.settings = settings
+        self.bodies = Bodies(settings.max_body_bytes)
         self.metrics = ServerMetrics()
         self.breaks = PrefixBreaks()
         endpoint = settings.otlp_traces_endpoint
@@ -124,8 +126,9 @@ class Daemon:
         return self.require_serving()
 
     @contextmanager
-    def arriving(self, caller: Tenant) -> Iterator[None]:
-        """A context in which a request is read, waits for the model, and is rendered, before it is queued.
+    def arriving(self, caller: Tenant) -> Iterator[ExitStack]:
+        """A context in which a request is read, waits for the model, and is rendered, before it is queued. The
+        stack gives back what the request takes meanwhile.
 
         Raises `NotReady` when the daemon stops and after a failure, `QueueFull` if the requests that arrived before
         fill the queue, and `ShareFull` if the caller's own requests fill the caller's share of it.
@@ -133,11 +136,10 @@ class Daemon:
         if self._is_decided.is_set():
             self.require_serving()
         self._inbox.require_room(self._arriving, caller)
-        self._arriving.append(caller)
-        try:
-            yield
-        finally:
-            self._arriving.remove(caller)
+        with ExitStack() as place:
+            self._arriving.append(caller)
+            place.callback(self._arriving.remove, caller)
+            yield place
 
     async def prepare(self, work: Callable[[], T], *, has_media: bool) -> T:
         """Runs `work` in a thread and returns its result.

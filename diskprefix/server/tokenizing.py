@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diskprefix.chat.template import PromptRenderer
-from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described
 from diskprefix.server.log_context import log_context
@@ -63,8 +62,8 @@ class TemplateReply(BaseModel):
 async def _answer(request: Request, body: type[B], work: Callable[[PromptRenderer, B], dict[str, Any]]) -> Response:
     """Reads the body, and does the work in a thread, within the bounds of the queue."""
     daemon: Daemon = request.app.state.daemon
-    with daemon.arriving(log_context(request).caller.tenant):
-        read = await read_json(request, body, daemon.settings.max_body_bytes)
+    with daemon.arriving(log_context(request).caller.tenant) as place:
+        read = await daemon.bodies.read_json(request, body, place)
         serving = await daemon.ready()
         return JSONResponse(await daemon.prepare(lambda: work(serving.renderer, read), has_media=False))
 

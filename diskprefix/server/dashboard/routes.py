@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from diskprefix.recipes.recipe import NO_KEY, Served, names, recipe
-from diskprefix.server.body import read_json
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.dashboard.entries import Browser
 from diskprefix.server.dashboard.page import page_response, wants_page
@@ -32,6 +31,7 @@ from diskprefix.server.dashboard.watch import UPDATE_S, Watch
 from diskprefix.server.described import described
 from diskprefix.server.described import events as event_content
 from diskprefix.server.errors import ErrorBody
+from diskprefix.server.log_context import log_context
 from diskprefix.server.status import require_admin
 
 _SILENT_S = 8.0
@@ -145,7 +145,8 @@ async def simulation(request: Request) -> JSONResponse:
     """Replay the last recorded hours under other scopes. It takes seconds, in a process of low priority."""
     dashboard = _dashboard(request)
     daemon = dashboard.daemon
-    body = await read_json(request, SimulationBody, daemon.settings.max_body_bytes)
+    with daemon.arriving(log_context(request).caller.tenant) as place:
+        body = await daemon.bodies.read_json(request, SimulationBody, place)
     rows = await dashboard.simulation.run(daemon.settings, await daemon.ready(), body.hours)
     return JSONResponse(Simulated(hours=body.hours, scopes=rows).model_dump())
 

@@ -10,7 +10,7 @@ from pydantic import Field, Tag
 from diskprefix.chat.messages import CacheMark, ContentPart, ImagePart, JsonObject, OtherPart, TextPart
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
-from diskprefix.server.protocols.fields import Markable
+from diskprefix.server.protocols.fields import MAX_PARTS, Markable
 from diskprefix.server.protocols.strict import Body, by_json_type, by_type
 
 
@@ -108,7 +108,7 @@ class SearchResultBlock(Markable):
     type: Literal["search_result"] = Field(description="`search_result`.")
     source: str = Field(description="Where it was found.")
     title: str
-    content: list[TextBlock]
+    content: Annotated[list[TextBlock], Field(max_length=MAX_PARTS)]
 
     def parts(self, path: str) -> Iterator[ContentPart]:
         yield TextPart(self.title, f"{path}.title")
@@ -210,11 +210,11 @@ AnyBlock: TypeAlias = Annotated[
     ),
 ]
 TextOrInnerBlocks: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[AnyBlock], Tag("~list")],
+    Annotated[str, Tag("~text")] | Annotated[list[AnyBlock], Field(max_length=MAX_PARTS), Tag("~list")],
     by_json_type("a string or a list of content blocks"),
 ]
 Content: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[AnyBlock], Field(min_length=1), Tag("~list")],
+    Annotated[str, Tag("~text")] | Annotated[list[AnyBlock], Field(min_length=1, max_length=MAX_PARTS), Tag("~list")],
     by_json_type("a string or a list of content blocks"),
 ]
 

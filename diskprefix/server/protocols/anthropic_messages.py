@@ -14,13 +14,23 @@ from diskprefix.server.protocols.anthropic_conversation import AnthropicMessageB
 from diskprefix.server.protocols.anthropic_stream import MessageWriter
 from diskprefix.server.protocols.anthropic_tools import AnthropicTool, AnthropicToolChoice, marks_of, served_tools
 from diskprefix.server.protocols.dialect import Arrival, Asked, Head, ToolChoice
-from diskprefix.server.protocols.fields import MAX_COUNT, MAX_STOPS, Count, Markable, RequestBody, StopString
+from diskprefix.server.protocols.fields import (
+    MAX_COUNT,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    Count,
+    Markable,
+    RequestBody,
+    StopString,
+)
 from diskprefix.server.protocols.params import sampling_params
 from diskprefix.server.protocols.strict import Body, by_json_type
 from diskprefix.server.protocols.structured_outputs import TextFormat
 
 System: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[TextBlock], Tag("~list")],
+    Annotated[str, Tag("~text")] | Annotated[list[TextBlock], Field(max_length=MAX_PARTS), Tag("~list")],
     by_json_type("a string or a list of text blocks"),
 ]
 
@@ -64,9 +74,13 @@ class CountTokensRequest(RequestBody, Markable):
         json_schema_extra={"example": {"messages": [{"role": "user", "content": "Name three rivers."}]}}
     )
 
-    messages: list[AnthropicMessageBody] = Field(min_length=1, description="The conversation, oldest message first.")
+    messages: list[AnthropicMessageBody] = Field(
+        min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest message first."
+    )
     system: System | None = Field(default=None, description="The system prompt, as text or text blocks.")
-    tools: list[AnthropicTool] | None = Field(default=None, description="Tools offered to the model by its template.")
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = Field(
+        default=None, description="Tools offered to the model by its template."
+    )
     tool_choice: AnthropicToolChoice | None = Field(default=None, description="Whether a tool must be called.")
     thinking: ThinkingBody | None = Field(default=None, description="Absent: as the chat template has it.")
     output_config: OutputConfig | None = Field(default=None, description="Effort, and JSON of a schema.")

@@ -67,6 +67,9 @@ MAX_BIASES = 1024
 """Each biased token costs time at every step."""
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 """As long as a text may be the beginning of a stop string, it is not sent."""
+MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 8192, 1024, 1024
+"""Most messages or items of a conversation, content parts of a message, and tools. Chat templates write each of them,
+and what each adds is looked for in the prompt."""
 MAX_SALT_CHARS = 256
 MAX_CACHE_KEY_CHARS = 512
 

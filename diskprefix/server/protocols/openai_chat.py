@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import ConfigDict, Field, field_validator
 
@@ -12,7 +12,7 @@ from diskprefix.chat.output.events import ContentDelta, ReasoningDelta
 from diskprefix.engine.request import TokenLogprob
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.protocols.dialect import Arrival, Asked, Head, Json, ToolChoice, openai_choice
-from diskprefix.server.protocols.fields import Count, Effort
+from diskprefix.server.protocols.fields import MAX_MESSAGES, MAX_TOOLS, Count, Effort
 from diskprefix.server.protocols.openai_choice import ResponseFormat, ToolChoiceField
 from diskprefix.server.protocols.openai_fields import OpenAIBody
 from diskprefix.server.protocols.openai_messages import MessageBody, ToolAsSent, marks_of, without_marks
@@ -28,11 +28,15 @@ class ChatRequest(OpenAIBody):
         json_schema_extra={"example": {"messages": [{"role": "user", "content": "Name three rivers."}]}}
     )
 
-    messages: list[MessageBody] = Field(min_length=1, description="The conversation, oldest message first.")
+    messages: list[MessageBody] = Field(
+        min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest message first."
+    )
     max_completion_tokens: Count | None = Field(default=None, description="Takes precedence over `max_tokens`.")
     logprobs: bool | None = Field(default=None, description="Return the log probability of every token of the reply.")
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description="And of its most likely alternatives.")
-    tools: list[ToolAsSent] | None = Field(default=None, description="Functions offered to the model by its template.")
+    tools: Annotated[list[ToolAsSent], Field(max_length=MAX_TOOLS)] | None = Field(
+        default=None, description="Functions offered to the model by its template."
+    )
     tool_choice: ToolChoiceField | None = Field(
         default=None, description="`auto`, `none`, `required`, a function, or `allowed_tools`."
     )

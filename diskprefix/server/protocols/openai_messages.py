@@ -19,7 +19,7 @@ from diskprefix.chat.messages import (
     TextPart,
     ToolCall,
 )
-from diskprefix.server.protocols.fields import CacheControl, Markable, Unmarkable
+from diskprefix.server.protocols.fields import MAX_PARTS, CacheControl, Markable, Unmarkable
 from diskprefix.server.protocols.strict import AS_SENT, Body, TextOrObject, by_json_type
 
 
@@ -85,7 +85,7 @@ PartBody: TypeAlias = Annotated[
     ),
 ]
 Content: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[PartBody], Tag("~list")],
+    Annotated[str, Tag("~text")] | Annotated[list[PartBody], Field(max_length=MAX_PARTS), Tag("~list")],
     by_json_type("a string or a list of content parts"),
 ]
 
@@ -122,7 +122,9 @@ class MessageBody(Markable):
         default=None, description="Text, or a list of content parts. An assistant message with tool calls needs none."
     )
     name: str | None = Field(default=None, description="Name of the speaker, for chat templates that render it.")
-    tool_calls: list[ToolCallBody] | None = Field(default=None, description="Tool calls of an assistant message.")
+    tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_PARTS)] | None = Field(
+        default=None, description="Tool calls of an assistant message."
+    )
     tool_call_id: str | None = Field(default=None, description="In a tool message: the call that it answers.")
     reasoning_content: str | None = Field(default=None, description="The reasoning of the assistant.")
     reasoning: str | None = Field(default=None, description="The same, as other servers name it.")

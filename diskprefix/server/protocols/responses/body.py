@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from diskprefix.chat.messages import JsonObject
 from diskprefix.server.protocols.dialect import Json, ToolChoice, openai_choice
-from diskprefix.server.protocols.fields import Count, Effort, RequestBody, Unmarkable
+from diskprefix.server.protocols.fields import MAX_TOOLS, Count, Effort, RequestBody, Unmarkable
 from diskprefix.server.protocols.responses.items import Input
 from diskprefix.server.protocols.responses.tools import ToolAsSent, ToolChoiceBody, ToolChoiceField, Tools
 from diskprefix.server.protocols.strict import REFUSED, Body
@@ -79,7 +79,9 @@ class ResponseRequest(RequestBody, Unmarkable):
     max_output_tokens: Count | None = Field(
         default=None, description="Most tokens of the reply. Absent, or more than fit: as many as fit."
     )
-    tools: list[ToolAsSent] | None = Field(default=None, description="Functions. Tools of other types are skipped.")
+    tools: Annotated[list[ToolAsSent], Field(max_length=MAX_TOOLS)] | None = Field(
+        default=None, description="Functions. Tools of other types are skipped."
+    )
     tool_choice: ToolChoiceField | None = Field(
         default=None, description="`auto`, `none`, `required`, a function, or `allowed_tools`."
     )

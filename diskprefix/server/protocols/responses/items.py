@@ -23,7 +23,7 @@ from diskprefix.chat.messages import (
     ToolCall,
 )
 from diskprefix.server.protocols.dialect import Json
-from diskprefix.server.protocols.fields import Markable
+from diskprefix.server.protocols.fields import MAX_MESSAGES, MAX_PARTS, Markable
 from diskprefix.server.protocols.openai_messages import InputAudio
 from diskprefix.server.protocols.strict import Body, by_json_type
 
@@ -91,7 +91,7 @@ PartBody: TypeAlias = Annotated[
     ),
 ]
 Content: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[PartBody], Tag("~list")],
+    Annotated[str, Tag("~text")] | Annotated[list[PartBody], Field(max_length=MAX_PARTS), Tag("~list")],
     by_json_type("a string or a list of content parts"),
 ]
 
@@ -136,8 +136,12 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[ReasoningPart] = Field(default=[], description="Used if there is no `content`.")
-    content: list[ReasoningPart] | None = Field(default=None, description="The reasoning itself.")
+    summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] = Field(
+        default=[], description="Used if there is no `content`."
+    )
+    content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = Field(
+        default=None, description="The reasoning itself."
+    )
     encrypted_content: str | None = Field(default=None, description="Ignored: this server does not encrypt.")
 
 
@@ -182,7 +186,8 @@ Item: TypeAlias = Annotated[
     ),
 ]
 Input: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[Item], Tag("~list")], by_json_type("a string or a list of items")
+    Annotated[str, Tag("~text")] | Annotated[list[Item], Field(max_length=MAX_MESSAGES), Tag("~list")],
+    by_json_type("a string or a list of items"),
 ]
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

@@ -1,0 +1,147 @@
+"""Large bodies: what is read, parsed and rendered at one time is bounded, and small requests do not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+
+from diskprefix.errors import InvalidRequest, QueueFull
+from diskprefix.server.body import MOST_PARTS, MOST_VALUES, Bodies
+from diskprefix.server.protocols.fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from diskprefix.server.protocols.strict import Body
+from tests.server.scripted import AppServer, scripted_app
+
+MIB = 1 << 20
+
+
+class Anything(Body):
+    a: Any = None
+
+
+def request_of(*chunks: bytes, more: bool = False) -> Request:
+    """A request whose body comes in these pieces; with `more`, it does not end."""
+    sent = iter(chunks)
+
+    async def receive() -> dict[str, Any]:
+        piece = next(sent, None)
+        if piece is None:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": piece, "more_body": more or piece is not chunks[-1]}
+
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)  # type: ignore[arg-type]
+
+
+def body_of(text: str, size: int) -> bytes:
+    """A body of `size` bytes."""
+    return b'{"a": "' + text.encode() * ((size - 9) // len(text)) + b'"}'
+
+
+async def read(bodies: Bodies, body: bytes, place: ExitStack) -> Anything:
+    return await bodies.read_json(request_of(body), Anything, place)
+
+
+def test_a_large_body_waits_until_the_one_before_is_rendered_and_a_small_one_does_not() -> None:
+    async def scenario() -> None:
+        bodies, first, second, small = Bodies(2 * MIB), ExitStack(), ExitStack(), ExitStack()
+        await read(bodies, body_of("x", 2 * MIB), first)
+        waiting = asyncio.create_task(read(bodies, body_of("x", 2 * MIB), second))
+        assert (await read(bodies, b'{"a": 1}', small)).a == 1
+        assert not waiting.done()
+        first.close()
+        assert (await waiting).a
+        second.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_waits_for_memory_and_is_cancelled_takes_none() -> None:
+    async def scenario() -> None:
+        bodies, first, second = Bodies(2 * MIB), ExitStack(), ExitStack()
+        await read(bodies, body_of("x", 2 * MIB), first)
+        waiting = asyncio.create_task(read(bodies, body_of("x", 2 * MIB), ExitStack()))
+        while not bodies._memory._turn.locked():
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        first.close()
+        await read(bodies, body_of("x", 2 * MIB), second)
+
+    asyncio.run(scenario())
+
+
+def test_bodies_that_arrive_slowly_leave_room_for_small_ones() -> None:
+    async def scenario() -> None:
+        bodies = Bodies(MIB)
+        slow = [
+            asyncio.create_task(bodies.read_json(request_of(b"x" * (MIB - 1), more=True), Anything, ExitStack()))
+            for _ in range(4)
+        ]
+        while bodies._arriving_bytes < 4 * (MIB - 1):
+            await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await read(bodies, body_of("x", MIB // 2), ExitStack())
+        assert (await read(bodies, b'{"a": 1}', ExitStack())).a == 1
+        for task in slow:
+            task.cancel()
+        await asyncio.wait(slow)
+        assert bodies._arriving_bytes == 0
+        await read(bodies, body_of("x", MIB // 2), ExitStack())
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", '""', '{"x":0}', "[[]]"])
+def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(value: str) -> None:
+    body = f'{{"a": [{",".join([value] * MOST_PARTS)}]}}'.encode()
+    with pytest.raises(InvalidRequest, match=f"at most {MOST_PARTS} are read"):
+        asyncio.run(read(Bodies(32 * MIB), body, ExitStack()))
+
+
+def test_a_body_of_too_many_numbers_is_refused_and_one_of_many_tokens_is_not() -> None:
+    bodies = Bodies(32 * MIB)
+    with pytest.raises(InvalidRequest, match=f"at most {MOST_VALUES} are read"):
+        asyncio.run(read(bodies, json.dumps({"a": [1] * (MOST_VALUES + 1)}).encode(), ExitStack()))
+    assert len(asyncio.run(read(bodies, json.dumps({"a": [1] * MIB}).encode(), ExitStack())).a) == MIB
+
+
+@pytest.mark.parametrize("text", ["[],{}", '"[', "\\", '\\"', 'a\\\\"b,c: ["d"]'])
+def test_what_stands_in_a_text_is_no_value(text: str) -> None:
+    value = text * MOST_PARTS
+    found = asyncio.run(read(Bodies(32 * MIB), json.dumps({"a": [value, [value[:100]]]}).encode(), ExitStack()))
+    assert found.a == [value, [value[:100]]]
+
+
+@pytest.fixture(scope="module")
+def server(chat_model: Any) -> Any:
+    with scripted_app(chat_model) as running:
+        yield running
+
+
+USER = {"role": "user", "content": "x"}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+TEXT = {"type": "text", "text": "x"}
+TOO_MANY = [
+    ("/v1/chat/completions", "messages", {"messages": [USER] * (MAX_MESSAGES + 1)}),
+    ("/v1/chat/completions", "messages.0.content", {"messages": [USER | {"content": [TEXT] * (MAX_PARTS + 1)}]}),
+    ("/v1/chat/completions", "tools", {"messages": [USER], "tools": [FUNCTION] * (MAX_TOOLS + 1)}),
+    ("/v1/messages", "messages", {"max_tokens": 1, "messages": [USER] * (MAX_MESSAGES + 1)}),
+    ("/v1/messages", "system", {"max_tokens": 1, "messages": [USER], "system": [TEXT] * (MAX_PARTS + 1)}),
+    ("/v1/responses", "input", {"input": [USER] * (MAX_MESSAGES + 1)}),
+    ("/v1/responses", "tools", {"input": "x", "tools": [{"type": "function", "name": "f"}] * (MAX_TOOLS + 1)}),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "body"), TOO_MANY, ids=lambda value: value if isinstance(value, str) else "")
+def test_too_many_messages_parts_and_tools_are_refused_by_name(
+    server: AppServer, path: str, field: str, body: dict[str, Any]
+) -> None:
+    with server.client() as client:
+        answer: httpx.Response = client.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"{field}: must have at most ")
