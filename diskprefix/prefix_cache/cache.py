@@ -166,8 +166,7 @@ class PrefixCache(CacheResources):
     def savings(self) -> Savings:
         """Returns what the cache did for all models and tenants of the store since it was created, other processes
         included. Reads the store. Raises `CacheError`."""
-        with self.store.snapshot() as snapshot:
-            return total_of(self.writer.savings.read(snapshot))
+        return total_of(self.writer.savings.read())
 
     def close(self, timeout_s: float) -> bool:
         """Flush the writer and close the store; False when time ran out before everything was saved. A cache that is

@@ -87,14 +87,14 @@ def why_missed(cache: CacheResources, prompt: Prompt, restored: Restored, select
 
 def note_savings(cache: CacheResources, namespace: TenantNamespace, prompt: Prompt, restored: Restored) -> None:
     """Counts a request that asked the cache."""
-    num_tokens, token_s = restored.num_tokens, cache.cost_model.measured_s_per_token or 0.0
-    saved_s = num_tokens * token_s - restored.restore_ms / 1e3
+    num_tokens = restored.num_tokens
+    prefill_s = restored.prefill_s or num_tokens * (cache.cost_model.measured_s_per_token or 0.0)
     blocks = [node.name for node in restored.blocks if node.end <= num_tokens]
     counts = Tally(
         requests=1,
         hits=int(num_tokens > 0),
         prompt_tokens=len(prompt.token_ids),
         restored_tokens=num_tokens,
-        saved_s=max(0.0, saved_s) if num_tokens else 0.0,
+        saved_s=max(0.0, prefill_s - restored.restore_ms / 1e3),
     )
     cache.writer.savings.note(namespace.root, namespace.record, counts, blocks[-1] if blocks else None)

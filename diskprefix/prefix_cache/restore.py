@@ -31,8 +31,9 @@ class Restored(Progress):
     """What is in the arena now: the state after `num_tokens` tokens. To get it, `num_bytes` were loaded.
 
     The store alone can restore `stored_tokens`; `tip` is the last node of these. `blocks` may reach further, and
-    `refused` says why; `matched` is how far what is stored reaches, in tokens. `logits` (shape [vocab], the model's
-    dtype) come with an exact repeat; `has_tail`: the prompt's tail is stored, which has them too.
+    `refused` says why; `matched` is how far what is stored reaches, in tokens. `prefill_s` is how long computing
+    `num_tokens` tokens took when they were computed, in seconds; 0 if nobody knows. `logits` (shape [vocab], the
+    model's dtype) come with an exact repeat; `has_tail`: the prompt's tail is stored, which has them too.
     """
 
     num_bytes: int = 0
@@ -42,6 +43,7 @@ class Restored(Progress):
     matched: int = 0
     refused: Refused | None = None
     source: Source = "none"
+    prefill_s: float = 0.0
     lookup_ms: float = 0.0
     restore_ms: float = 0.0
 
@@ -104,6 +106,7 @@ class Restoration:
             matcher.match()
             self._pin(matcher.deepest)
             path, end = self._worth_restoring(matcher, have)
+            prefill_s = self._prefill_s(matcher.blocks)
             matched = time.perf_counter()
             if self._logits is not None and end == len(self.nodes.token_ids):
                 self._tell_logits(arena, path, self._logits)
@@ -145,6 +148,7 @@ class Restoration:
             refused=self._why_refused(deepest, num_tokens),
             exact=not any(node.generated for node, _ in missing),
             source=self._source(missing) if num_tokens else "none",
+            prefill_s=prefill_s * num_tokens,
             lookup_ms=(matched - started) * 1e3,
             restore_ms=(loaded - matched) * 1e3,
         )
@@ -189,6 +193,13 @@ class Restoration:
             return "whole_prompt_only"
         at_end = deepest.end == len(self.nodes.token_ids)
         return "no_logits" if at_end and deepest.end - num_tokens <= self.nodes.block_size else "no_checkpoint"
+
+    def _prefill_s(self, blocks: Sequence[Node]) -> float:
+        """Returns how long computing a token took, in seconds, of those blocks of which it is known; 0 if of none."""
+        known = [
+            (seconds, node.num_tokens) for node in blocks if (seconds := self._found_in[node.name].prefill_s(node))
+        ]
+        return sum(seconds for seconds, _ in known) / sum(num_tokens for _, num_tokens in known) if known else 0.0
 
     def _is_stored(self, node: Node) -> bool:
         token_ids = self.nodes.token_bytes(node)

@@ -1,14 +1,13 @@
 """What the cache did for each model and tenant: counts of all time and of each day, and the last hits.
 
-They are kept in the store as a note of each root, and written once a minute: a kill loses those of the last minute.
-Several processes may add to one record.
+They are kept in the store as a note of each root. The writing thread writes them with the uses of nodes, at least once
+a second: a kill loses no more than that. Several processes may add to one record.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import date
 
 import msgspec
@@ -19,7 +18,6 @@ from diskprefix.store.schema import RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 
-_WRITE_INTERVAL_S = 60.0
 _DAYS, _RECENT_HITS = 30, 256
 _MOST_WAITING = 1024
 """Roots whose counts wait to be written. A store that fails for long may not take more and more memory."""
@@ -27,8 +25,8 @@ _TTL_S = 400 * 86400
 
 
 class Tally(msgspec.Struct, kw_only=True):
-    """Counts of requests that asked the cache. `saved_s` is the time that computing `restored_tokens` would have taken,
-    less the time that restoring them took, in seconds."""
+    """Counts of requests that asked the cache. `saved_s` is the time that computing `restored_tokens` took when they
+    were computed, less the time that restoring them took, in seconds."""
 
     requests: int = 0
     hits: int = 0
@@ -80,12 +78,12 @@ class SavingsLog:
     """The counts of this process that are not in the store yet. `note` and `read` are for any thread; `write` is for
     the writing thread alone."""
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._clock = clock
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        """Held while counts are on their way to the store: whoever reads would find them in neither place."""
         self._waiting: dict[bytes, tuple[RootRecord, Savings]] = {}
-        self._written_at = clock()
         self.saved_s = 0.0
         """What was saved since the start of this process, in seconds."""
 
@@ -102,29 +100,31 @@ class SavingsLog:
             elif len(self._waiting) < _MOST_WAITING:
                 self._waiting[root] = record, new
 
-    def read(self, snapshot: Snapshot) -> dict[bytes, Savings]:
-        """Returns the counts of each root, those of this process that are not written yet included."""
-        found = read_savings(snapshot)
-        with self._lock:
-            for root, (_, new) in self._waiting.items():
-                found.setdefault(root, Savings(since=new.since)).add(new)
+    def read(self) -> dict[bytes, Savings]:
+        """Returns the counts of each root, those of this process that are not written yet included. Raises
+        `CacheError`."""
+        with self._writing, self._store.snapshot() as snapshot:
+            found = read_savings(snapshot)
+            with self._lock:
+                for root, (_, new) in self._waiting.items():
+                    found.setdefault(root, Savings(since=new.since)).add(new)
         return found
 
-    def write(self, *, is_last: bool = False) -> None:
-        """Add what waits to the store, once a minute, or at once if it `is_last`. Raises `CacheError`."""
-        if not self._waiting or not (is_last or self._clock() >= self._written_at + _WRITE_INTERVAL_S):
+    def write(self) -> None:
+        """Add what waits to the store. Raises `CacheError`."""
+        if not self._waiting:
             return
-        self._written_at = self._clock()
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        try:
-            self._add(waiting)
-        except BaseException:
+        with self._writing:
             with self._lock:
-                for root, (record, new) in self._waiting.items():
-                    waiting.setdefault(root, (record, Savings(since=new.since)))[1].add(new)
-                self._waiting = waiting
-            raise
+                waiting, self._waiting = self._waiting, {}
+            try:
+                self._add(waiting)
+            except BaseException:
+                with self._lock:
+                    for root, (record, new) in self._waiting.items():
+                        waiting.setdefault(root, (record, Savings(since=new.since)))[1].add(new)
+                    self._waiting = waiting
+                raise
 
     def _add(self, waiting: Mapping[bytes, tuple[RootRecord, Savings]]) -> None:
         now = self._store.clock()

@@ -25,6 +25,8 @@ HISTORY_TOKENS = 1 << 22
 GROUP_BYTES = 8
 MODEL_MARK = b"model "
 FORMAT_VERSION = 7
+MAX_PREFILL_S = 1e6
+"""Computing no node takes longer, in seconds."""
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "history", "notes")
 
 _HEADER = struct.Struct("<16s16sIIBBHxxxxQQ")

@@ -29,7 +29,7 @@ from diskprefix.store.store import Publication, Store
 log = logging.getLogger("diskprefix")
 
 _TOUCH_INTERVAL_S = 1.0
-"""Uses of nodes wait so long to be written together. A kill loses at most that much of hits and times of last use. The
+"""Uses of nodes and counts of requests wait so long to be written together. A kill loses at most that much of them. The
 folder is checked at the same interval."""
 _LAST_WRITE_S = 10.0
 _MOST_HELD_S = 10.0
@@ -213,7 +213,7 @@ class Writer:
             # Before the publication, which may replace what was used.
             self._attempt(self._write_touches)
             self._attempt(self.notes.write)
-            self._attempt(partial(self.savings.write, is_last=closing))
+            self._attempt(self.savings.write)
             self._wake()
             if publication is not None:
                 self._attempt(partial(self._write, publication))

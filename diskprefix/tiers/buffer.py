@@ -73,6 +73,9 @@ class BufferView:
         ahead.sort(key=lambda found: (common_prefix_length(found.token_ids, token_ids), len(found.token_ids)))
         yield from ((_node(found), found.token_ids) for found in reversed(ahead))
 
+    def prefill_s(self, node: Node) -> float:
+        return self._pending[node.name].prefill_s
+
     def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:
         payload = self._pending[node.name].payload
         starts = list(accumulate((cut.piece.num_bytes for cut in cuts), initial=0))

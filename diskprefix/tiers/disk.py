@@ -12,7 +12,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import Piece, decode_piece, is_in_memory, piece_seed, populate
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
-from diskprefix.store.schema import Kind, NodeRecord
+from diskprefix.store.schema import MAX_PREFILL_S, Kind, NodeRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.tiers.nodes import Node
@@ -69,6 +69,13 @@ class DiskView:
             if record is not None and record.parent == parent:
                 node = Node(name, parent, record.position, record.num_tokens, record.kind, record.generated)
                 yield node, record.token_ids
+
+    def prefill_s(self, node: Node) -> float:
+        try:
+            usage = self._snapshot.usage(node.name)
+        except StoreCorrupt:
+            return 0.0
+        return usage.prefill_s if usage is not None and 0 < usage.prefill_s < MAX_PREFILL_S else 0.0
 
     def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:
         is_cold = bool(needed) and not self._is_mapped(node, needed)

@@ -47,6 +47,9 @@ class View(Protocol):
         """Yields nodes that continue `parent` (the name of a node, or the root), and their tokens: first those that
         have most of `token_ids` in common."""
 
+    def prefill_s(self, node: Node) -> float:
+        """Returns how long computing the node's tokens took, in seconds; 0 if that is not known."""
+
     def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:
         """Yields what writes the pieces with the numbers `needed`. `cuts` are all pieces of the node."""
 

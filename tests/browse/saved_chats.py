@@ -80,7 +80,7 @@ class SavedChats:
         log = SavingsLog(self.store)
         counts = Tally(requests=2, hits=1, prompt_tokens=200, restored_tokens=100, saved_s=1.5)
         log.note(root, made.root_record, counts, made.nodes[0].name)
-        log.write(is_last=True)
+        log.write()
         return made
 
 

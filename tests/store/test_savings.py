@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,8 +16,10 @@ from diskprefix.store.note_record import NoteKind, note_key
 from diskprefix.store.savings import Savings, SavingsLog, Tally, read_savings, total_of
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
+from diskprefix.store.writer import Writer
 from tests.faults.damage import damaged
 from tests.store.building import ROOT, Clock, is_clean, layout_of, open_store
+from tests.waiting import wait_for
 
 RECORD = RootRecord(model="tiny", block_size=16, layout=layout_of(100), created_at=0.0)
 OTHER = b"o" * 16
@@ -38,7 +43,7 @@ def test_counts_outlive_the_process_and_those_of_several_add_up(tmp_path: Path) 
         log = SavingsLog(store)
         log.note(ROOT, RECORD, hit(), BLOCK_NAME)
         log.note(OTHER, RECORD, Tally(requests=1, prompt_tokens=7), None)
-        log.write(is_last=True)
+        log.write()
     store.close()
     store = open_store(tmp_path)
     found = stored(store)
@@ -56,7 +61,7 @@ def test_a_process_counts_what_it_saved_since_its_start(tmp_path: Path) -> None:
         log = SavingsLog(store)
         for root in (ROOT, OTHER):
             log.note(root, RECORD, hit(), BLOCK_NAME)
-            log.write(is_last=True)
+            log.write()
         assert log.saved_s == 2.0, "what others saved, and what was written before, is not in it"
     store.close()
 
@@ -67,7 +72,7 @@ def test_today_is_counted_apart_and_days_long_past_are_forgotten(tmp_path: Path)
     log = SavingsLog(store)
     for _ in range(40):
         log.note(ROOT, RECORD, hit(), BLOCK_NAME)
-        log.write(is_last=True)
+        log.write()
         clock.now += DAY_S
     found = stored(store)[ROOT]
     assert found.today(clock.now - DAY_S).requests == 1
@@ -76,20 +81,48 @@ def test_today_is_counted_apart_and_days_long_past_are_forgotten(tmp_path: Path)
     store.close()
 
 
-def test_nothing_is_written_within_a_minute_and_all_is_read_meanwhile(tmp_path: Path) -> None:
-    store, ticks = open_store(tmp_path), Clock(0.0)
-    log = SavingsLog(store, ticks)
+def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    log = SavingsLog(store)
     log.note(ROOT, RECORD, hit(), BLOCK_NAME)
-    ticks.now = 59.0
-    log.write()
     assert stored(store) == {}
-    with store.snapshot() as snapshot:
-        assert log.read(snapshot)[ROOT].total.requests == 1
-    ticks.now = 60.0
+    for _ in range(2):
+        assert log.read()[ROOT].total.requests == 1
+        log.write()
+        assert stored(store)[ROOT].total.requests == 1
+    store.close()
+
+
+def test_counts_that_are_being_written_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    log = SavingsLog(store)
+    log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+    add, found = log._add, list[int]()
+    reader = threading.Thread(target=lambda: found.append(log.read()[ROOT].total.requests))
+
+    def slow(waiting: Any) -> None:
+        reader.start()
+        reader.join(0.05)
+        add(waiting)
+
+    monkeypatch.setattr(log, "_add", slow)
     log.write()
-    assert stored(store)[ROOT].total.requests == 1
-    with store.snapshot() as snapshot:
-        assert log.read(snapshot)[ROOT].total.requests == 1, "nothing is counted twice"
+    reader.join(30)
+    assert found == [1]
+    store.close()
+
+
+def test_counts_are_in_the_store_though_its_writer_is_never_closed(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    writer = Writer(store, buffer_bytes=1 << 20)
+
+    def is_stored(number: int) -> bool:
+        return ROOT in (found := stored(store)) and found[ROOT].total.requests == number
+
+    for number in (1, 2):
+        writer.savings.note(ROOT, RECORD, hit(), BLOCK_NAME)
+        wait_for(partial(is_stored, number))
+    writer.close(30)
     store.close()
 
 
@@ -104,9 +137,9 @@ def test_what_cannot_be_written_is_kept_and_counted_once(tmp_path: Path, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(store, "changes", fail)
         with pytest.raises(StoreUnavailable):
-            log.write(is_last=True)
+            log.write()
     log.note(ROOT, RECORD, hit(), BLOCK_NAME)
-    log.write(is_last=True)
+    log.write()
     assert stored(store)[ROOT].total.requests == 2
     store.close()
 
@@ -115,7 +148,7 @@ def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     log = SavingsLog(store)
     log.note(ROOT, RECORD, hit(), BLOCK_NAME)
-    log.write(is_last=True)
+    log.write()
     store.close()
     with damaged(tmp_path) as records:
         records.flip("notes", note_key(ROOT, NoteKind.SAVINGS, ""), 40)
@@ -123,7 +156,7 @@ def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
     assert stored(store) == {}
     log = SavingsLog(store)
     log.note(ROOT, RECORD, hit(), BLOCK_NAME)
-    log.write(is_last=True)
+    log.write()
     assert stored(store)[ROOT].total.requests == 1
     store.close()
 

@@ -31,7 +31,7 @@ from diskprefix.store.maintenance.manifest import (
     decode_json,
     shown,
 )
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import MAX_PREFILL_S, Kind
 from diskprefix.tokens import TokenIds, checksum
 
 FORMAT, VERSION = "diskprefix-entry", "1"
@@ -43,7 +43,6 @@ _MAX_HEADER_BYTES = 4 << 20
 """The header of a model with a thousand layers takes a tenth of this."""
 _MAX_NODE_BYTES = 2 << 30
 """A node's payload is kept in memory as a whole."""
-MAX_PREFILL_S = 1e6
 
 
 class _TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,11 +21,19 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode, node_bytes
 from diskprefix.store.codec.codec import decode_piece, piece_seed, populate
 from diskprefix.store.folder import DATA
-from diskprefix.store.maintenance.entry_file import MAX_PREFILL_S, EntryReader, EntryWriter, refuse_existing
+from diskprefix.store.maintenance.entry_file import EntryReader, EntryWriter, refuse_existing
 from diskprefix.store.maintenance.manifest import Identity, Manifest, Span, shown
 from diskprefix.store.maintenance.verify_payloads import stored_pieces
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import EntryRecord, Kind, ModelRecord, NodeRecord, RootRecord, node_name
+from diskprefix.store.schema import (
+    MAX_PREFILL_S,
+    EntryRecord,
+    Kind,
+    ModelRecord,
+    NodeRecord,
+    RootRecord,
+    node_name,
+)
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import PrefixTree
