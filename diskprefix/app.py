@@ -111,12 +111,11 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
 
     # Before anything else imports transformers.
     import_transformers()
-    import torch
 
     from diskprefix.engine.engine import Engine
     from diskprefix.engine.opening import load_draft, measured
     from diskprefix.model.loader import load_model
-    from diskprefix.model.memory import KV_AHEAD_BYTES, available_bytes, explain_out_of_memory
+    from diskprefix.model.memory import KV_AHEAD_BYTES, explain_out_of_memory
     from diskprefix.prefix_cache.recording import Recorder
     from diskprefix.prefix_cache.resources import open_store
 
@@ -129,7 +128,6 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         # The store comes first: an unusable folder is reported before the model takes seconds to load.
         store = open_store(settings)
         opened.callback(store.close)
-        store.use_codec(settings.kv_cache_codec, available_bytes(torch.device("cpu")))
         if settings.record is not None:
             recorder = Recorder(settings.record, settings, lambda: store.secret)
             opened.callback(recorder.close)

@@ -33,7 +33,7 @@ from diskprefix.kv.layout import LAYOUT_VERSION, Layout
 from diskprefix.kv.lent import lend, take_back
 from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.model.input_ids import Ids, in_main_memory, unpacked
-from diskprefix.model.memory import available_bytes, kv_bytes
+from diskprefix.model.memory import kv_bytes
 from diskprefix.model.prefilled import with_prefill
 from diskprefix.model.rehearsal import rehearse, unsupported
 from diskprefix.model.weights import memory_digest, stamp
@@ -210,7 +210,6 @@ class PrefixCacheSession:
     def _open(self) -> None:
         store = open_store(self.settings)
         try:
-            store.use_codec(self.settings.kv_cache_codec, available_bytes(torch.device("cpu")))
             layout, digest = _identified(self.model)
             fingerprint = Fingerprint.of(self.model, digest, self.settings.fingerprint)
             identity = partial(fingerprint.identity, self.settings.block_size, LAYOUT_VERSION, layout.describe())

@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from diskprefix.store.codec import choice
 from tests.closing import ClosingLines
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import DaemonProcess, serve_flags
@@ -54,15 +53,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def measured_speeds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Each new store of this process would measure the disk and the codecs, which takes half a second."""
-    speeds = choice.measure(tmp_path_factory.mktemp("speeds"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diskprefix.store.store.measure", lambda _folder: speeds)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def log_as_it_was() -> None:
     """A command that another test ran in this process has set the level of the log, and writes it to a stream that is
@@ -82,6 +72,6 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def daemon(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """A daemon for the whole session, started as a user starts it. Tests that stop or disturb one start their own."""
-    flags = serve_flags(chat_model, tmp_path_factory.mktemp("daemon") / "kv", kv_cache_codec="auto")
+    flags = serve_flags(chat_model, tmp_path_factory.mktemp("daemon") / "kv")
     with DaemonProcess(*flags, fresh=True) as process:
         yield process.wait_ready()

@@ -127,7 +127,6 @@ class Runner:
     def open(self) -> None:
         """New memory too: nothing may be left over from before."""
         store = open_store(self.settings)
-        store.use_codec(self.settings.kv_cache_codec, 0)
         self.cache = PrefixCache(
             self.settings,
             store,

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from diskprefix.cli.disk_speed import disk_speed
 from diskprefix.cli.findings import Finding
 from diskprefix.errors import CacheError
 from diskprefix.printable import shown
 from diskprefix.settings import Settings, format_size
-from diskprefix.store.codec.choice import measure
 from diskprefix.store.folder import DATA, check_folder
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
@@ -181,7 +181,7 @@ def _prefill_s_per_byte(snapshot: Snapshot) -> float | None:
 
 
 def _speed_finding(place: Path, prefill_s_per_byte: float | None) -> Finding:
-    speed = measure(place).disk_bytes_per_s
+    speed = disk_speed(place)
     if speed is None:
         text = "the folder takes no file to measure the disk with"
         return Finding(check="disk", level="skipped", text=text, advice="")

@@ -28,6 +28,7 @@ from diskprefix.errors import StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings, format_size
+from diskprefix.store.codec.codec import Codec
 from diskprefix.store.folder import DATA
 from diskprefix.store.maintenance.entry_file import EntryReader
 from diskprefix.store.maintenance.exchange import (
@@ -168,7 +169,7 @@ def _imported(settings: Settings, readers: Sequence[EntryReader]) -> list[Import
             namespace=None if key_file is None else NamespaceKey.read(key_file),
         )
     try:
-        store.use_codec(settings.kv_cache_codec, None)
+        store.codec = Codec[settings.kv_cache_codec.upper()]
         for reader in readers:
             require_room(store, reader)
         with progress("importing", _raw_bytes(readers)) as advance:

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from diskprefix.connectors.processors import unbound
-from diskprefix.model.memory import available_ram_bytes
 from diskprefix.prefix_cache.resources import open_remote, open_store
 from diskprefix.settings import Settings
 from diskprefix.store.maintenance.repair import repair_index
@@ -34,7 +33,6 @@ class SharedStore:
         with unbound():
             self.remote = open_remote(settings)
         self.store = open_store(settings)
-        self.store.use_codec(settings.kv_cache_codec, available_ram_bytes())
         with unbound():
             self.writer = Writer(
                 self.store,

@@ -142,7 +142,6 @@ class PrefixCache(CacheResources):
             **counts,
             "budget_bytes": self.store.budget_bytes,
             "codec": self.store.codec.name.lower(),
-            "codec_reason": self.store.codec_reason,
             "pending_bytes": self.writer.pending_bytes + self.writer.notes.waiting_bytes,
             "pending": self.writer.num_pending,
             "buffer_bytes": self.settings.kv_cache_write_buffer,

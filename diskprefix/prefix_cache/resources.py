@@ -13,6 +13,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.settings import Settings
+from diskprefix.store.codec.codec import Codec
 from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
@@ -38,7 +39,7 @@ def open_store(settings: Settings) -> Store:
     key_file = settings.namespace_key_file
     namespace = None if key_file is None else NamespaceKey.read(key_file)
     try:
-        return Store(
+        store = Store(
             settings.kv_cache_dir,
             budget_bytes=settings.kv_cache_budget,
             on_corruption=settings.kv_cache_on_corruption,
@@ -53,6 +54,8 @@ def open_store(settings: Settings) -> Store:
                 "choose another cache_dir"
             ) from error
         raise
+    store.codec = Codec[settings.kv_cache_codec.upper()]
+    return store
 
 
 def open_remote(settings: Settings) -> RemoteTier | None:

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,11 +18,10 @@ from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailabl
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import OnCorruption, format_size
 from diskprefix.store.changes import NewNode, Use
-from diskprefix.store.codec.choice import CodecRecord, choose, measure
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
-from diskprefix.store.schema import EntryRecord, RootRecord, decode_record, encode_record
+from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.store.store_file import StoreFile
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import TokenIds
@@ -114,9 +112,8 @@ class Publication:
 class Store(StoreFile):
     """A store that is open. `close` closes it.
 
-    `codec` is how payloads are written from now on, and `codec_reason` says why; stored payloads say themselves how
-    they were written. `evictor` is the part that makes room. Methods raise `StoreUnavailable` when LMDB or the file
-    system fails.
+    `codec` is how payloads are written from now on; stored payloads say themselves how they were written. `evictor` is
+    the part that makes room. Methods raise `StoreUnavailable` when LMDB or the file system fails.
     """
 
     def __init__(
@@ -154,7 +151,6 @@ class Store(StoreFile):
             namespace=namespace,
         )
         self.codec = Codec.RAW
-        self.codec_reason = ""
         self.evictor = Evictor(self, min_free_bytes)
         if serving:
             self._fit_budget_or_log()
@@ -253,39 +249,6 @@ class Store(StoreFile):
                 self.fit_budget()
         except CacheError as error:
             log.warning("[disk-cache] the budget does not hold yet: %s", error)
-
-    def use_codec(self, name: str, available_bytes: int | None) -> None:
-        """Write payloads as `raw`, `zstd` or `planes` from now on, or with `auto` as is measured to be fastest.
-
-        A store is measured once, when `auto` is first used. `available_bytes` of memory may cache its pages; with None
-        nothing is measured, and `auto` is raw until a daemon has measured.
-        """
-        if name != "auto":
-            self.codec, self.codec_reason = Codec[name.upper()], "--kv-cache-codec"
-            return
-        record = self._remembered_codec() or self._measured_codec(available_bytes)
-        self.codec, self.codec_reason = record.codec, record.reason
-
-    def _remembered_codec(self) -> CodecRecord | None:
-        with suppress(CacheError), self.snapshot() as snapshot:
-            if (value := snapshot.meta("codec")) is not None:
-                return decode_record(CodecRecord, b"codec", value)
-        return None
-
-    def _measured_codec(self, available_bytes: int | None) -> CodecRecord:
-        if available_bytes is None:
-            return CodecRecord(codec=Codec.RAW, reason="nothing was measured")
-        speeds = measure(self.path)
-        record = choose(speeds, budget_bytes=self.budget_bytes, available_memory_bytes=available_bytes)
-        log.info("[disk-cache] codec %s: %s", record.codec.name.lower(), record.reason)
-        if speeds.disk_bytes_per_s is None:
-            return record
-        try:
-            with self.changes() as changes:
-                changes.put_meta("codec", encode_record(b"codec", record))
-        except CacheError as error:
-            log.debug("[disk-cache] the choice of the codec is not remembered: %s", error)
-        return record
 
     def _try_write(self, publication: Publication) -> bool:
         """Write a publication in one transaction. Returns False, and nothing is written, if LMDB finds no pages."""

@@ -28,7 +28,6 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.model import rows
 from diskprefix.native import library
 from diskprefix.settings import Settings
-from diskprefix.store.codec.choice import Speeds
 from tests.cli.conftest import Run
 from tests.server.daemon_process import DaemonProcess
 from tests.store.building import BLOCK, open_store, prompt, publication
@@ -60,8 +59,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Measuring the disk takes a second, and what it reads is no matter here but in one test."""
 
     def reads(bytes_per_s: float | None) -> None:
-        speeds = Speeds(disk_bytes_per_s=bytes_per_s, raw_bytes_per_s=1e9, planes_bytes_per_s=1e9, planes_ratio=1.4)
-        monkeypatch.setattr(doctor_machine, "measure", lambda _folder: speeds)
+        monkeypatch.setattr(doctor_machine, "disk_speed", lambda _folder: bytes_per_s)
 
     reads(1e9)
     return reads

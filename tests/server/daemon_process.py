@@ -141,8 +141,6 @@ def serve_flags(model: Path, cache: Path, **changes: Any) -> list[str]:
         "block_size": 16,
         "kv_cache_min_tokens": 16,
         "kv_cache_budget": "64MiB",
-        # `auto` measures for half a second at the start.
-        "kv_cache_codec": "planes",
         # It computes faster than it restores.
         "kv_cache_gate": "off",
         "disk_prefix_cache": "full",

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.codec.choice import CodecRecord
 from diskprefix.store.codec.codec import decode_tokens, encode_tokens
 from diskprefix.store.schema import (
     USAGE_DTYPE,
@@ -116,7 +115,7 @@ def test_no_bytes_make_a_parser_fail_otherwise_than_as_corrupt(value: bytes) -> 
         decode_usage,
         lambda v: decode_tokens(v, max_tokens=100),
     ]
-    parsers += [partial(decode_record, kind, b"key") for kind in (RootRecord, EntryRecord, CodecRecord)]
+    parsers += [partial(decode_record, kind, b"key") for kind in (RootRecord, EntryRecord)]
     for parse in parsers:
         try:
             parse(value)

@@ -229,7 +229,7 @@ def _table(report: dict[str, Any]) -> Table:
     help="Conversations; figures are their medians. Three differ, with prompts that end elsewhere on the grid.",
 )
 @click.option("--restart/--no-restart", default=True, show_default=True, help="Kill the server between the turns.")
-@codec_option("auto")
+@codec_option("planes")
 @FOLDER
 @JSON
 def main(model: str, rounds: int, restart: bool, codec: str, folder: Path | None, as_json: bool) -> None:

@@ -266,7 +266,7 @@ def _figures(prompt: dict[str, Any], case: str) -> list[str]:
     help="Length of a prompt; may be given several times. [default: 2000 and 20000; 7900 for smollm2]",
 )
 @runs_option(3)
-@codec_option("auto")
+@codec_option("planes")
 @FOLDER
 @JSON
 def main(

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from diskprefix.errors import CacheError
 from diskprefix.settings import format_size, parse_size
+from diskprefix.store.codec.codec import Codec
 from tests.store.building import Clock
 from tools.measuring.churn import Soak, WatchedStore, Write, failures
 from tools.measuring.live_server import step
@@ -47,8 +48,7 @@ def measure(folder: Path, *, budget_bytes: int, churn: float, codec: str, min_se
     clock = Clock()
     store = WatchedStore(folder, budget_bytes=budget_bytes, clock=clock)
     store.writes = []
-    store.use_codec(codec, 1 << 30)
-    used_codec = store.codec.name.lower()
+    store.codec = Codec[codec.upper()]
     soak = Soak(store, clock, churn, min_seconds)
     started = time.perf_counter()
     try:
@@ -62,7 +62,7 @@ def measure(folder: Path, *, budget_bytes: int, churn: float, codec: str, min_se
         "benchmark": "soak",
         "machine": machine(),
         "budget_bytes": budget_bytes,
-        "codec": used_codec,
+        "codec": codec,
         "seconds": round(seconds, 1),
         "simulated_s": round(clock.now - Clock().now, 1),
         "written_raw_bytes": sum(write.raw_bytes for write in store.writes),

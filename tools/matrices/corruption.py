@@ -28,7 +28,7 @@ from rich.table import Table
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.codec.codec import populate
+from diskprefix.store.codec.codec import Codec, populate
 from diskprefix.store.folder import DATA
 from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.repair import repair_index
@@ -189,7 +189,7 @@ def build(folder: Path) -> Original:
     prompts = saved_prompts()
     for number, saved in enumerate(prompts):
         clock.now += HOUR_S
-        store.use_codec(("raw", "zstd", "planes")[number % 3], 0)
+        store.codec = (Codec.RAW, Codec.ZSTD, Codec.PLANES)[number % 3]
         store.publish(saved.publication(store))
         if number == len(prompts) - 3:
             older = (folder / DATA).read_bytes()
@@ -255,7 +255,7 @@ def _daemon(folder: Path) -> Iterator[tuple[Store, Writer]]:
         store = Store(folder, budget_bytes=BUDGET_BYTES, on_corruption="quarantine", serving=True)
     except CacheError as error:
         raise Failure("does not start", str(error)) from error
-    store.use_codec("planes", 0)
+    store.codec = Codec.PLANES
     writer = Writer(store, buffer_bytes=NO_LIMIT, repair=repair_index)
     try:
         yield store, writer

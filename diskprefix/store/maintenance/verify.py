@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import node_bytes
-from diskprefix.store.codec.choice import CodecRecord
 from diskprefix.store.note_record import decode_note
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
@@ -331,9 +330,7 @@ class RecordCheck:
 
     def _meta_problems(self, key: bytes, value: bytes) -> Iterable[_Found]:
         """The records that identify the store were checked when it was opened."""
-        if key == b"codec":
-            decode_record(CodecRecord, key, value)
-        elif key.startswith(MODEL_MARK) and model_key(decode_record(ModelRecord, key, value).identity) != key:
+        if key.startswith(MODEL_MARK) and model_key(decode_record(ModelRecord, key, value).identity) != key:
             raise StoreCorrupt("its key does not have the hash of its identity")
         return ()
 

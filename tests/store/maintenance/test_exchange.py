@@ -28,7 +28,6 @@ from diskprefix.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from diskprefix.store.codec.choice import CodecRecord
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.maintenance import exchange
 from diskprefix.store.maintenance.entry_file import EntryReader
@@ -40,7 +39,7 @@ from diskprefix.store.maintenance.exchange import (
     verify_payloads,
 )
 from diskprefix.store.maintenance.verify import verify_index
-from diskprefix.store.schema import Kind, ModelRecord, encode_record, piece_key
+from diskprefix.store.schema import Kind, ModelRecord, piece_key
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt
@@ -755,15 +754,3 @@ def test_a_store_keeps_the_budget_of_its_last_daemon(tmp_path: Path) -> None:
     target = open_target(tmp_path / "new", budget_bytes=17 << 20, min_free_bytes=0)
     assert target.budget_bytes == 17 << 20
     target.close()
-
-
-def test_the_codec_is_the_one_that_the_daemon_measured_to_be_best(target: Store) -> None:
-    def chosen(name: str) -> Codec:
-        target.use_codec(name, None)
-        return target.codec
-
-    assert chosen("auto") == Codec.RAW
-    with target.changes() as changes:
-        changes.put_meta("codec", encode_record(b"codec", CodecRecord(codec=Codec.PLANES, reason="measured")))
-    assert chosen("auto") == Codec.PLANES
-    assert chosen("zstd") == Codec.ZSTD

@@ -537,10 +537,6 @@ DAMAGE: dict[str, tuple[Damage, set[tuple[str, str]]]] = {
         lambda r, s: r.put("nodes", s.first.nodes[1].name, with_flag(r, s.first.nodes[1].name)),
         {("damaged", "nodes")},
     ),
-    "a flipped bit in the choice of codec": (
-        lambda r, _: r.put("meta", b"codec", b"x"),
-        {("damaged", "meta")},
-    ),
     "a damaged record of a served model": (
         lambda r, _: r.put("meta", model_key("a"), b"x"),
         {("damaged", "meta")},
