@@ -59,7 +59,6 @@ def tiny_settings(folder: Path, **changes: object) -> Settings:
         "kv_cache_budget": 64 << 20,
         "kv_cache_dir": folder,
         "kv_cache_min_free": 0,
-        "kv_cache_codec": "planes",
         # Which of the two is faster differs from run to run for a tiny model.
         "kv_cache_gate": "off",
     }
