@@ -40,6 +40,7 @@ class Encoder:
     def warm_up(self) -> None:
         """Finds out what the first prompt needs."""
         self.encode("warm up", param="")
+        _ = self._longest_token
         _ = self._identity
 
     @cached_property
@@ -67,6 +68,8 @@ class Encoder:
 
         Raises `InvalidRequest` for a text without tokens or with half a character, and `ContextTooLong`.
         """
+        if (least := self._least(text)) >= self._max_positions:
+            raise self._too_long(f"at least {least}", param)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -94,6 +97,16 @@ class Encoder:
 
     def _encoded(self, texts: Sequence[str]) -> list[Encoding]:
         return encoded(self._tokenizer, texts)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """The number of characters of the longest token of the vocabulary. A byte counts as a character."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    def _least(self, text: str) -> int:
+        """Returns the number of tokens that a text has at least. It is found without encoding: to encode megabytes of
+        blanks, which are few tokens, takes a minute and gigabytes of memory."""
+        return len(text) // self._longest_token
 
     def _probe(self, text: str, param: str) -> None:
         """To encode megabytes of text takes many seconds and gigabytes of memory. So the beginning of a long text is
@@ -131,8 +144,10 @@ class Encoder:
                 )
 
     def count(self, texts: Sequence[str]) -> list[int]:
-        """Returns the numbers of tokens of texts."""
-        return [len(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]]
+        """Returns the numbers of tokens of texts; the least number for a text that cannot fit."""
+        short = [text if self._least(text) < self._max_positions else "" for text in texts]
+        found = self._tokenizer(short, add_special_tokens=False, verbose=False)["input_ids"]
+        return [len(ids) if text else self._least(whole) for ids, text, whole in zip(found, short, texts, strict=True)]
 
     def first_token(self, text: str) -> int | None:
         """Returns the first token of a text, None if it has none."""

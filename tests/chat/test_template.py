@@ -30,8 +30,8 @@ def tokenizer_with(folder: Path, template: str | None) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def renderer_of(tokenizer: Any, *, max_positions: int = POSITIONS) -> PromptRenderer:
-    return PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=max_positions)
+def renderer_of(tokenizer: Any, *, max_positions: int = POSITIONS, compress_above: int | None = None) -> PromptRenderer:
+    return PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=max_positions, compress_above=compress_above)
 
 
 @pytest.fixture(scope="module")
@@ -288,13 +288,17 @@ def test_a_text_of_megabytes_is_refused_without_encoding_all_of_it(tokenizer: An
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)
 
-        def __call__(self, text: str, **options: Any) -> Any:
-            encoded_chars.append(len(text))
-            return tokenizer(text, **options)
+        def __call__(self, texts: str | list[str], **options: Any) -> Any:
+            encoded_chars.append(len("".join(texts)))
+            return tokenizer(texts, **options)
 
-    with pytest.raises(ContextTooLong, match="more than"):
-        renderer_of(Counting(), max_positions=64).chat(conversation_of(("user", "word " * 1_000_000)))
-    assert sum(encoded_chars) < 10_000
+    longest = max(map(len, tokenizer.get_vocab()))
+    for compress_above in (None, 32):
+        renderer = renderer_of(Counting(), max_positions=64, compress_above=compress_above)
+        for text in ("word " * 1_000_000, " " * longest * 64):
+            with pytest.raises(ContextTooLong, match="at least"):
+                renderer.chat(conversation_of(("user", text), ("assistant", text), ("user", text)))
+    assert sum(encoded_chars) < 1_000
 
 
 def test_a_long_text_of_few_tokens_is_not_refused(tokenizer: Any) -> None:
@@ -308,6 +312,9 @@ def test_a_long_text_of_few_tokens_is_not_refused(tokenizer: Any) -> None:
 
         def __call__(self, text: str, **_: Any) -> Any:
             return {"input_ids": [5] * (len(text) // 100)}
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"x" * 100: 5}
 
         @property
         def backend_tokenizer(self) -> Any:
