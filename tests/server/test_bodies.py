@@ -34,7 +34,7 @@ def request_of(*chunks: bytes, more: bool = False) -> Request:
             await asyncio.Event().wait()
         return {"type": "http.request", "body": piece, "more_body": more or piece is not chunks[-1]}
 
-    return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)  # type: ignore[arg-type]
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
 
 
 def body_of(text: str, size: int) -> bytes:
