@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,7 +27,8 @@ CONVERSION_FORMAT = 1
 MANIFEST = "manifest.json"
 SUFFIXES = {"native": "", "auto": "-quants.2", "int8": "-int8.2", "int4": "-int4.2"}
 """Of the folder's name, by the form of the weights. The number changes with how quants lie in memory."""
-_PARTIAL = ".partial-"
+_LOCK, _PARTIAL = ".lock-", ".partial-"
+"""Before a model's name: the file that is locked while it is made, and the folder that it is made in."""
 _GGUF = "model.gguf"
 _OVERHEAD_BYTES = 256 * 1024**2
 """Memory for the metadata, and space on the disk for the tokenizer."""
@@ -62,18 +62,17 @@ def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path
     """
     models = cache_home() / "models"
     folder = models / name
+    _remove_leftovers(models)
     if is_finished(folder):
-        _tidy(models)
         return folder
     with _failures_explained(models):
         models.mkdir(parents=True, exist_ok=True)
-        with _lock(models / ".lock", report):
-            _remove_leftovers(models)
+        with _lock(models / f"{_LOCK}{name}", report):
             if is_finished(folder):
                 return folder
             if folder.exists():
                 report(f"{folder} is incomplete, damaged or of another version; making it again")
-            work = models / f"{_PARTIAL}{name}-{secrets.token_hex(4)}"
+            work = models / f"{_PARTIAL}{name}"
             try:
                 work.mkdir()
                 _publish(build(work), folder)
@@ -133,22 +132,18 @@ def _lock(file: Path, report: Report) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            report("another diskprefix is preparing a model; waiting for it")
+            report("another diskprefix is preparing this model; waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
 def _remove_leftovers(models: Path) -> None:
-    """Removes all partial folders. The caller holds the lock, so the processes that made them have ended."""
+    """Removes the partial folders of processes that have ended: nobody holds their locks."""
     for leftover in models.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _tidy(models: Path) -> None:
-    """Removes partial folders if no process is at work."""
-    with suppress(OSError), _open_lock(models / ".lock") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove_leftovers(models)
+        lock = leftover.with_name(_LOCK + leftover.name.removeprefix(_PARTIAL))
+        with suppress(OSError), _open_lock(lock) as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager

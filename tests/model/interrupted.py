@@ -155,6 +155,6 @@ def _found(folder: Path, trials: int, seed: int, wheel_sha256: str | None) -> di
             found["not_repaired"].append(point)
         models = runs.cache / "diskprefix" / "models"
         names = sorted(path.name for path in models.iterdir())
-        if names != sorted([".lock", *(Path(file).parent.name for file in good)]):
+        if names != sorted(f"{lock}{Path(file).parent.name}" for file in good for lock in ("", ".lock-")):
             found["left_over"].append([point, names])
     return found

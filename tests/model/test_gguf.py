@@ -173,25 +173,25 @@ def test_a_damaged_model_is_made_again(name: str, damage: Any, gguf: Path, conve
     assert converted_folder(gguf, lines.append) == converted
     assert {path.name: path.read_bytes() for path in converted.iterdir()} == whole
     assert any("making it again" in line for line in lines)
-    assert sorted(path.name for path in converted.parent.iterdir()) == sorted([".lock", converted.name])
+    assert sorted(path.name for path in converted.parent.iterdir()) == [f".lock-{converted.name}", converted.name]
 
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_leftovers_of_dead_processes_are_removed(finished: bool, cache: Path) -> None:
     if finished:
         build_once("one", one_file, print)
-    leftover = cache / ".partial-one-0123abcd" / "model"
+    leftover = cache / ".partial-one" / "model"
     leftover.mkdir(parents=True)
     (leftover / "model.safetensors").write_bytes(b"half")
     build_once("one", never if finished else one_file, print)
-    assert sorted(path.name for path in cache.iterdir()) == [".lock", "one"]
+    assert sorted(path.name for path in cache.iterdir()) == [".lock-one", "one"]
 
 
 def test_leftovers_are_left_alone_while_somebody_works(cache: Path) -> None:
     build_once("one", one_file, print)
-    at_work = cache / ".partial-two-0123abcd"
+    at_work = cache / ".partial-two"
     at_work.mkdir()
-    with (cache / ".lock").open("a") as handle:
+    with (cache / ".lock-two").open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         build_once("one", never, print)
     assert at_work.is_dir()
@@ -204,7 +204,7 @@ def test_a_failing_build_leaves_nothing(cache: Path) -> None:
 
     with pytest.raises(ModelError, match="no good"):
         build_once("one", failing, print)
-    assert [path.name for path in cache.iterdir()] == [".lock"]
+    assert [path.name for path in cache.iterdir()] == [".lock-one"]
 
 
 def test_a_second_process_waits_says_so_and_takes_what_the_first_made(cache: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_second_process_waits_says_so_and_takes_what_the_first_made(cache: Pat
     def second() -> None:
         got.append(build_once("one", never, lambda line: waiting.set() if "waiting" in line else None))
 
-    with (cache / ".lock").open("a") as handle:
+    with (cache / ".lock-one").open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         thread = threading.Thread(target=second)
         thread.start()
@@ -227,6 +227,27 @@ def test_a_second_process_waits_says_so_and_takes_what_the_first_made(cache: Pat
         work.rmdir()
     thread.join(30)
     assert got == [cache / "one"]
+
+
+def test_a_model_does_not_wait_for_another_one_that_is_being_made(cache: Path) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def slow(work: Path) -> Path:
+        has_begun.set()
+        assert may_end.wait(30)
+        return one_file(work)
+
+    thread = threading.Thread(target=build_once, args=("two", slow, print))
+    thread.start()
+    assert has_begun.wait(30)
+    made: list[Path] = []
+    other = threading.Thread(target=lambda: made.append(build_once("one", one_file, print)), daemon=True)
+    other.start()
+    other.join(30)
+    assert made == [cache / "one"]
+    may_end.set()
+    thread.join(30)
+    assert is_finished(cache / "two"), "the first one's work was left alone"
 
 
 @pytest.mark.slow
@@ -251,7 +272,7 @@ def test_a_file_that_is_no_gguf_is_refused_in_one_line(content: bytes, words: st
         converted_folder(file, print)
     assert "\n" not in caught.value.message
     assert str(file) in caught.value.message
-    assert [path.name for path in cache.iterdir()] == [".lock"]
+    assert all(path.is_file() for path in cache.iterdir()), "a lock"
 
 
 @pytest.mark.parametrize("share", [0.3, 0.9])
@@ -259,7 +280,7 @@ def test_a_cut_gguf_is_refused(share: float, gguf: Path, cache: Path) -> None:
     gguf.write_bytes(gguf.read_bytes()[: int(share * gguf.stat().st_size)])
     with pytest.raises(ModelError, match="cannot convert"):
         converted_folder(gguf, print)
-    assert [path.name for path in cache.iterdir()] == [".lock"]
+    assert all(path.is_file() for path in cache.iterdir()), "a lock"
 
 
 @pytest.mark.usefixtures("cache")
@@ -305,7 +326,7 @@ def test_a_disk_that_fills_up_meanwhile_is_said(cache: Path, monkeypatch: pytest
     monkeypatch.setattr(module, "_flush", full)
     with pytest.raises(ModelError, match=r"the disk of .* is full"):
         build_once("one", one_file, print)
-    assert [path.name for path in cache.iterdir()] == [".lock"]
+    assert [path.name for path in cache.iterdir()] == [".lock-one"]
 
 
 def test_weights_that_cannot_be_written_for_lack_of_space_are_told_from_a_bad_file(
