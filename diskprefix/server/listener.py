@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 from dataclasses import replace
@@ -23,13 +24,17 @@ _FIRST_PASSED = 3
 def open_listeners(settings: Settings) -> tuple[Settings, list[socket.socket]]:
     """Returns the sockets that systemd listens on for this process, or else new ones on `--host` and `--port`.
 
-    The settings come back with the address of the passed sockets. Raises `SettingsError`.
+    The settings come back with the address of the passed sockets: of several, one that other machines reach, because
+    who may do what depends on it. Raises `SettingsError`.
     """
     passed = passed_sockets()
     if not passed:
         return settings, listen(settings.host, settings.port)
     addresses = [one.getsockname() for one in passed if one.family != socket.AF_UNIX]
-    return (replace(settings, host=addresses[0][0], port=addresses[0][1]) if addresses else settings), passed
+    if not addresses:
+        return settings, passed
+    host, port, *_ = min(addresses, key=lambda address: ipaddress.ip_address(address[0]).is_loopback)
+    return replace(settings, host=host, port=port), passed
 
 
 def passed_sockets() -> list[socket.socket]:

@@ -65,6 +65,14 @@ class Child:
     def kill(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def begin(self) -> bool:
+        """Tells the process that its turn has come. Returns False if it has ended; the signal tells how."""
+        try:
+            self.channel.send(GO)
+        except OSError:
+            return False
+        return True
+
 
 class InChild(Exception):
     """Leaves the supervisor's code in a forked process. `channel` is that process' end of the socket."""
@@ -240,17 +248,40 @@ class Supervisor:
         now = self.clock()
         if self._worker_at is not None and self._worker_at <= now:
             self._worker_at = None
-            self._worker, self._spare = self._spare or self._fork(is_spare=False), None
-            self._worker.channel.send(GO)
+            spare, self._spare = self._spare, None
+            if spare is not None and spare.begin():
+                self._worker = spare
+            else:
+                if spare is not None:
+                    # It has just died.
+                    self._forget(spare)
+                    spare.kill(signal.SIGKILL)
+                self._worker = self._fork(is_spare=False)
+                if self._worker is None:
+                    self._worker_at = now + max(1.0, self._worker_deaths.delay_s(0.0))
+                else:
+                    self._worker.begin()
         if self._spare_at is not None and self._spare_at <= now:
             self._spare_at = None
             if self._spare is None and self._worker is not None:
                 self._spare = self._fork(is_spare=True)
+                if self._spare is None:
+                    self._spare_at = now + max(1.0, self._spare_deaths.delay_s(0.0))
 
-    def _fork(self, *, is_spare: bool) -> Child:
-        """Raises `InChild` in the new process."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = os.fork()
+    def _fork(self, *, is_spare: bool) -> Child | None:
+        """Returns None if the system has no room for a process now. Raises `InChild` in the new process."""
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            log.error("[standby] no process can be started: %s", error.strerror)
+            return None
+        try:
+            pid = os.fork()
+        except OSError as error:
+            log.error("[standby] no process can be started: %s", error.strerror)
+            ours.close()
+            theirs.close()
+            return None
         if pid == 0:
             self._leave()
             ours.close()

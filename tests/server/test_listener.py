@@ -9,7 +9,8 @@ import pytest
 
 from diskprefix.errors import SettingsError
 from diskprefix.server import listener as listening
-from diskprefix.server.listener import listen
+from diskprefix.server.listener import listen, open_listeners
+from diskprefix.settings import Settings
 from tests.server.daemon_process import wait_until
 
 
@@ -17,6 +18,16 @@ from tests.server.daemon_process import wait_until
 def test_a_host_that_cannot_be_resolved_is_refused(host: str) -> None:
     with pytest.raises(SettingsError, match="--host"):
         listen(host, 0)
+
+
+def test_of_two_passed_addresses_the_one_that_others_reach_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = [socket.create_server((address, 0)) for address in ("127.0.0.1", "0.0.0.0")]
+    monkeypatch.setattr(listening, "passed_sockets", lambda: passed)
+    settings, listeners = open_listeners(Settings())
+    assert (settings.host, settings.port) == passed[1].getsockname()
+    assert listeners == passed
+    for one in passed:
+        one.close()
 
 
 def test_an_address_that_this_machine_lacks_is_left_out_if_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,13 @@ One test is of the daemon itself. The others have a worker that does nothing, un
 
 from __future__ import annotations
 
+import errno
 import os
+import selectors
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,7 +19,7 @@ import pytest
 
 from diskprefix.errors import DeviceLost
 from diskprefix.server import supervisor
-from diskprefix.server.supervisor import Deaths, Line
+from diskprefix.server.supervisor import Child, Deaths, Line, Supervisor
 from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
 from tests.server.test_process import BODY, CHAT, ENDLESS, Notifications, next_data
 
@@ -96,6 +99,47 @@ def test_who_dies_is_replaced_and_all_end_together() -> None:
         both = children(daemon)
         assert daemon.stop(signal.SIGTERM) == 0
         assert all(map(is_gone, both))
+
+
+@pytest.fixture
+def due(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    """A supervisor whose next worker is due, whose clock stands still, and whose processes are made up."""
+    due = Supervisor(clock=lambda: 100.0)
+    due._selector = selectors.DefaultSelector()
+    due._worker_at = 100.0
+    monkeypatch.setattr(os, "fork", lambda: 1234)
+    monkeypatch.setattr(os, "kill", lambda _pid, _number: None)
+    yield due
+    for child in (due._worker, due._spare):
+        if child is not None:
+            child.channel.close()
+    due._selector.close()
+
+
+def test_of_a_spare_that_has_just_died_the_place_is_taken_by_a_new_worker(due: Supervisor) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    due._spare = Child(999, ours)
+    due._start_what_is_due()
+    assert due._worker is not None
+    assert (due._worker.pid, due._worker_at) == (1234, None)
+    assert ours.fileno() == -1, "it is forgotten"
+
+
+def test_where_no_process_can_be_made_the_supervisor_tries_again_later(
+    due: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fork", fail)
+        due._start_what_is_due()
+        assert (due._worker, due._worker_at) == (None, 101.0)
+        assert not due._selector.get_map(), "nothing is left of the attempt"
+    due._worker_at = 100.0
+    due._start_what_is_due()
+    assert due._worker is not None
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed() -> None:
