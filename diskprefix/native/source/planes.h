@@ -183,8 +183,9 @@ inline void find_codes(const uint8_t* exponents, int64_t size, Code* codes) {
   for (int bits = 1; bits <= MOST_BITS; ++bits) {
     const int width = (1 << bits) - 1;
     int best = -1;
-    for (int base = 0; base < 256; ++base) {
-      const int found = before[base + 1] - before[base < width ? 0 : base + 1 - width];
+    // A lower base would find no more, and its codes would go on at 255.
+    for (int base = width - 1; base < 256; ++base) {
+      const int found = before[base + 1] - before[base + 1 - width];
       if (found > best) best = found, codes[bits - 1].base = base;
     }
     codes[bits - 1].exceptions = size - best;

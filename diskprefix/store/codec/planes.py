@@ -201,8 +201,10 @@ def _codes(exponents: Bytes) -> list[tuple[Bytes, npt.NDArray[np.int64]]]:
     np.cumsum(counted, axis=2, out=before[:, :, 1:])
     found = []
     for bits in range(1, MOST_BITS + 1):
-        window = before[:, :, 1:] - before[:, :, np.maximum(np.arange(256) + 2 - (1 << bits), 0)]
-        bases = window.argmax(axis=2)
+        # A lower base would find no more, and its codes would go on at 255.
+        lowest = (1 << bits) - 2
+        window = before[:, :, lowest + 1 :] - before[:, :, : 256 - lowest]
+        bases = lowest + window.argmax(axis=2)
         found.append((bases.astype(np.uint8), before[:, :, -1] - window.max(axis=2)))
     return found
 

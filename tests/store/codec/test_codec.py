@@ -148,6 +148,18 @@ def test_every_pattern_of_16_bits_survives(element: Element, codec: Codec) -> No
     assert stored[16] == codec
 
 
+@pytest.mark.parametrize("highest", [0, 1, 5, 13])
+@pytest.mark.parametrize("element", [Element.BF16, Element.FP32])
+def test_the_lowest_and_the_largest_exponents_in_one_run_survive(element: Element, highest: int) -> None:
+    random = np.random.default_rng(0)
+    exponents = random.integers(0, highest + 1, 4 * 2048)
+    exponents[::500], exponents[1::500] = 254, 255
+    upper = exponents << 7 | random.integers(0, 1 << 7, len(exponents))
+    raw = upper.astype("<u2") if element == Element.BF16 else upper.astype("<u4") << 16
+    stored = assert_survives(raw, Piece(4, raw.nbytes // 4, element), Codec.PLANES)
+    assert stored[16] == Codec.PLANES
+
+
 @pytest.mark.parametrize("codec", Codec)
 def test_every_sign_and_exponent_of_fp32_survives_with_the_fractions_that_mean_something(codec: Codec) -> None:
     fractions = np.array([0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFE, 0x7FFFFF, 0x12345, 0x8000], "<u4")
