@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 from diskprefix.tokens import TokenIds
 
+MAX_MARKS = 32
+"""Most marks of a request that count. In a chat each takes one or two renderings."""
+
 
 class Mark(NamedTuple):
     """A position that the client wants kept, in tokens, and for how long after its last use, in seconds; None leaves

@@ -21,12 +21,9 @@ from diskprefix.chat.template_input import (
     other_first_character,
     with_other_user_message,
 )
-from diskprefix.prompt import Mark
+from diskprefix.prompt import MAX_MARKS, Mark
 
 log = logging.getLogger("diskprefix")
-
-MAX_MARKS = 32
-"""Most marks of a request that count; of more, the last ones do. Each takes one or two renderings."""
 
 Render: TypeAlias = Callable[[TemplateInput], str]
 """Renders without the beginning of a reply. Returns an empty text if the template refuses its input."""

@@ -9,7 +9,7 @@ from typing import Any
 from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import DiskPrefixError
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prompt import Mark
+from diskprefix.prompt import MAX_MARKS, Mark
 from diskprefix.settings import Settings, parse_duration
 
 _KNOWN = ("scope", "window", "save", "ttl", "marks")
@@ -41,6 +41,8 @@ def options_of(parameters: Mapping[str, Any] | None, settings: Settings) -> Requ
         marks = given["marks"] or []
         if not isinstance(marks, list):
             raise BadParameters("marks: must be a list of positions in tokens")
+        if len(marks) > MAX_MARKS:
+            raise BadParameters(f"marks: must have at most {MAX_MARKS} positions (got {len(marks)})")
         positions = sorted({_whole(mark, "marks", least=0) for mark in marks})
     except DiskPrefixError as error:
         raise BadParameters(error.message) from error

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from diskprefix.chat.marks import MAX_MARKS
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
-from diskprefix.prompt import Mark, Prompt
+from diskprefix.prompt import MAX_MARKS, Mark, Prompt
 from diskprefix.server.body import parse_json
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
