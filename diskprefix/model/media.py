@@ -32,6 +32,9 @@ MAX_AUDIO_S = 600
 """Limit for all sounds of a request."""
 MAX_PREPARED_BYTES = 512 * 1024**2
 """Limit for the tensors that the processor makes of a request's media. One pixel can become 10 MB."""
+MAX_ASPECT_RATIO = 200
+"""Of the longer side of an image to the shorter one: the limit of most processors. One scales a strip of 1x6000 pixels
+until its shorter side is a patch, to gigabytes."""
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Pillow reads dozens more, whose decoders are less tested."""
 _PLAIN_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -83,8 +86,8 @@ class MediaProcessor:
     def read_image(self, content: bytes, *, param: str, beside: Sequence[Image] = ()) -> Image:
         """Returns the first frame of an image file (PNG, JPEG, WebP, GIF, BMP) in RGB, turned upright.
 
-        Raises `InvalidRequest` if `content` is not an image, is damaged, or has more than `MAX_PIXELS` pixels together
-        with the images `beside` it.
+        Raises `InvalidRequest` if `content` is not an image, is damaged, has sides that differ too much, or has more
+        than `MAX_PIXELS` pixels together with the images `beside` it.
         """
         from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -94,6 +97,9 @@ class MediaProcessor:
                 sizes = [image.size, *(other.size for other in beside)]
                 if sum(width * height for width, height in sizes) > MAX_PIXELS:
                     raise _too_many_pixels(param)
+                if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
+                    message = f"{param}: the image has {image.width}x{image.height} pixels; one side may be at most "
+                    raise InvalidRequest(f"{message}{MAX_ASPECT_RATIO} times as long as the other", param=param)
                 return ImageOps.exif_transpose(image).convert("RGB")
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise _too_many_pixels(param) from error

@@ -338,6 +338,19 @@ def test_an_image_larger_than_it_looks_is_refused_before_it_is_decoded(llava: Ap
     assert "more than 64 megapixels" in error["message"]
 
 
+@pytest.mark.parametrize("size", [(1, 6000), (6000, 1), (10, 2001)])
+def test_a_strip_is_refused_before_it_is_decoded(llava: AppServer, size: tuple[int, int]) -> None:
+    import io
+
+    from PIL import Image
+
+    content = io.BytesIO()
+    Image.new("RGB", size).save(content, "PNG")
+    error = refusal(llava, image_part(content.getvalue()))
+    assert error["param"] == "messages.0.content.0.image_url.url"
+    assert "200 times as long" in error["message"]
+
+
 def test_images_count_together(llava: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_media, "MAX_PIXELS", 40 * 30 * 2)
     ask(llava, body(IMAGE, IMAGE))
