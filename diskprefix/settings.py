@@ -157,6 +157,13 @@ class Settings:
     )
     host: str = _server("127.0.0.1", "The address to listen on. Without --api-keys everybody who reaches it is served.")
     port: int = _server(8642, "The port to listen on. 0 takes a free port and logs its number.", bounds=(0, 65535))
+    allowed_hosts: str | None = _server(
+        None,
+        "More names by which clients may call this server, separated by commas; * for any name. A web page whose own "
+        "name leads to this machine is refused by its name.",
+        metavar="NAME,…",
+        unset="its address; beyond the loopback address all addresses, names without a dot and, with --api-keys, all",
+    )
     max_queue: int = _server(
         64,
         "The number of requests that may wait. More get a 503 with Retry-After. One API key may have half of them.",
@@ -363,6 +370,11 @@ class Settings:
         "portable shares a store between kinds of devices and versions of libraries. strict does not.",
         choices=("strict", "portable"),
     )
+
+    @property
+    def allowed_host_names(self) -> tuple[str, ...]:
+        """The names of `allowed_hosts`."""
+        return tuple(name.strip() for name in (self.allowed_hosts or "").split(",") if name.strip())
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():

@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 from diskprefix.server import answer, counting, models, responses, status, tokenizing
 from diskprefix.server.access_log import AccessLog
 from diskprefix.server.auth import OPEN_PATHS, Auth
-from diskprefix.server.browser_guard import BrowserGuard
+from diskprefix.server.browser_guard import BrowserGuard, is_loopback
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.dashboard import routes as dashboard
 from diskprefix.server.described import OUTSIDE_FASTAPI, add_errors
@@ -60,7 +60,9 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.state.daemon = daemon
     app.state.dashboard = dashboard.Dashboard(daemon)
     app.add_middleware(Auth, keys=keys)
-    app.add_middleware(BrowserGuard, host=settings.host)
+    # A page of another site has no key, so with keys any name may lead to an address that others reach.
+    any_name = ("*",) if keys is not None and not is_loopback(settings.host) else ()
+    app.add_middleware(BrowserGuard, host=settings.host, allowed=(*settings.allowed_host_names, *any_name))
     app.add_middleware(AccessLog, metrics=daemon.metrics, recent=daemon.recent)
     app.include_router(answer.router)
     app.include_router(counting.router)

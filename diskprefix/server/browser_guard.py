@@ -1,7 +1,8 @@
 """Refuses requests of other sites' web pages: a browser on this machine can reach the loopback address for any page.
 
 In cross-site request forgery, a page sends what looks like a form; browsers mark it with `Origin` and `Sec-Fetch-Site`.
-In DNS rebinding, the page's own host name resolves to 127.0.0.1; then `Host` holds that name.
+In DNS rebinding, the page's own host name resolves to an address of this machine; then `Host` holds that name. An
+address or a name without a dot in `Host` cannot come from that: nobody else's page has such a name.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,14 +28,17 @@ _AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?:
 class BrowserGuard:
     """ASGI middleware for a daemon that listens on `host`, which is resolved once.
 
-    On a loopback address, `Host` must be a name of that address. On other addresses any `Host` is accepted, because the
-    daemon does not know the names that lead there.
+    On a loopback address, `Host` must be a name of that address. On other addresses it may also be any address, any
+    name without a dot, and the machine's name. `allowed` are more names; `*` stands for all.
     """
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
+    def __init__(self, app: ASGIApp, host: str, allowed: Collection[str] = ()) -> None:
         self._app = app
-        self._own_name = host.lower().rstrip(".")
-        self._any_host = not is_loopback(host)
+        self._is_loopback = is_loopback(host)
+        self._any_host = "*" in allowed
+        self._own_names = {name.lower().rstrip(".") for name in ("localhost", host, *allowed)}
+        if not self._is_loopback:
+            self._own_names.add(socket.gethostname().lower())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self.refusal(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
@@ -46,9 +51,10 @@ class BrowserGuard:
         """Returns why a request is refused; None if it is not. Only HTTP/1.0 may leave `Host` out; browsers send it."""
         host = headers.get("host")
         if host is not None and not self._any_host and not self._is_ours(_name_in(host)):
+            which = ", which listens on the loopback address; use localhost or 127.0.0.1" if self._is_loopback else ""
             return (
-                f"the Host '{shown(host)}' is not a name of this daemon, which listens on the loopback address; use "
-                "localhost or 127.0.0.1 (a proxy must send one of them)"
+                f"the Host '{shown(host)}' is not a name of this daemon{which} (--allowed-hosts names more; a proxy "
+                "may send one of them)"
             )
         if method in _SAFE_METHODS:
             return None
@@ -62,12 +68,15 @@ class BrowserGuard:
     def _is_own_origin(self, origin: str, host: str | None) -> bool:
         scheme, _, authority = origin.partition("://")
         name = _name_in(authority) if scheme in ("http", "https") else None
-        if self._any_host:
+        if self._any_host or not self._is_loopback:
             return name is not None and host is not None and name == _name_in(host)
         return self._is_ours(name)
 
     def _is_ours(self, name: str | None) -> bool:
-        return name is not None and (name in ("localhost", self._own_name) or _is_loopback_address(name))
+        if name is None:
+            return False
+        is_open = not self._is_loopback and ("." not in name or _address_in(name) is not None)
+        return is_open or name in self._own_names or _is_loopback_address(name)
 
 
 def is_loopback(host: str) -> bool:
@@ -80,10 +89,15 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_loopback_address(text: str) -> bool:
+    address = _address_in(text)
+    return address is not None and address.is_loopback
+
+
+def _address_in(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(text).is_loopback
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
+        return None
 
 
 def _name_in(authority: str) -> str | None:

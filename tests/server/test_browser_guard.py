@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import httpx
@@ -23,9 +23,9 @@ async def nothing(_scope: Scope, _receive: Receive, _send: Send) -> None:
     raise AssertionError("not called")
 
 
-def refusal(bound: str, method: str, /, **headers: str) -> str | None:
+def refusal(bound: str, method: str, /, *, allowed: Collection[str] = (), **headers: str) -> str | None:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return BrowserGuard(nothing, bound).refusal(method, Headers(named))
+    return BrowserGuard(nothing, bound, allowed).refusal(method, Headers(named))
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +65,36 @@ def test_a_daemon_answers_to_the_name_that_it_was_given(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("bound", ["0.0.0.0", "::", "192.0.2.1"])
-def test_an_exposed_daemon_answers_to_any_name_but_not_to_other_sites(bound: str) -> None:
+@pytest.mark.parametrize("allowed", [["Models.Example", "other.example"], ["*"]])
+def test_an_exposed_daemon_answers_to_allowed_names_but_not_to_other_sites(bound: str, allowed: list[str]) -> None:
     assert not is_loopback(bound)
-    assert refusal(bound, "GET", host="models.example") is None
-    assert refusal(bound, "POST", host="models.example:8642") is None
-    assert refusal(bound, "POST", host="models.example:8642", origin="http://models.example:8642") is None
-    assert refusal(bound, "POST", host="models.example", origin="https://models.example") is None
-    assert refusal(bound, "POST", host="models.example", origin="http://evil.example") is not None
+    for port in ("", ":8642"):
+        host = f"models.example{port}"
+        assert refusal(bound, "GET", allowed=allowed, host=host) is None
+        assert refusal(bound, "POST", allowed=allowed, host=host, origin=f"https://{host}") is None
+        assert refusal(bound, "POST", allowed=allowed, host=host, origin="http://evil.example") is not None
+
+
+@pytest.mark.parametrize("bound", ["0.0.0.0", "::", "192.0.2.1"])
+@pytest.mark.parametrize("host", ["192.0.2.7:8642", "[2001:db8::1]", "diskprefix:8642", "localhost", "127.0.0.1"])
+def test_an_exposed_daemon_answers_to_addresses_and_to_names_without_a_dot(bound: str, host: str) -> None:
+    assert refusal(bound, "GET", host=host) is None
+    assert refusal(bound, "POST", host=host, origin=f"http://{host}") is None
+    assert refusal(bound, "POST", host=host, origin="http://evil.example") is not None
+
+
+@pytest.mark.parametrize("bound", ["0.0.0.0", "::", "192.0.2.1"])
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.nip.io", "192.0.2.1.evil.example:8642", "", "a b"])
+def test_a_page_whose_name_leads_to_an_exposed_daemon_is_refused(bound: str, host: str) -> None:
+    for method in ("GET", "POST"):
+        message = refusal(bound, method, host=host, origin=f"http://{host}")
+        assert message is not None
+        assert "--allowed-hosts" in message
+
+
+def test_a_loopback_daemon_answers_to_allowed_names() -> None:
+    assert refusal("127.0.0.1", "POST", allowed=["box.example"], host="box.example") is None
+    assert refusal("127.0.0.1", "POST", allowed=["box.example"], host="evil.example") is not None
 
 
 def test_a_name_that_leads_nowhere_is_treated_as_local(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +157,11 @@ def test_the_daemons_own_docs_page_may_post(server: AppServer) -> None:
         assert client.post(CHAT, json=HELLO, headers=marks).status_code == 200
 
 
-def test_a_daemon_on_all_addresses_takes_the_host_of_a_proxy(chat_model: Path, tmp_path: Path) -> None:
-    with running_daemon(chat_model, tmp_path / "kv", host="0.0.0.0") as daemon:
+def test_a_daemon_on_all_addresses_takes_the_hosts_that_it_is_told(chat_model: Path, tmp_path: Path) -> None:
+    with running_daemon(chat_model, tmp_path / "kv", host="0.0.0.0", allowed_hosts="models.example") as daemon:
         url = daemon.url.replace("0.0.0.0", "127.0.0.1")
         assert httpx.get(f"{url}/health", headers={"host": "models.example"}).status_code == 200
+        assert httpx.get(f"{url}/health", headers={"host": "evil.example"}).status_code == 403
         forged = httpx.post(url + CHAT, json=HELLO, headers={"origin": "https://evil.example"})
         assert forged.status_code == 403
 
