@@ -27,6 +27,9 @@ is called, so that no other module needs to know them.
 
 from __future__ import annotations
 
+GOT = " (got "
+"""Before the value at fault, at the end of a message."""
+
 
 class DiskPrefixError(Exception):
     """The base class. `param` names the request field at fault. `code` is a stable word for programs."""

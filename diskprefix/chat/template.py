@@ -56,7 +56,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError)
+_TEMPLATE_FAULTS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+    RecursionError,
+)
 """Raised by templates for messages that they were not written for."""
 
 _REASON_CHARS = 200

@@ -12,6 +12,8 @@ from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart
 
 log = logging.getLogger("diskprefix")
 
+_MOST_LEVELS = 200
+"""Of the arguments of a call, as of a body. Templates write them recursively."""
 PART_SEPARATOR = "\n"
 """Between the text parts of a message."""
 
@@ -59,11 +61,21 @@ def _tool_call(call: ToolCall) -> JsonObject:
     arguments = call.arguments or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except ValueError:
+            parsed = json.loads(arguments)
+            arguments = arguments if _is_deep(parsed) else parsed
+        except (ValueError, RecursionError):
             log.debug("the arguments of a tool call are not JSON; the template gets the text")
     rendered = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
     return rendered if call.id is None else {"id": call.id, **rendered}
+
+
+def _is_deep(value: object) -> bool:
+    """Whether JSON has more than `_MOST_LEVELS` levels."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
+        level = [part for several in parts for part in several]
+    return bool(level)
 
 
 def without_media(template_input: TemplateInput) -> TemplateInput:

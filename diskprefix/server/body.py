@@ -15,7 +15,7 @@ from fastapi.exceptions import HTTPException
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from diskprefix.errors import InvalidRequest, QueueFull
+from diskprefix.errors import GOT, InvalidRequest, QueueFull
 from diskprefix.printable import shown
 from diskprefix.server.protocols.strict import REFUSED
 from diskprefix.settings import format_size
@@ -238,7 +238,7 @@ def _explain(error: Any) -> str:
         .replace("String should", "must")
         .replace("valid array", "list")
     )
-    return f"{message[:1].lower()}{message[1:]} (got {_shown(error['input'])})"
+    return f"{message[:1].lower()}{message[1:]}{GOT}{_shown(error['input'])})"
 
 
 def _shown(value: object) -> str:

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from diskprefix.errors import DiskPrefixError, NotReady, QueueFull
+from diskprefix.errors import GOT, DiskPrefixError, NotReady, QueueFull
 from diskprefix.printable import shown
 from diskprefix.server.body import refusal_of
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
@@ -117,6 +117,11 @@ def one_line(message: str) -> str:
     return shown(message, _MOST_MESSAGE_CHARS)
 
 
+def logged(error: DiskPrefixError) -> str:
+    """Returns what the log says of an error: without the value at fault, which may be part of a prompt."""
+    return one_line(error.message.partition(GOT)[0])
+
+
 def error_response(scope: Scope, error: DiskPrefixError) -> JSONResponse:
     headers = {}
     if isinstance(error, QueueFull | NotReady):
@@ -180,9 +185,9 @@ class LingeringResponse(JSONResponse):
 
 async def _on_diskprefix_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, DiskPrefixError)
-    log_context(request).error = one_line(error.message)
+    log_context(request).error = logged(error)
     if error.http_status == 500:
-        log.error("request failed: %s", one_line(error.message), exc_info=error)
+        log.error("request failed: %s", logged(error), exc_info=error)
     return error_response(request.scope, error)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Header, Query
 from pydantic import BaseModel, Field
 from starlette.requests import Request
+from starlette.responses import Response
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.log_context import log_context
-from diskprefix.server.protocols.dialect import Json
+from diskprefix.server.protocols.dialect import Json, json_text
 from diskprefix.server.protocols.fields import MAX_SALT_CHARS
 from diskprefix.server.protocols.responses.replies import ModelResponse
 from diskprefix.server.protocols.responses.stored import ResponseStore
@@ -23,7 +25,13 @@ router = APIRouter(prefix="/v1/responses", tags=["responses"])
 _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (400, 404)}
 
 Salt = Annotated[
-    str | None, Query(min_length=1, max_length=MAX_SALT_CHARS, description="That of the request which was answered.")
+    str | None,
+    Header(
+        alias="x-cache-salt",
+        min_length=1,
+        max_length=MAX_SALT_CHARS,
+        description="That of the request which was answered. Not in the query, which proxies log.",
+    ),
 ]
 
 
@@ -53,6 +61,15 @@ async def _store(request: Request, salt: str | None) -> ResponseStore:
     return ResponseStore(serving.engine.cache.notes(tenant if salt is None else tenant.with_salt(salt)))
 
 
+async def _answer(request: Request, salt: str | None, read: Callable[[ResponseStore], Json]) -> Response:
+    """Reads and writes in a thread, within the bounds of the queue: a note of kilobytes may hold megabytes."""
+    daemon: Daemon = request.app.state.daemon
+    with daemon.arriving(log_context(request).caller.tenant):
+        store = await _store(request, salt)
+        content = await asyncio.to_thread(lambda: json_text(read(store)))
+    return Response(content, media_type="application/json")
+
+
 @router.get(
     "/{response_id}",
     summary="A stored response",
@@ -61,11 +78,14 @@ async def _store(request: Request, salt: str | None) -> ResponseStore:
 )
 async def get_response(
     request: Request, response_id: str, cache_salt: Salt = None, stream: Literal["false"] | None = None
-) -> Json:
+) -> Response:
     """Return a response that was stored. `stream` is not supported."""
     del stream
-    stored = await asyncio.to_thread((await _store(request, cache_salt)).get, response_id)
-    return stored.response
+
+    def read(store: ResponseStore) -> Json:
+        return store.get(response_id).response
+
+    return await _answer(request, cache_salt, read)
 
 
 @router.delete("/{response_id}", summary="Delete a stored response", responses=_ERRORS)
@@ -75,7 +95,12 @@ async def delete_response(request: Request, response_id: str, cache_salt: Salt =
     return DeletedResponse(id=response_id)
 
 
-@router.get("/{response_id}/input_items", summary="The input of a stored response", responses=_ERRORS)
+@router.get(
+    "/{response_id}/input_items",
+    summary="The input of a stored response",
+    response_model=None,
+    responses={200: {"model": ItemList}, **_ERRORS},
+)
 async def list_input_items(
     request: Request,
     response_id: str,
@@ -83,9 +108,17 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
     cache_salt: Salt = None,
-) -> ItemList:
+) -> Response:
     """List the items that a stored response was made from, with those of the responses that it continues."""
-    items = await asyncio.to_thread((await _store(request, cache_salt)).items_of, response_id)
+
+    def read(store: ResponseStore) -> Json:
+        return _page(store.items_of(response_id), limit, order, after)
+
+    return await _answer(request, cache_salt, read)
+
+
+def _page(items: list[Json], limit: int, order: Literal["asc", "desc"], after: str | None) -> Json:
+    """Returns an `ItemList`."""
     if order == "desc":
         items.reverse()
     ids = [item["id"] for item in items]
@@ -94,4 +127,5 @@ async def list_input_items(
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return ItemList(data=page, first_id=first, last_id=last, has_more=start + limit < len(items))
+    has_more = start + limit < len(items)
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": has_more}

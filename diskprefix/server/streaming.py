@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.errors import early_failure, early_sign, error_response, one_line
+from diskprefix.server.errors import early_failure, early_sign, error_response, logged
 from diskprefix.server.generation import Generation, LiveEvent
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
-from diskprefix.server.protocols.dialect import ReplyWriter, ServerSentEvent
-from diskprefix.server.protocols.reply import Reply, ReplyCollector, ReplyReader
+from diskprefix.server.protocols.dialect import ReplyWriter, ServerSentEvent, json_text
+from diskprefix.server.protocols.reply import EndEvent, Reply, ReplyCollector, ReplyEvent, ReplyReader
 
 log = logging.getLogger("diskprefix")
 
@@ -83,8 +83,8 @@ class EventStream(Response):
             await connection.body(_FIRST_BYTES + _encoded(self._writer.begin()))
             await self._stream(connection)
         except DiskPrefixError as error:
-            log_context(Request(scope)).error = one_line(error.message)
-            log.error("a stream ended early: %s", one_line(error.message))
+            log_context(Request(scope)).error = logged(error)
+            log.error("a stream ended early: %s", logged(error))
             await connection.body(_encoded(self._writer.failure(error)), more=False)
         except ClientDisconnect:
             log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
@@ -99,8 +99,16 @@ class EventStream(Response):
                 await connection.body(self._writer.keepalive())
                 continue
             for reply_event in self._reader.read(event):
-                await connection.body(_encoded(self._writer.events(reply_event)))
+                if isinstance(reply_event, EndEvent | DoneEvent):
+                    # In a thread: all that was said may be in them once more.
+                    data = await asyncio.to_thread(self._written, reply_event)
+                else:
+                    data = self._written(reply_event)
+                await connection.body(data)
         await connection.body(b"", more=False)
+
+    def _written(self, event: ReplyEvent) -> bytes:
+        return _encoded(self._writer.events(event))
 
 
 def _encoded(events: Sequence[ServerSentEvent]) -> bytes:
@@ -135,18 +143,21 @@ class PatientResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = _Connection(send, self._generation, self._clock)
         try:
-            whole = JSONResponse(self._writer.whole(await self._reply(connection)))
+            reply = await self._reply(connection)
             self._generation.close()
+            # In a thread: log probabilities of a long reply are a hundred megabytes.
+            content = await asyncio.to_thread(lambda: json_text(self._writer.whole(reply)))
+            whole = Response(content, media_type=self.media_type)
             if connection.has_begun:
                 await connection.body(bytes(whole.body), more=False)
             else:
                 await whole(scope, receive, send)
         except DiskPrefixError as error:
-            log_context(Request(scope)).error = one_line(error.message)
+            log_context(Request(scope)).error = logged(error)
             if not connection.has_begun:
                 await error_response(scope, error)(scope, receive, send)
                 return
-            log.error("a reply ended early: %s", one_line(error.message))
+            log.error("a reply ended early: %s", logged(error))
         except ClientDisconnect:
             log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
         finally:
@@ -205,8 +216,8 @@ class HeldResponse(Response):
         try:
             response = self._preparing.result()
         except DiskPrefixError as error:
-            log_context(Request(scope)).error = one_line(error.message)
-            log.error("a request that waited cannot be served: %s", one_line(error.message))
+            log_context(Request(scope)).error = logged(error)
+            log.error("a request that waited cannot be served: %s", logged(error))
             if self._is_stream:
                 await send({"type": "http.response.body", "body": early_failure(scope, error), "more_body": False})
             return

@@ -8,12 +8,13 @@ from typing import Any, Literal, TypeVar
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described
 from diskprefix.server.log_context import log_context
+from diskprefix.server.protocols.dialect import json_text
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.server.protocols.strict import Body
 
@@ -65,7 +66,8 @@ async def _answer(request: Request, body: type[B], work: Callable[[PromptRendere
     with daemon.arriving(log_context(request).caller.tenant) as place:
         read = await daemon.bodies.read_json(request, body, place)
         serving = await daemon.ready()
-        return JSONResponse(await daemon.prepare(lambda: work(serving.renderer, read), has_media=False))
+        content = await daemon.prepare(lambda: json_text(work(serving.renderer, read)), has_media=False)
+    return Response(content, media_type="application/json")
 
 
 @router.post("/tokenize", summary="Text to tokens", **described(TokenizeRequest, TokenizeReply))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import jsonschema
 import pytest
 
+from diskprefix.server.protocols import dialect
 from tests.server.agent_model import TEMPLATE
 from tests.server.chat_model import write_chat_model
 from tests.server.scripted import scripted_app
@@ -176,3 +178,41 @@ def test_every_field_takes_a_value_or_refuses_it_by_its_name(client: httpx.Clien
             if error["param"].partition(".")[0] == field:
                 refused.add(field)
     assert fields.keys() - refused <= {"context_management", "metadata", "thread", "chat_template_kwargs"}
+
+
+@pytest.mark.parametrize("depth", [201, 500, 900, 100_000])
+@pytest.mark.parametrize("begin", ["[", '{"a":'])
+def test_arguments_that_are_nested_deeply_are_no_failure_of_the_daemon(
+    client: httpx.Client, depth: int, begin: str
+) -> None:
+    arguments = (begin * depth)[:90_000]
+    if len(arguments) == depth * len(begin):
+        arguments += "1" + {"[": "]", '{"a":': "}"}[begin] * depth
+    called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        USER,
+        {"role": "assistant", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "1", "content": "x"},
+    ]
+    function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    answer = client.post("/v1/chat/completions", json={"messages": messages, "tools": [function]})
+    assert answer.status_code in (200, 400), answer.text
+
+
+def test_the_log_does_not_repeat_wrong_values(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "diskprefix"):
+        answer = client.post("/v1/chat/completions", json={"messages": [USER], "temperature": "my secret words"})
+    assert "my secret words" in answer.json()["error"]["message"]
+    assert "temperature: must be a valid number" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_the_log_names_few_of_the_tools_that_are_left_out(
+    client: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialect, "_told", set())
+    for start in (0, 500):
+        tools = [{"type": f"made_up_{index}"} for index in range(start, start + 500)]
+        with caplog.at_level(logging.INFO, "diskprefix"):
+            assert client.post("/v1/responses", json={"input": "hello", "tools": tools}).status_code == 200
+    assert caplog.text.count("made_up_") == 32

@@ -290,7 +290,7 @@ def test_a_response_of_another_key_or_salt_is_not_found(client: OpenAI, server: 
             lambda: bob.responses.delete(mine.id),
             lambda: bob.responses.input_items.list(mine.id),
             lambda: client.responses.retrieve(salted.id),
-            lambda: bob.responses.retrieve(salted.id, extra_query={"cache_salt": "s"}),
+            lambda: bob.responses.retrieve(salted.id, extra_headers={"x-cache-salt": "s"}),
         ):
             with pytest.raises(openai.NotFoundError):
                 request()
@@ -300,7 +300,7 @@ def test_a_response_of_another_key_or_salt_is_not_found(client: OpenAI, server: 
         ):
             with pytest.raises(openai.BadRequestError):
                 bob.responses.create(**{"model": MODEL, "input": "On."} | cast("Any", fields))
-    assert http.get(f"{ROUTE}/{salted.id}", params={"cache_salt": "s"}).status_code == 200
+    assert http.get(f"{ROUTE}/{salted.id}", headers={"x-cache-salt": "s"}).status_code == 200
     on = {"input": "On.", "previous_response_id": salted.id}
     assert http.post(ROUTE, json=on).status_code == 400
     assert http.post(ROUTE, json=on | {"cache_salt": "s"}).status_code == 200

@@ -71,7 +71,7 @@ def served_tools(tools: Sequence[CustomTool | OtherTool]) -> list[tuple[int, Cus
             message = f"{path}: {kind!r} is run by Anthropic's servers, and no other tool is offered"
             raise InvalidRequest(message, param=path)
         skipped.add(kind)
-    note_left_out(frozenset(skipped), "Anthropic's servers")
+    note_left_out(skipped, "Anthropic's servers")
     return served
 
 

@@ -11,8 +11,9 @@ import pytest
 from diskprefix.chat.messages import CacheMark, Conversation, ImagePart, Message, TextPart, ToolCall
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.body import parse_json
+from diskprefix.server.protocols import dialect
 from diskprefix.server.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
-from diskprefix.server.protocols.dialect import ToolChoice, note_left_out
+from diskprefix.server.protocols.dialect import ToolChoice
 from diskprefix.server.protocols.structured_outputs import TextFormat
 
 USER = {"role": "user", "content": "hello"}
@@ -195,7 +196,7 @@ def test_tools_have_the_form_that_templates_expect() -> None:
 
 
 def test_tools_that_anthropic_runs_are_left_out_beside_others(caplog: pytest.LogCaptureFixture) -> None:
-    note_left_out.cache_clear()
+    dialect._told.clear()
     with caplog.at_level(logging.INFO, "diskprefix"):
         for _ in range(2):
             found = conversation(USER, tools=[SEARCH, *TOOLS])

@@ -6,7 +6,6 @@ response before it. Whoever continues a response uses all that come before it, s
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -16,8 +15,9 @@ from pydantic import TypeAdapter
 
 from diskprefix.errors import InvalidRequest, ResponseNotFound
 from diskprefix.printable import shown
-from diskprefix.server.protocols.dialect import Json
+from diskprefix.server.protocols.dialect import Json, json_text
 from diskprefix.server.protocols.responses.items import Item, ReferenceItem, SpokenItem, item_id, response_of
+from diskprefix.settings import format_size
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes, TenantNotes
 
@@ -25,6 +25,9 @@ log = logging.getLogger("diskprefix")
 
 MAX_STORED_BYTES = 4 << 20
 """Of a stored response, before it is compressed. Compressing as much takes about 20 ms."""
+
+MAX_CONVERSATION_BYTES = 32 << 20
+"""Of the stored responses that one continues: as much as a body may have. On disk they may be a thousandth of it."""
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 Said: TypeAlias = tuple[SpokenItem, str]
@@ -72,8 +75,8 @@ class ResponseStore:
 
     def put(self, response: Json, input_json: bytes) -> None:
         """Store a response. `input_json` is the JSON text of the items of its input."""
-        head = json.dumps({"response": response, "previous": response["previous_response_id"]}, ensure_ascii=False)
-        content = head[:-1].encode("utf-8", "surrogatepass") + b',"input":' + input_json + b"}"
+        head = json_text({"response": response, "previous": response["previous_response_id"]})
+        content = head[:-1] + b',"input":' + input_json + b"}"
         if len(content) > MAX_STORED_BYTES or not self.notes.put(NoteKind.RESPONSE, response["id"], content):
             log.warning("[server] %s is not stored: it is too large, or the store fails", response["id"])
 
@@ -100,9 +103,17 @@ class ResponseStore:
     def _conversation(self, id_: str | None) -> list[Json]:
         """Returns the items up to and with a response's output. Raises `InvalidRequest` if a part of them is gone."""
         turns: list[list[Json]] = []
-        first = id_
+        first, num_bytes = id_, 0
         while id_ is not None:
-            stored = self._find(id_)
+            content = self.notes.get(NoteKind.RESPONSE, id_)
+            num_bytes += len(content or b"")
+            if num_bytes > MAX_CONVERSATION_BYTES:
+                raise InvalidRequest(
+                    f"previous_response_id: the responses before {shown(first or '')!r} and itself have more than "
+                    f"{format_size(MAX_CONVERSATION_BYTES)}; send what is still needed as input",
+                    param="previous_response_id",
+                )
+            stored = _stored(content)
             if stored is None:
                 which = f"response {shown(id_)!r} is not stored here"
                 if id_ != first:
@@ -115,12 +126,15 @@ class ResponseStore:
         return [item for turn in reversed(turns) for item in turn]
 
     def _find(self, id_: str) -> StoredResponse | None:
-        content = self.notes.get(NoteKind.RESPONSE, id_)
-        try:
-            return None if content is None else msgspec.json.decode(content, type=StoredResponse)
-        except msgspec.DecodeError as error:
-            log.warning("[server] a stored response cannot be read: %s", error)
-            return None
+        return _stored(self.notes.get(NoteKind.RESPONSE, id_))
+
+
+def _stored(content: bytes | None) -> StoredResponse | None:
+    try:
+        return None if content is None else msgspec.json.decode(content, type=StoredResponse)
+    except msgspec.DecodeError as error:
+        log.warning("[server] a stored response cannot be read: %s", error)
+        return None
 
 
 def _parsed(items: list[Json]) -> list[SpokenItem]:

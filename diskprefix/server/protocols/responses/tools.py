@@ -58,7 +58,7 @@ class Tools:
                 self.marks.append((len(self.functions), mark))
             self.functions.append({"type": "function", "function": _function(tool)})
             self.paths.append(f"tools.{index}.parameters")
-        note_left_out(frozenset(skipped), "OpenAI's servers")
+        note_left_out(skipped, "OpenAI's servers")
 
 
 def _function(tool: JsonObject) -> JsonObject:

@@ -22,7 +22,8 @@ from diskprefix.chat.messages import (
 )
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.body import parse_json
-from diskprefix.server.protocols.dialect import ToolChoice, note_left_out
+from diskprefix.server.protocols import dialect
+from diskprefix.server.protocols.dialect import ToolChoice
 from diskprefix.server.protocols.responses.body import ResponseRequest
 from diskprefix.server.protocols.responses.items import ReferenceItem, SpokenItem, messages_of, stored_form
 from diskprefix.server.protocols.structured_outputs import TextFormat
@@ -167,7 +168,7 @@ def test_functions_become_tools_of_the_chat_api_in_the_order_of_their_keys() -> 
 
 
 def test_tools_that_openai_would_run_are_skipped_with_one_note(caplog: pytest.LogCaptureFixture) -> None:
-    note_left_out.cache_clear()
+    dialect._told.clear()
     sent = [{"type": "namespace", "name": "n", "tools": [READ]}, READ, {"type": "web_search"}, {"type": "web_search"}]
     with caplog.at_level(logging.INFO, logger="diskprefix"):
         for _ in range(3):

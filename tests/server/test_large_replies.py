@@ -1,0 +1,101 @@
+"""Large replies and stored responses are written beside the event loop, and what is read of them is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from diskprefix.errors import InvalidRequest
+from diskprefix.server.protocols.dialect import json_text
+from diskprefix.server.protocols.openai_chat import ChatWriter
+from diskprefix.server.protocols.responses.stored import MAX_CONVERSATION_BYTES, ResponseStore
+from diskprefix.server.protocols.responses.writer import ResponseWriter
+from diskprefix.store.note_record import NoteKind
+from tests.server.scripted import AppServer, scripted_app
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture(scope="module")
+def server(chat_model: Path) -> Iterator[AppServer]:
+    with scripted_app(chat_model) as running:
+        yield running
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[bool]:
+    """Whether each call of a method is made on the event loop."""
+    calls: list[bool] = []
+    method: Callable[..., Any] = getattr(owner, name)
+
+    def call(*values: Any, **named: Any) -> Any:
+        calls.append(asyncio._get_running_loop() is not None)
+        return method(*values, **named)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+def test_a_whole_reply_is_not_written_on_the_event_loop(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_chat, of_responses = (recorded(monkeypatch, writer, "whole") for writer in (ChatWriter, ResponseWriter))
+    with server.client() as client:
+        assert client.post(CHAT, json=HELLO).json()["choices"][0]["message"]["content"] == "Hello world"
+        assert client.post(RESPONSES, json={"input": "hello"}).json()["status"] == "completed"
+    assert of_chat == of_responses == [False]
+
+
+def test_the_end_of_a_stream_is_not_written_on_the_event_loop(
+    server: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = recorded(monkeypatch, ResponseWriter, "_complete")
+    with server.client() as client:
+        assert "response.completed" in client.post(RESPONSES, json={"input": "hello", "stream": True}).text
+    assert ends == [False]
+
+
+def test_a_stored_response_is_read_within_the_bounds_of_the_queue(
+    server: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arriving: list[int] = []
+    get = ResponseStore.get
+
+    def counted(store: ResponseStore, id_: str) -> Any:
+        arriving.append(server.daemon.num_arriving)
+        return get(store, id_)
+
+    with server.client() as client:
+        made = client.post(RESPONSES, json={"input": "hello"}).json()
+        monkeypatch.setattr(ResponseStore, "get", counted)
+        assert client.get(f"{RESPONSES}/{made['id']}").json() == made
+        assert len(client.get(f"{RESPONSES}/{made['id']}/input_items").json()["data"]) == 1
+    assert arriving == [1, 1]
+
+
+class Chain:
+    """Responses of a megabyte, each of which continues the one before. Counts how often one is read."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    def get(self, _kind: NoteKind, id_: str) -> bytes:
+        self.num_read += 1
+        item = {"type": "message", "role": "user", "content": "x" * (1 << 20)}
+        response = {"id": id_, "output": []}
+        return json.dumps({"response": response, "input": [item], "previous": f"{id_}x"}).encode()
+
+
+def test_a_conversation_of_stored_responses_is_read_up_to_a_bound() -> None:
+    chain = Chain()
+    with pytest.raises(InvalidRequest, match=r"^previous_response_id: .* have more than 32\.0 MiB"):
+        ResponseStore(cast(Any, chain)).items_of("resp_1")
+    assert chain.num_read <= (MAX_CONVERSATION_BYTES >> 20) + 2
+
+
+@pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True, "é\n"]}, {"a": 10**400}, {"a": -(2**64)}, {}])
+def test_json_text_holds_what_it_was_made_from(value: Any) -> None:
+    assert json.loads(json_text(value)) == value
