@@ -10,10 +10,13 @@ from typing import Any
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.syntax import Body, Written
 from diskprefix.chat.output.tools import Tools
+from diskprefix.errors import InvalidRequest
 
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How llguidance lays JSON out: as jinja's tojson does, which is what the model has seen."""
 
+_MOST_CHARS = 1 << 19
+"""Of a grammar. The definitions of a schema are repeated for each argument."""
 _NUMBER = " /[0-9]{1,2}/ "
 _DEFINITIONS = ("$defs", "definitions")
 _JOINED_BY = {"python": ", "}
@@ -39,23 +42,24 @@ class _Grammar:
         self._token_ids = token_ids
         self._special = re.compile("|".join(map(re.escape, sorted(token_ids, key=len, reverse=True))) or r"(?!)")
         self._rules: list[str] = []
+        self._num_chars = 0
 
     def text(self, *, many: bool) -> str:
         calls = [self._call(index, function) for index, function in enumerate(self._functions)]
         written = self._written
         more = f"({self._literal(written.between)} call)*" if many else ""
         start = f"start: {self._literal(written.before)} call {more} {self._literal(written.after)}"
-        return "\n".join([" ".join(start.split()), f"call: {' | '.join(calls)}", *self._rules]) + "\n"
+        return "\n".join([start, f"call: {' | '.join(calls)}", *self._rules]) + "\n"
 
     def _call(self, index: int, function: JsonObject) -> str:
         name = json.dumps(function["name"], ensure_ascii=False) if self._body == "objects" else function["name"]
-        before, after = self._written.call.replace("NAME", name).split("ARGUMENTS")
+        before, after = self._written.call.split("ARGUMENTS")
         schema = function.get("parameters") or {}
         if self._written.argument:
             arguments = self._arguments(index, schema)
         else:
             arguments = self._json(f"arguments_{index}", {"type": "object"} | schema)
-        return self._rule(f"call_{index}", f"{self._literal(before)} {arguments} {self._literal(after)}")
+        return self._rule(f"call_{index}", f"{self._literal(before, NAME=name)} {arguments} {self._literal(after)}")
 
     def _arguments(self, index: int, schema: JsonObject) -> str:
         """Arguments in the order of the schema; those that are not required may be left out."""
@@ -77,21 +81,24 @@ class _Grammar:
 
     def _argument(self, label: str, index: int, key: str, schema: JsonObject) -> str:
         is_text = self._body in ("parameters", "elements") and self._tools.is_text(self._functions[index]["name"], key)
-        written = self._written.argument.replace("KEY", key).replace("IS_TEXT", str(is_text).lower())
-        written = written.replace("TYPE", "string" if is_text else _type_of(schema))
-        before, after = written.split("VALUE")
+        kind = "string" if is_text else _type_of(schema)
+        # Before anything of the client's is in it.
+        before, after = (
+            _filled(part, KEY=key, IS_TEXT=str(is_text).lower(), TYPE=kind)
+            for part in self._written.argument.split("VALUE")
+        )
         if not is_text:
-            value = f"{self._json(f'value_{label}', schema)} {self._literal(after)}"
+            value = f"{self._json(f'value_{label}', schema)} {self._terminals(after)}"
         elif values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
-            value = f"({' | '.join(self._literal(str(one)) for one in values)}) {self._literal(after)}"
+            value = f"({' | '.join(self._terminals(str(one)) for one in values)}) {self._terminals(after)}"
         else:
             value = self._free_text(label, after)
-        return self._rule(f"argument_{label}", f"{self._literal(before)} {value}")
+        return self._rule(f"argument_{label}", f"{self._terminals(before)} {value}")
 
     def _free_text(self, label: str, after: str) -> str:
         """Any text up to what ends it."""
         if self._special.match(after):
-            return f"{self._rule(f'text_{label}', '/(?s:.*)/')} {self._literal(after)}"
+            return f"{self._rule(f'text_{label}', '/(?s:.*)/')} {self._terminals(after)}"
         return self._rule(f"text_{label}[suffix={json.dumps(after)}]", "/(?s:.*)/", name=f"text_{label}")
 
     def _json(self, name: str, schema: Any) -> str:
@@ -99,10 +106,17 @@ class _Grammar:
         return self._rule(name, f"%json {json.dumps(schema | options, ensure_ascii=False)}")
 
     def _rule(self, head: str, expression: str, *, name: str | None = None) -> str:
-        self._rules.append(f"{head}: {' '.join(expression.split()) if not expression.startswith('%') else expression}")
+        self._num_chars += len(expression)
+        if self._num_chars > _MOST_CHARS:
+            raise InvalidRequest(f"tools: make a grammar of more than {_MOST_CHARS} characters", param="tools")
+        self._rules.append(f"{head}: {expression}")
         return name or head
 
-    def _literal(self, text: str) -> str:
+    def _literal(self, template: str, **values: str) -> str:
+        """Returns a part of a template, with its values in place, as terminals."""
+        return _NUMBER.join(self._terminals(_filled(part, **values)) for part in template.split("INDEX"))
+
+    def _terminals(self, text: str) -> str:
         """Returns `text` as terminals; the empty text as none."""
         pieces = []
         at = 0
@@ -111,16 +125,17 @@ class _Grammar:
             at = found.end()
         pieces.append(text[at:])
         return " ".join(
-            f"<[{self._token_ids[piece]}]>"
-            if piece in self._token_ids
-            else _NUMBER.join(map(_quoted, piece.split("INDEX")))
+            f"<[{self._token_ids[piece]}]>" if piece in self._token_ids else json.dumps(piece, ensure_ascii=False)
             for piece in pieces
             if piece
         )
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _filled(template: str, **values: str) -> str:
+    """Returns a part of a template with its values in place, whatever words stand in these."""
+    if not values:
+        return template
+    return re.sub("|".join(sorted(values, key=len, reverse=True)), lambda found: values[found[0]], template)
 
 
 def _type_of(schema: Any) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from diskprefix.chat.output.families import FAMILIES
 from diskprefix.chat.output.formats import FamilyFormat
+from diskprefix.errors import InvalidRequest
 from tests.chat.output.replies import NAMES, format_named, read, tool
 
 BYTES = llguidance.LLTokenizer("byte")
@@ -53,6 +54,30 @@ def test_what_a_grammar_generates_is_parsed_back(name: str, many: bool) -> None:
         assert many or len(reply.calls) == 1
         for called, arguments in reply.parsed_calls:
             assert REQUIRED[called] <= set(arguments), text
+
+
+HARD = "NAME_ARGUMENTS_KEY_VALUE_IS_TEXT_MIME_TYPE_INDEX"
+PLACED = tool(HARD, **{HARD: {"type": "boolean"}, "TYPE": {"enum": [HARD, "a  INDEX"]}, "KEY": {"type": "boolean"}})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_and_values_may_hold_the_words_of_a_template(name: str) -> None:
+    format = format_named(name)
+    grammar = format.call_grammar([PLACED], many=False)
+    assert llguidance.LLMatcher.validate_grammar(grammar, BYTES) == ""
+    text = next(text for seed in range(50) if (text := generated(grammar, seed)) is not None)
+    ((called, arguments),) = read(format, [text], [PLACED], "<|start|>assistant").parsed_calls
+    assert called == HARD
+    assert {HARD, "TYPE", "KEY"} <= set(arguments)
+    assert arguments["TYPE"] in (HARD, "a  INDEX")
+
+
+def test_a_grammar_does_not_grow_beyond_its_limit() -> None:
+    """The definitions are repeated for each argument."""
+    asked = tool("find", **{f"a{i}": {"$ref": "#/$defs/d"} for i in range(1000)})
+    asked["function"]["parameters"]["$defs"] = {"d": {"description": "x" * 10_000}}
+    with pytest.raises(InvalidRequest, match="tools: make a grammar of more than"):
+        format_named("pythonic").call_grammar([asked], many=False)
 
 
 def test_a_tag_that_is_a_special_token_is_written_as_that_token() -> None:
