@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from diskprefix.engine.constraint import ConstrainedReply
 from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.job import Choice, Job
 from diskprefix.engine.request import GenerateRequest, Stage
@@ -52,14 +53,15 @@ def new_job(served: ServedModel, ticket: Ticket, num_arrived: int) -> Job:
             on_stage(Stage("save", began, ended, {"bytes": num_bytes}))
 
         job.cached.on_written(on_written)
-    choices = [_choice(served, job, index, num_arrived + index + 1) for index in range(request.sampling.n)]
+    first = None if request.constraint is None else served.constraints.begin(request.constraint)
+    replies = [first] + [first and first.another() for _ in range(1, request.sampling.n)]
+    choices = [_choice(served, job, index, num_arrived + index + 1, reply) for index, reply in enumerate(replies)]
     job.choices, job.unforked = choices[:1], choices[1:]
     return job
 
 
-def _choice(served: ServedModel, job: Job, index: int, arrived: int) -> Choice:
+def _choice(served: ServedModel, job: Job, index: int, arrived: int, constraint: ConstrainedReply | None) -> Choice:
     request, layout = job.request, served.cache.layout
-    constraint = None if request.constraint is None else served.constraints.begin(request.constraint)
     prompt_tokens = len(request.prompt.token_ids)
     in_steps = not (layout.is_one_pass or layout.unsupported or request.prompt.media)
     return Choice(

@@ -1,27 +1,30 @@
 """Which tokens a reply may go on with: llguidance parses what was written, and computes the masks of what may follow.
 
-A mask depends on the tokens before it only. It is computed on a thread of its own, while the engine computes the logits
-that it is for.
+A mask depends on the tokens before it only. It is computed on a thread of the request, while the engine computes the
+logits that it is for. If that takes longer, the engine computes others meanwhile: see `ConstrainedReply.is_ready`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from copy import copy
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
 
-from diskprefix.engine.grammar import LIMITS, explained, grammar_of
+from diskprefix.engine.grammar import explained, grammar_of, matcher_of
 from diskprefix.engine.request import Constraint, FreeText
+from diskprefix.engine.trial import TokenizerText, Trials
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import first_line
 
-_THREADS = 2
+T = TypeVar("T")
 
 
 class ConstraintCompiler:
@@ -34,7 +37,9 @@ class ConstraintCompiler:
         self._eos = eos
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="masks")
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called on another thread when a mask is ready."""
+        self._trials = Trials(self._tokenizer_text)
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -44,29 +49,32 @@ class ConstraintCompiler:
                 self._tokenizer = self._read_tokenizer()
             return self._tokenizer
 
-    def check(self, constraint: Constraint, *, param: str) -> None:
-        """Raises `InvalidRequest` for a constraint that cannot be compiled, with its place: a path below `param`.
+    def check(
+        self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = MappingProxyType({})
+    ) -> Constraint:
+        """Returns the constraint that the engine may be given: of a grammar, in Lark.
 
-        This may take a second, so it is not for the event loop.
+        Raises as `Trials.run`. This takes seconds at most, so it is not for the event loop.
         """
-        self.matcher(constraint, param=param)
+        lark = self._trials.run(constraint, param, parts)
+        return constraint if lark is None else replace(constraint, kind="lark", source=lark)
 
-    def matcher(self, constraint: Constraint, *, param: str = "constraint") -> LLMatcher:
-        """Returns a matcher at its beginning. Raises as `check`."""
-        tokenizer = self.tokenizer
-        matcher = LLMatcher(tokenizer, grammar_of(constraint, param), log_level=0, limits=LIMITS)
-        # What no text satisfies compiles, but has no first token.
-        matcher.compute_bitmask()
+    def matcher(self, constraint: Constraint) -> LLMatcher:
+        """Returns a matcher at its beginning. Raises `InvalidRequest` for a constraint that `check` refuses.
+
+        Of others than those that `check` returned, this may take any time and memory.
+        """
+        matcher = matcher_of(self.tokenizer, grammar_of(constraint, "constraint"))
         if matcher.is_error():
-            raise explained(constraint, param, matcher.get_error())
+            raise explained(constraint, "constraint", matcher.get_error())
         return matcher
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._trials.close()
 
     def begin(self, constraint: Constraint) -> ConstrainedReply:
-        """Returns a reply at its beginning. It compiles the constraint on another thread."""
-        return ConstrainedReply(self, self._threads, constraint)
+        """Returns the first reply to a request, at its beginning. It compiles the constraint on another thread."""
+        return ConstrainedReply(self, constraint, _Beginning(self, constraint))
 
     def all_but_end(self) -> torch.Tensor:
         """Returns the mask of free text, which cannot be the end of the reply: True for tokens that end it."""
@@ -84,25 +92,53 @@ class ConstraintCompiler:
         return tokens if max(tokens, default=0) < self.vocab_size else []
 
     def _read_tokenizer(self) -> LLTokenizer:
-        known = len(self._hf_tokenizer)
-        eos = sorted(token for token in self._eos if token < known) or None
+        text, num_tokens, eos = self._tokenizer_text()
         try:
-            return from_tokenizer(self._hf_tokenizer, n_vocab=max(known, self.vocab_size), eos_token=eos)
+            return LLTokenizer(text, n_vocab=num_tokens, eos_token=eos)
         except Exception as error:  # llguidance raises ValueError, and tokenizers raises nothing narrower
             raise InvalidRequest(
                 f"this model's tokenizer cannot be used to constrain a reply: {first_line(error)}", code="unsupported"
             ) from error
 
+    def _tokenizer_text(self) -> TokenizerText:
+        known = len(self._hf_tokenizer)
+        backend = copy(self._hf_tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        eos = sorted(token for token in self._eos if token < known) or None
+        return TokenizerText(backend.to_str(), max(known, self.vocab_size), eos)
+
+
+class _Beginning:
+    """What the replies to one request share: its thread, and the constraint, compiled once.
+
+    What a client's grammar costs delays no other request. The thread ends when nobody refers to this any more.
+    """
+
+    def __init__(self, compiler: ConstraintCompiler, constraint: Constraint) -> None:
+        self._compiler = compiler
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self.matcher: Future[LLMatcher] = self._thread.submit(compiler.matcher, constraint)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Has `work` done when what was submitted before is done."""
+        future = self._thread.submit(work)
+        on_ready = self._compiler.on_ready
+        future.add_done_callback(lambda _: on_ready())
+        return future
+
 
 class ConstrainedReply:
     """One reply under a constraint. Before each token `forbidden` is asked for, then `accept` is told the token.
 
-    Both raise `InvalidRequest` for a constraint that is too complex at this point, or does not compile.
+    Both raise `InvalidRequest` for a constraint that is too complex at this point, or does not compile. They wait until
+    `is_ready`.
     """
 
-    def __init__(self, compiler: ConstraintCompiler, threads: ThreadPoolExecutor, constraint: Constraint) -> None:
+    def __init__(self, compiler: ConstraintCompiler, constraint: Constraint, beginning: _Beginning) -> None:
         self._compiler = compiler
-        self._threads = threads
+        self._constraint = constraint
+        self._beginning = beginning
         self._matcher: LLMatcher
         """Set by the first task; later it is used by one thread at a time, because each waits for the one before."""
         self._before = constraint.before
@@ -114,9 +150,18 @@ class ConstrainedReply:
         """Whether the tokens of the opening that have come may begin the constrained text too."""
         if self._before is not None and self._before.begin is None:
             self._free = _FreeText(self._before.end)
-        self._next: Future[torch.Tensor] = threads.submit(self._start, constraint)
+        self._next: Future[torch.Tensor] = beginning.submit(self._start)
         self.is_complete = False
         """Whether the reply can only end here."""
+
+    def another(self) -> ConstrainedReply:
+        """Returns another reply to the same request, at its beginning."""
+        return ConstrainedReply(self._compiler, self._constraint, self._beginning)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `forbidden` and `accept` return at once. `ConstraintCompiler.on_ready` tells when it becomes true."""
+        return self._next.done()
 
     def forbidden(self) -> torch.Tensor:
         """Returns a mask, True for each token that must not come next, bool of shape [vocab_size]. The caller may
@@ -148,10 +193,10 @@ class ConstrainedReply:
         if not self._opening:
             self._matcher.reset()
             self._free = _FreeText(before.end)
-            self._next = self._threads.submit(self._mask)
+            self._next = self._beginning.submit(self._mask)
             return
         self._is_kept = self._is_kept and self._matcher.try_consume_tokens([token]) == 1
-        self._next = self._threads.submit(self._mask if self._is_kept else self._compiler.all)
+        self._next = self._beginning.submit(self._mask if self._is_kept else self._compiler.all)
 
     def _accept_free(self, free: _FreeText, token: int) -> bool:
         tokenizer = self._compiler.tokenizer
@@ -174,12 +219,13 @@ class ConstrainedReply:
             raise _too_complex(self._matcher)
         self.is_complete = self._matcher.is_stopped()
         if not self.is_complete:
-            self._next = self._threads.submit(self._mask)
+            self._next = self._beginning.submit(self._mask)
 
-    def _start(self, constraint: Constraint) -> torch.Tensor:
-        self._matcher = self._compiler.matcher(constraint)
-        if constraint.before is not None and constraint.before.begin is not None:
-            self._opening = self._compiler.tokens_of(constraint.before.begin)
+    def _start(self) -> torch.Tensor:
+        # It shares what is computed of the constraint.
+        self._matcher = self._beginning.matcher.result().deep_copy()
+        if self._before is not None and self._before.begin is not None:
+            self._opening = self._compiler.tokens_of(self._before.begin)
         return self._mask()
 
     def _mask(self) -> torch.Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
-from llguidance import LLMatcher, LLParserLimits, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
@@ -14,6 +15,14 @@ from diskprefix.printable import escaped
 
 _MOST_CHARS = 1 << 19
 """Of a schema or grammar."""
+_MOST_PARTS = 10_000
+"""Schemas in a schema."""
+_MOST_PATTERNS = 64
+"""Names in one `patternProperties`: that no text has two of them is proven for each pair."""
+_MOST_JOINED = 32
+"""Members of one `allOf`, which are multiplied out."""
+_MOST_REPEATED = 100_000
+"""The product of repetitions inside each other in a regex. A text that they force is written out at once."""
 _MOST_TRIES = 256
 """Parts of a schema that are compiled to find the one at fault."""
 _MOST_MESSAGE_CHARS = 300
@@ -30,34 +39,62 @@ _JSON_OPTIONS = {
     "coerce_one_of": False,
 }
 
+_MOST_DIGITS = 9
+_REGEX_PIECE = re.compile(r"\\.|\{\d*,(\d+)\}|\{(\d+),?\}|.", re.DOTALL)
+
 Path = tuple[str | int, ...]
+JsonSchema: TypeAlias = dict[str, Any]
 
 
 def grammar_of(constraint: Constraint, param: str) -> str:
     """Returns the grammar of a constraint without `before`.
 
-    Raises `InvalidRequest`, which names `param`, for what cannot be read. The rest may still fail to compile: see
-    `explained`.
+    Raises `InvalidRequest`, which names `param` or a path below it, for what cannot be read and what exceeds the limits
+    of this module. The rest may still fail to compile: see `explained`.
     """
     source = constraint.source
-    if len(source) > _MOST_CHARS:
-        raise _invalid(param, f"has {len(source)} characters; at most {_MOST_CHARS} are compiled")
+    _require_short(source, param)
     try:
         match constraint.kind:
             case "json_object":
                 return _json_grammar({"type": "object"})
             case "json_schema":
                 schema = json.loads(source)
-                _require_distinct_keys(schema, param)
+                _require_bounded(schema, param)
                 return _json_grammar(schema)
             case "regex":
+                _require_few_repetitions(source, param)
                 return LLMatcher.grammar_from_regex(source)
             case "choice":
                 return _choice_grammar(json.loads(source))
             case "grammar":
                 return grammar_from("grammar", source)
+            case "lark":
+                return source
     except (ValueError, RecursionError) as error:
         raise _invalid(param, str(error)) from error
+
+
+def reason_against(tokenizer: LLTokenizer, constraint: Constraint, param: str) -> str:
+    """Returns why a constraint cannot be compiled, "" if it can. Raises as `grammar_of`.
+
+    This may take any time and memory.
+    """
+    matcher = matcher_of(tokenizer, grammar_of(constraint, param))
+    return matcher.get_error() if matcher.is_error() else ""
+
+
+def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Returns a matcher of a grammar at its beginning, with the first mask computed. It may be in an error state."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    # What no text satisfies compiles, but has no first token.
+    matcher.compute_bitmask()
+    return matcher
+
+
+def lark_of(constraint: Constraint) -> str | None:
+    """Returns the source of a grammar in Lark, None for another constraint."""
+    return grammar_from("grammar", constraint.source) if constraint.kind == "grammar" else None
 
 
 def explained(constraint: Constraint, param: str, reason: str) -> InvalidRequest:
@@ -97,15 +134,75 @@ def _choice_grammar(choices: Any) -> str:
     return grammar_from("choice", json.dumps(choices))
 
 
-def _require_distinct_keys(schema: Any, param: str) -> None:
+def _require_short(source: str, param: str) -> None:
+    if len(source) > _MOST_CHARS:
+        raise _invalid(param, f"has {len(source)} characters; at most {_MOST_CHARS} are compiled")
+
+
+def _require_bounded(schema: Any, param: str) -> None:
+    """Raises `InvalidRequest`, with the path of the part at fault, for what cannot be guaranteed or costs too much."""
+    num_parts = 0
+
+    def check(part: Any, place: str) -> None:
+        nonlocal num_parts
+        if not isinstance(part, dict):
+            return
+        num_parts += 1
+        if num_parts > _MOST_PARTS:
+            raise _invalid(param, f"has more than {_MOST_PARTS} parts")
+        _require_distinct_keys(part, place)
+        _require_few_members(part, place)
+        for path, inner in _parts(part):
+            check(inner, _joined(place, path))
+
+    check(schema, param)
+
+
+def _require_distinct_keys(schema: JsonSchema, place: str) -> None:
     """Raises `InvalidRequest` for a schema that counts the keys of an object: llguidance lets a reply repeat one."""
-    if not isinstance(schema, dict):
-        return
     least, required = schema.get("minProperties", 0), schema.get("required", ())
     if isinstance(least, int) and isinstance(required, list | tuple) and least > max(1, len(required)):
-        raise _invalid(param, "minProperties above 1 cannot be guaranteed; name the properties in required")
-    for path, part in _parts(schema):
-        _require_distinct_keys(part, _joined(param, path))
+        raise _invalid(place, "minProperties above 1 cannot be guaranteed; name the properties in required")
+
+
+def _require_few_members(schema: JsonSchema, place: str) -> None:
+    for key, most in (("patternProperties", _MOST_PATTERNS), ("allOf", _MOST_JOINED)):
+        members = schema.get(key)
+        if isinstance(members, dict | list) and len(members) > most:
+            raise _invalid(_joined(place, (key,)), f"has {len(members)} members; at most {most} are compiled")
+    patterns = schema.get("patternProperties")
+    for pattern in patterns if isinstance(patterns, dict) else ():
+        _require_few_repetitions(pattern, _joined(place, ("patternProperties", pattern)))
+    if isinstance(pattern := schema.get("pattern"), str):
+        _require_few_repetitions(pattern, _joined(place, ("pattern",)))
+
+
+def _require_few_repetitions(pattern: str, place: str) -> None:
+    if repeated(pattern) > _MOST_REPEATED:
+        raise _invalid(place, f"repeats something more than {_MOST_REPEATED} times, with repetitions in repetitions")
+
+
+def repeated(pattern: str) -> int:
+    """Returns how often a regex repeats what it repeats most: `((a{2}){3}|b{4}){5}` 30 times. `*` and `+` are once."""
+    groups, last, is_class = [1], 1, False
+    for found in _REGEX_PIECE.finditer(pattern):
+        piece, counts = found[0], found[1] or found[2]
+        if is_class:
+            is_class = piece != "]"
+        elif piece == "[":
+            is_class, last = True, 1
+        elif piece == "(":
+            groups.append(1)
+        elif piece == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] = max(groups[-1], last)
+        elif counts:
+            # What has more digits than these is too much in any case.
+            last = min(last * max(1, int(counts[:_MOST_DIGITS])), _MOST_REPEATED + 1)
+            groups[-1] = max(groups[-1], last)
+        else:
+            last = 1
+    return max(groups)
 
 
 def _joined(param: str, path: Path) -> str:

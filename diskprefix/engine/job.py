@@ -47,6 +47,18 @@ class DraftSequence:
         return self.slot.arena
 
 
+@dataclass(eq=False)
+class HeldLogits:
+    """Logits whose tokens are sampled when it is known what the constraint allows."""
+
+    logits: torch.Tensor
+    """Shape [1 + guesses, vocab]."""
+    guesses: list[int]
+    """The tokens that the rows behind the first one were computed with."""
+    had_guesses: bool
+    """Whether guesses must be taken back, of these or of rows before."""
+
+
 @dataclass(eq=False, kw_only=True)
 class Choice(Sequence):
     """One of the `n` replies to a request. It has a `state` while it is computed, and a `slot` if that is an arena."""
@@ -64,6 +76,8 @@ class Choice(Sequence):
     """What the draft model has of it."""
     foretold: tuple[int, FinishReason | None] | None = None
     """The first token, and why the reply ends with it, if it was sent while the prompt was being restored."""
+    held: HeldLogits | None = None
+    """It is in no step meanwhile."""
     is_finished: bool = False
 
     def place(self, slot: Slot) -> None:

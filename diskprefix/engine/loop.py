@@ -44,6 +44,7 @@ class Loop:
         self._bringers = ThreadPoolExecutor(served.max_sequences, thread_name_prefix="kv-bring")
         """Each waits for the shared tier for one request, and no other request waits for that."""
         self._is_ending = False
+        served.constraints.on_ready = inbox.wake
 
     def run(self) -> None:
         """Returns when the inbox is stopped. Raises `DeviceLost`."""
@@ -74,6 +75,10 @@ class Loop:
             self._replies.foretell(*self._foretold.popleft())
         while self._fetched:
             self._begin(self._fetched.popleft())
+        for job in list(self._running.jobs):
+            for choice in [choice for choice in job.choices if choice.held is not None and not job.is_over]:
+                with self._running.failing(job):
+                    self._replies.resume(choice)
         for job in [job for job in self._running.jobs if job.unforked]:
             self._replies.fork(job)
         if self._readmit():
@@ -250,7 +255,8 @@ class Loop:
         self._served.figures.preemptions += 1
         self._scheduler.remove(choice)
         self._pool.release(choice.slot, keep=False)
-        choice.slot = choice.state = None
+        # What was held is computed again, too.
+        choice.slot = choice.state = choice.held = None
         choice.num_computed = 0
         self._running.preempted.append(choice)
         job = choice.job

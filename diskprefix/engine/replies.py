@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from diskprefix.engine.job import Choice, Job
+from diskprefix.engine.job import Choice, HeldLogits, Job
 from diskprefix.engine.request import DoneEvent, FinishEvent, FinishReason
 from diskprefix.engine.running import Running
 from diskprefix.engine.scheduler import Scheduler
@@ -43,6 +43,8 @@ class Replies:
         if not job.is_fetching or job.request.reports_progress or not self._served.reply_limit(job.request):
             return
         choice = job.choices[0]
+        if not choice.sampler.is_ready:
+            return
         try:
             choice.foretold = self._send_next(choice, logits)
         except Exception as error:  # noqa: BLE001 (the loop raises it)
@@ -53,11 +55,25 @@ class Replies:
         guess count if it is what was sampled. All other guesses are taken back."""
         draft = choice.draft[: len(logits) - 1]
         choice.job.num_drafted += len(draft)
-        for guessed, of_next in zip([*draft, None], logits, strict=True):
+        self._sample(choice, HeldLogits(logits, draft, had_guesses=bool(draft)))
+
+    def resume(self, choice: Choice) -> None:
+        """Goes on with a reply whose logits were held, if it is known by now what its constraint allows."""
+        if choice.held is not None and choice.sampler.is_ready:
+            held, choice.held = choice.held, None
+            self._sample(choice, held)
+
+    def _sample(self, choice: Choice, held: HeldLogits) -> None:
+        for row, guessed in enumerate([*held.guesses, None]):
+            if not self._can_sample(choice):
+                # A view would keep the logits of all sequences of the step.
+                choice.held = HeldLogits(held.logits[row:].clone(), held.guesses[row:], held.had_guesses)
+                self._scheduler.remove(choice)
+                return
             try:
-                token, reason = self._next(choice, of_next)
+                token, reason = self._next(choice, held.logits[row])
             except NonFiniteLogits:
-                if not draft:
+                if not held.had_guesses:
                     raise
                 self._compute_again(choice)
                 return
@@ -65,12 +81,17 @@ class Replies:
                 break
             choice.num_computed += 1
             choice.job.num_accepted += 1
-        if draft:
+        if held.had_guesses:
             choice.take_back()
         if reason is None:
             self._scheduler.add(choice)
         else:
             self._finish(choice, reason)
+
+    def _can_sample(self, choice: Choice) -> bool:
+        """Whether the next token is known without waiting for what the constraint allows."""
+        is_known = choice.foretold is not None or not self._served.reply_limit(choice.job.request)
+        return is_known or choice.sampler.is_ready
 
     def fork(self, job: Job) -> None:
         """Begins the other choices, as many as there is memory for, with a copy of the prompt's state."""

@@ -53,11 +53,11 @@ class Constraint:
     """What a reply must be.
 
     `source` is the JSON text of the schema, the regex (syntax of Rust's `regex`, without anchors), the grammar (Lark as
-    llguidance has it, or GBNF), or a JSON list of the strings to choose from; "" for any JSON object. `before` is the
-    text in front of it.
+    llguidance has it, or GBNF; of kind "lark" it is never GBNF), or a JSON list of the strings to choose from; "" for
+    any JSON object. `before` is the text in front of it.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "lark", "choice"]
     source: str
     before: FreeText | None = None
 

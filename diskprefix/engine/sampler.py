@@ -63,6 +63,11 @@ class Sampler:
         """Whether the constraint lets nothing follow what was sampled."""
         return self._constraint is not None and self._constraint.is_complete
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `sample` returns at once: it waits for what the constraint allows."""
+        return self._constraint is None or self._constraint.is_ready
+
     def sample(self, logits: torch.Tensor) -> int:
         """Returns the next token for next-token `logits`, shape [vocab].
 

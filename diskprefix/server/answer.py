@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
 from fastapi import APIRouter
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from diskprefix.cache_options import CacheOptions
@@ -115,10 +116,17 @@ async def _submitted(request: Request, dialect: Dialect[B], body: B, place: Exit
         if trace is not None:
             trace.add(Stage("template", began, time.perf_counter(), {"tokens": len(replayed.prompt.token_ids)}))
         on_stage = None if trace is None else trace.add
-        reader, generate = await asyncio.to_thread(_request, serving, asked, replayed, cache, dialect, on_stage)
+        make_request = partial(_request, serving, asked, replayed, cache, dialect, on_stage)
+        if asked.is_constrained:
+            made = await daemon.threads.compile(context.caller.tenant, request.is_disconnected, make_request)
+        else:
+            made = await daemon.threads.run("rendering", make_request)
+        if made is None:
+            raise ClientDisconnect
+        reader, generate = made
     prompt = replayed.prompt
     if daemon.settings.log_prompts:
-        context.prompt_text = await asyncio.to_thread(serving.engine.tokenizer.decode, prompt.token_ids)
+        context.prompt_text = await daemon.threads.run("rendering", serving.engine.tokenizer.decode, prompt.token_ids)
     head = Head(
         id=generate.id,
         created=int(time.time()),
@@ -169,7 +177,7 @@ async def prompt_of(
             replayed = Replayed(renderer.completion(wanted, encodings))
         return replayed, None if replayed.prompt.media else serving.engine.cache.load(cache.tenant)
 
-    replayed, loading = await daemon.prepare(make_prompt, has_media=has_media)
+    replayed, loading = await daemon.threads.run("media" if has_media else "rendering", make_prompt)
     if loading is not None:
         # It takes long for a tenant who was not here lately. Others may wait for it too when this client goes away.
         await asyncio.shield(asyncio.wrap_future(loading))
@@ -192,7 +200,7 @@ def _request(
 ) -> tuple[RememberingReader, GenerateRequest]:
     """Returns what the engine gets, and what reads the reply. Without a conversation, all of the reply is content.
 
-    Raises `InvalidRequest` for a constraint that cannot be compiled, which may take a second.
+    Raises `InvalidRequest` for a constraint that cannot be compiled, which may take seconds.
     """
     prompt, memory = replayed.prompt, reply_memory(serving, cache, replayed.origin)
     is_chat, choice = isinstance(asked.prompt, Conversation), asked.tool_choice

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from diskprefix.errors import GOT, InvalidRequest, QueueFull
 from diskprefix.printable import shown
 from diskprefix.server.protocols.strict import REFUSED
+from diskprefix.server.threads import Threads
 from diskprefix.settings import format_size
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -44,9 +45,10 @@ with the bodies that take most."""
 class Bodies:
     """Reads the bodies of requests, and bounds the memory of those that are read, parsed and rendered at one time."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, threads: Threads) -> None:
         """`max_bytes` is the largest size of a body."""
         self._max_bytes = max_bytes
+        self._threads = threads
         self._arriving_bytes = 0
         self._memory = _Budget(_BODIES_IN_MEMORY * max_bytes)
 
@@ -60,9 +62,9 @@ class Bodies:
         with ExitStack() as arriving:
             body = await self._read(request, arriving)
             if len(body) > _SMALL_BYTES:
-                await self._memory.take(await asyncio.to_thread(_memory_of, body), place)
+                await self._memory.take(await self._threads.run("parsing", _memory_of, body), place)
             # In a thread, because a large body would block the event loop.
-            return await asyncio.to_thread(parse_json, body, model)
+            return await self._threads.run("parsing", parse_json, body, model)
 
     async def _read(self, request: Request, arriving: ExitStack) -> bytes:
         too_large = HTTPException(

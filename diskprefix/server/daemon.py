@@ -10,9 +10,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.template import PromptRenderer
@@ -25,14 +24,13 @@ from diskprefix.server.notify import notify
 from diskprefix.server.prefix_breaks import PrefixBreaks
 from diskprefix.server.recent import RecentRequests
 from diskprefix.server.serving import Serving
+from diskprefix.server.threads import Threads
 from diskprefix.server.tracing import Tracing
 from diskprefix.settings import Settings
 from diskprefix.tenant import Tenant
 
 if TYPE_CHECKING:
     from diskprefix.engine.engine import Engine
-
-T = TypeVar("T")
 
 log = logging.getLogger("diskprefix")
 
@@ -46,7 +44,6 @@ class Daemon:
 
     def __init__(self, settings: Settings, load_engine: EngineLoader) -> None:
         self.settings = settings
-        self.bodies = Bodies(settings.max_body_bytes)
         self.metrics = ServerMetrics()
         self.breaks = PrefixBreaks()
         endpoint = settings.otlp_traces_endpoint
@@ -78,8 +75,8 @@ class Daemon:
         self._arriving: list[Tenant] = []
         """The callers of the requests that are being read, one item for each request."""
         self._thread: threading.Thread | None = None
-        self._media_thread = ThreadPoolExecutor(1, thread_name_prefix="media")
-        """The thread starts with the first image or sound."""
+        self.threads = Threads()
+        self.bodies = Bodies(settings.max_body_bytes, self.threads)
 
     @property
     def status(self) -> Status:
@@ -141,14 +138,6 @@ class Daemon:
             place.callback(self._arriving.remove, caller)
             yield place
 
-    async def prepare(self, work: Callable[[], T], *, has_media: bool) -> T:
-        """Runs `work` in a thread and returns its result.
-
-        Images and sounds take seconds and hundreds of megabytes. They are prepared one request after the other, in a
-        thread of their own, so that requests with text only do not wait for them.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._media_thread if has_media else None, work)
-
     def start_loading(self) -> None:
         """Starts the thread that loads; `on_ready` or `on_failure` is called on the running event loop."""
         self._loop = loop = asyncio.get_running_loop()
@@ -161,19 +150,19 @@ class Daemon:
         self._stopping = True
         self._is_decided.set()
         if self.serving is not None:
-            await asyncio.to_thread(self.serving.inbox.stop, grace_s)
+            await self.threads.run("stopping", self.serving.inbox.stop, grace_s)
 
     async def close(self) -> None:
         """Drains without grace, then flushes and closes the cache."""
         await self.drain(0)
-        self._media_thread.shutdown(wait=False, cancel_futures=True)
         serving, self.serving = self.serving, None
         if serving is not None:
             notify(STATUS="stopping: writing what is not on disk yet")
-        if serving is not None and not await asyncio.to_thread(serving.engine.close):
+        if serving is not None and not await self.threads.run("stopping", serving.engine.close):
             log.warning("[disk-cache] not everything could be written in time; what was written is intact")
         if self.tracing is not None:
-            await asyncio.to_thread(self.tracing.close)
+            await self.threads.run("stopping", self.tracing.close)
+        self.threads.close()
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         def report(line: str) -> None:

@@ -207,11 +207,12 @@ class _Server(uvicorn.Server):
 
 
 def _end(daemon: Daemon) -> None:
-    """Raises the error that ended the daemon. Exits at once if the load still runs: its thread cannot be stopped."""
+    """Raises the error that ended the daemon. Exits at once if a thread still loads or works for a client: it cannot be
+    stopped."""
     if daemon.failure is not None:
         raise daemon.failure
     log.info("stopped")
-    if daemon.is_loading:
+    if daemon.is_loading or daemon.threads.are_busy:
         logging.shutdown()
         sys.stderr.flush()
         os._exit(0)

@@ -66,7 +66,7 @@ async def _answer(request: Request, salt: str | None, read: Callable[[ResponseSt
     daemon: Daemon = request.app.state.daemon
     with daemon.arriving(log_context(request).caller.tenant):
         store = await _store(request, salt)
-        content = await asyncio.to_thread(lambda: json_text(read(store)))
+        content = await daemon.threads.run("rendering", lambda: json_text(read(store)))
     return Response(content, media_type="application/json")
 
 

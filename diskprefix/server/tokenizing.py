@@ -66,7 +66,7 @@ async def _answer(request: Request, body: type[B], work: Callable[[PromptRendere
     with daemon.arriving(log_context(request).caller.tenant) as place:
         read = await daemon.bodies.read_json(request, body, place)
         serving = await daemon.ready()
-        content = await daemon.prepare(lambda: json_text(work(serving.renderer, read)), has_media=False)
+        content = await daemon.threads.run("rendering", lambda: json_text(work(serving.renderer, read)))
     return Response(content, media_type="application/json")
 
 

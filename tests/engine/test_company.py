@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from diskprefix.app import load_engine
 from diskprefix.cache_options import CacheOptions
+from diskprefix.engine.constraint import forbidden_by
 from diskprefix.engine.engine import Engine
-from diskprefix.engine.request import Constraint, GenerateRequest, SamplingParams
+from diskprefix.engine.request import Constraint, DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import ContextTooLong, DiskPrefixError
 from diskprefix.kv.arena import bytes_for
 from diskprefix.model import runner
@@ -37,6 +40,7 @@ from tests.engine.driving import (
 )
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
+from tests.waiting import wait_for
 
 BLOCK, POSITIONS = 64, 4096
 BIAS = {2: -100.0}
@@ -132,6 +136,67 @@ def test_each_request_gets_the_reply_that_it_gets_alone(engine: Engine) -> None:
         for choice in range(one.sampling.n):
             assert client.tokens_of(choice) == alone(engine, one).tokens_of(choice), one.id
         assert client.done.usage.completion_tokens == one.sampling.n * (one.sampling.max_tokens or 0)
+
+
+CONSTRAINED = {"n": 3, "temperature": 1.0, "seed": 2, "constraint": WORDS}
+
+
+@pytest.mark.parametrize("num_before", [0, 4], ids=["the first", "a later one"])
+def test_a_mask_that_is_not_ready_delays_nobody_else(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    held_request = request(tokens(80, 6), **CONSTRAINED)
+    wanted = alone(engine, held_request)
+    go_on, computed = threading.Event(), []
+
+    def slow(matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
+        computed.append(None)
+        assert len(computed) <= num_before or go_on.wait(120)
+        return forbidden_by(matcher, vocab_size)
+
+    monkeypatch.setattr("diskprefix.engine.constraint.forbidden_by", slow)
+    with running(engine) as inbox:
+        held = Client(inbox, held_request)
+        wait_for(lambda: len(computed) > num_before)
+        free = Client(inbox, request(tokens(60, 2)))
+        wait_for(lambda: free.events and isinstance(free.events[-1], DoneEvent))
+        assert not any(isinstance(event, DoneEvent) for event in held.events)
+        go_on.set()
+    assert held.done
+    assert [held.tokens_of(choice) for choice in range(3)] == [wanted.tokens_of(choice) for choice in range(3)]
+
+
+def test_a_reply_whose_mask_never_comes_can_be_cancelled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, computed = threading.Event(), []
+
+    def stuck(*_: object) -> torch.Tensor:
+        computed.append(None)
+        assert go_on.wait(120)
+        raise AssertionError("nobody waits for it")
+
+    monkeypatch.setattr("diskprefix.engine.constraint.forbidden_by", stuck)
+    with running(engine) as inbox:
+        held = Client(inbox, request(tokens(80, 6), **CONSTRAINED))
+        wait_for(lambda: computed)
+        held.ticket.cancel()
+        inbox.wake()
+        wait_until_idle(inbox)
+    go_on.set()
+    assert not any(isinstance(event, DoneEvent) for event in held.events)
+
+
+def test_a_constraint_is_compiled_once_for_all_choices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    matcher_of = engine.constraints.matcher
+
+    def noted(constraint: Constraint) -> LLMatcher:
+        compiled.append(constraint)
+        return matcher_of(constraint)
+
+    monkeypatch.setattr(engine.constraints, "matcher", noted)
+    (client,) = run_together(engine, [request(tokens(80, 6), **CONSTRAINED)])
+    assert client.done
+    assert compiled == [WORDS]
 
 
 @pytest.mark.parametrize(("name", "exact_at"), [("qwen3_next", "grid"), ("deepseek_v3", "token")])

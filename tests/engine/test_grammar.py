@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from diskprefix.engine.constraint import ConstraintCompiler
+from diskprefix.engine.grammar import repeated
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
 from tests.model import tiny
@@ -130,9 +132,15 @@ REFUSED = {
     ),
     "a product of choices": (
         "json_schema",
-        json.dumps({"allOf": [{"anyOf": [{"minimum": i}, {"maximum": i}]} for i in range(40)]}),
+        json.dumps({"allOf": [{"anyOf": [{"minimum": i}, {"maximum": i}]} for i in range(30)]}),
         "too large",
     ),
+    "a proof that takes minutes": (
+        "json_schema",
+        json.dumps({"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}b.*$"} for i in range(30)]}),
+        "too complex to be compiled",
+    ),
+    "regex of many states": ("regex", "((a{1000}){1000}){1000}", "repeats something"),
     "deep regex": ("regex", "(" * DEEP + "a" + ")" * DEEP, "nested"),
     "deep grammar": ("grammar", "start: " + "(" * DEEP + '"a"' + ")" * DEEP, "deeply nested"),
     "deep other grammar": ("grammar", "root ::= " + "(" * DEEP + '"a"' + ")" * DEEP, "recursion"),
@@ -148,10 +156,75 @@ def test_hostile_constraints_are_refused(compiler: ConstraintCompiler, name: str
     assert message in refusal(compiler, kind, source).message
 
 
+PATTERNS: dict[str, Any] = {f"^a{{{i}}}.*b{{{i}}}$": {} for i in range(1, 2001)}
+LIMITED = {
+    ".items.patternProperties": {"items": {"patternProperties": PATTERNS}},
+    ".allOf": {"allOf": [{}] * 100},
+    ".items.pattern": {"items": {"type": "string", "pattern": "(x[(]{3}|((a{100}){100}){100})*"}},
+    ".patternProperties.(a{1000}){1000}": {"patternProperties": {"(a{1000}){1000}": {}}},
+    "": {"anyOf": [{"const": i} for i in range(20_000)]},
+}
+
+
+@pytest.mark.parametrize("place", LIMITED)
+def test_what_is_too_much_is_refused_by_its_number_with_its_place(compiler: ConstraintCompiler, place: str) -> None:
+    error = refusal(compiler, "json_schema", json.dumps(LIMITED[place]))
+    assert error.param == f"format.it{place}"
+    assert re.search(r"\d+", error.message)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "times"),
+    [
+        ("", 1),
+        ("a*b+c?", 1),
+        ("a{7}|b{9}", 9),
+        ("((a{2}){3}|b{4}){5}", 30),
+        ("a{2}{3}", 6),
+        ("(a{2,}){,4}(b{3,5})", 8),
+        (r"\(a{3}\){4}", 4),
+        (r"[({\]]{3}[^)]{2}", 3),
+        ("(a{0}){9}", 9),
+        ("a{99999999999999999999}", 100_001),
+        ("{}{a}{{2}", 2),
+        (")))a{2}", 2),
+    ],
+)
+def test_repetitions_in_repetitions_are_multiplied(pattern: str, times: int) -> None:
+    assert repeated(pattern) == times
+
+
+def test_of_several_schemas_the_one_at_fault_is_named(compiler: ConstraintCompiler) -> None:
+    bad = {"properties": {"z": {"uniqueItems": True}}}
+    with pytest.raises(InvalidRequest) as caught:
+        compiler.check(
+            Constraint(kind="lark", source=f"start: a\na: %json {json.dumps(bad)}"),
+            param="tools",
+            parts={"tools.0.parameters": "{}", "tools.1.parameters": json.dumps(bad)},
+        )
+    assert caught.value.param == "tools.1.parameters.properties.z"
+
+
+def test_a_grammar_in_another_syntax_is_converted_where_it_is_tried(compiler: ConstraintCompiler) -> None:
+    """The conversion is quadratic, and nobody can interrupt it."""
+    checked = compiler.check(Constraint(kind="grammar", source='root ::= "a" [0-9]'), param="it")
+    assert checked.kind == "lark"
+    assert "start:" in checked.source
+    assert compiler.check(Constraint(kind="lark", source='start: "::="'), param="it").source == 'start: "::="'
+
+
+def test_a_trial_whose_server_was_killed_is_made_again(compiler: ConstraintCompiler) -> None:
+    constraint = Constraint(kind="regex", source="ab")
+    assert compiler.check(constraint, param="it") == constraint
+    server = compiler._trials._server
+    assert server is not None
+    server.kill()
+    assert compiler.check(constraint, param="it") == constraint
+
+
 LARGE = {
     "long text": ("json_schema", '{"minLength": 1000000000, "type": "string"}'),
     "long list": ("json_schema", '{"minItems": 1000000000, "type": "array"}'),
-    "regex of many states": ("regex", "((a{1000}){1000}){1000}"),
     "regex that counts back": ("regex", "(.*a.{500}){20}"),
     "many choices": ("choice", json.dumps([f"option {i}" for i in range(3000)])),
     "many names": ("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(500)}})),

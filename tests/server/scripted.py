@@ -166,6 +166,7 @@ class ScriptedEngine:
             raise
 
     def close(self) -> bool:
+        self.constraints.close()
         self.closed.set()
         return True
 

@@ -180,7 +180,7 @@ def test_a_call_that_is_asked_for_constrains_the_reply(client: OpenAI, engine: S
     assert called(ask(client, tool_choice=choice).choices[0].message) == [("write", {"path": "b"})]
     constraint = engine.requests[-1].constraint
     assert constraint is not None
-    assert constraint.kind == "grammar"
+    assert constraint.kind == "lark"
     assert ("read" in constraint.source) is (choice == "required")
 
 

@@ -15,6 +15,7 @@ from diskprefix.errors import InvalidRequest, QueueFull
 from diskprefix.server.body import MOST_PARTS, MOST_VALUES, Bodies
 from diskprefix.server.protocols.fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from diskprefix.server.protocols.strict import Body
+from diskprefix.server.threads import Threads
 from tests.server.scripted import AppServer, scripted_app
 
 MIB = 1 << 20
@@ -48,7 +49,7 @@ async def read(bodies: Bodies, body: bytes, place: ExitStack) -> Anything:
 
 def test_a_large_body_waits_until_the_one_before_is_rendered_and_a_small_one_does_not() -> None:
     async def scenario() -> None:
-        bodies, first, second, small = Bodies(2 * MIB), ExitStack(), ExitStack(), ExitStack()
+        bodies, first, second, small = Bodies(2 * MIB, Threads()), ExitStack(), ExitStack(), ExitStack()
         await read(bodies, body_of("x", 2 * MIB), first)
         waiting = asyncio.create_task(read(bodies, body_of("x", 2 * MIB), second))
         assert (await read(bodies, b'{"a": 1}', small)).a == 1
@@ -62,7 +63,7 @@ def test_a_large_body_waits_until_the_one_before_is_rendered_and_a_small_one_doe
 
 def test_what_waits_for_memory_and_is_cancelled_takes_none() -> None:
     async def scenario() -> None:
-        bodies, first, second = Bodies(2 * MIB), ExitStack(), ExitStack()
+        bodies, first, second = Bodies(2 * MIB, Threads()), ExitStack(), ExitStack()
         await read(bodies, body_of("x", 2 * MIB), first)
         waiting = asyncio.create_task(read(bodies, body_of("x", 2 * MIB), ExitStack()))
         while not bodies._memory._turn.locked():
@@ -77,7 +78,7 @@ def test_what_waits_for_memory_and_is_cancelled_takes_none() -> None:
 
 def test_bodies_that_arrive_slowly_leave_room_for_small_ones() -> None:
     async def scenario() -> None:
-        bodies = Bodies(MIB)
+        bodies = Bodies(MIB, Threads())
         slow = [
             asyncio.create_task(bodies.read_json(request_of(b"x" * (MIB - 1), more=True), Anything, ExitStack()))
             for _ in range(4)
@@ -100,11 +101,11 @@ def test_bodies_that_arrive_slowly_leave_room_for_small_ones() -> None:
 def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(value: str) -> None:
     body = f'{{"a": [{",".join([value] * MOST_PARTS)}]}}'.encode()
     with pytest.raises(InvalidRequest, match=f"at most {MOST_PARTS} are read"):
-        asyncio.run(read(Bodies(32 * MIB), body, ExitStack()))
+        asyncio.run(read(Bodies(32 * MIB, Threads()), body, ExitStack()))
 
 
 def test_a_body_of_too_many_numbers_is_refused_and_one_of_many_tokens_is_not() -> None:
-    bodies = Bodies(32 * MIB)
+    bodies = Bodies(32 * MIB, Threads())
     with pytest.raises(InvalidRequest, match=f"at most {MOST_VALUES} are read"):
         asyncio.run(read(bodies, json.dumps({"a": [1] * (MOST_VALUES + 1)}).encode(), ExitStack()))
     assert len(asyncio.run(read(bodies, json.dumps({"a": [1] * MIB}).encode(), ExitStack())).a) == MIB
@@ -113,7 +114,9 @@ def test_a_body_of_too_many_numbers_is_refused_and_one_of_many_tokens_is_not() -
 @pytest.mark.parametrize("text", ["[],{}", '"[', "\\", '\\"', 'a\\\\"b,c: ["d"]'])
 def test_what_stands_in_a_text_is_no_value(text: str) -> None:
     value = text * MOST_PARTS
-    found = asyncio.run(read(Bodies(32 * MIB), json.dumps({"a": [value, [value[:100]]]}).encode(), ExitStack()))
+    found = asyncio.run(
+        read(Bodies(32 * MIB, Threads()), json.dumps({"a": [value, [value[:100]]]}).encode(), ExitStack())
+    )
     assert found.a == [value, [value[:100]]]
 
 

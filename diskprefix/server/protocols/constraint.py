@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Protocol
 
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.output.events import ReasoningDelta
 from diskprefix.chat.output.format import OutputFormat
 from diskprefix.engine.request import Constraint, FreeText
-from diskprefix.errors import InvalidRequest
 from diskprefix.server.protocols.dialect import Asked
 from diskprefix.server.protocols.structured_outputs import TextFormat
 
@@ -18,16 +18,17 @@ _START = re.compile(r"^start\b(?=\s*:)", re.MULTILINE)
 
 
 class Check(Protocol):
-    """Raises `InvalidRequest`, with a path below `param`, for a constraint that cannot be compiled."""
+    """Returns what the engine is given for a constraint. Raises `InvalidRequest`, with a path below `param`, for one
+    that cannot be compiled; below a key of `parts` if that schema is at fault."""
 
-    def __call__(self, constraint: Constraint, *, param: str) -> None: ...
+    def __call__(self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = ...) -> Constraint: ...
 
 
 def constraint_of(asked: Asked, output_format: OutputFormat, prompt_end: str, check: Check) -> Constraint | None:
     """Returns what the reply must be; None: anything.
 
     A reply that may call tools but need not is constrained only where the client asks for JSON: then it is either that,
-    or calls. Raises `InvalidRequest` for what cannot be compiled; this may take a second.
+    or calls. Raises `InvalidRequest` for what cannot be compiled; this may take seconds.
     """
     if not isinstance(asked.prompt, Conversation):
         return None if asked.text_format is None else _checked_text(asked.text_format, None, check)
@@ -38,14 +39,14 @@ def constraint_of(asked: Asked, output_format: OutputFormat, prompt_end: str, ch
         if thought is not None and thought.begin is None and not _is_thinking(output_format, prompt_end):
             # What ends this thought begins an answer, and a model that is to call must not begin one.
             thought = None
-        return _checked_calls(asked.prompt, Constraint(kind="grammar", source=grammar, before=thought), check)
+        return _checked_calls(asked.prompt, Constraint(kind="lark", source=grammar, before=thought), check)
     if asked.text_format is None:
         return None
     constraint = _checked_text(asked.text_format, thought, check)
     if not tools or constraint.kind not in ("json_schema", "json_object"):
         return constraint
     grammar = _either(output_format.call_grammar(tools, many=choice.many), constraint)
-    return _checked_calls(asked.prompt, Constraint(kind="grammar", source=grammar, before=thought), check)
+    return _checked_calls(asked.prompt, Constraint(kind="lark", source=grammar, before=thought), check)
 
 
 def _thought_before(output_format: OutputFormat, prompt_end: str) -> FreeText | None:
@@ -68,21 +69,14 @@ def _is_thinking(output_format: OutputFormat, prompt_end: str) -> bool:
 
 
 def _checked_text(wanted: TextFormat, before: FreeText | None, check: Check) -> Constraint:
-    constraint = Constraint(kind=wanted.kind, source=wanted.source, before=before)
-    check(constraint, param=wanted.path)
-    return constraint
+    return check(Constraint(kind=wanted.kind, source=wanted.source, before=before), param=wanted.path)
 
 
 def _checked_calls(conversation: Conversation, constraint: Constraint, check: Check) -> Constraint:
     """Raises `InvalidRequest`, with the path of the schema at fault if it is that of one tool's arguments."""
-    try:
-        check(constraint, param="tools")
-    except InvalidRequest:
-        for tool, path in zip(conversation.tools or (), conversation.tool_paths, strict=False):
-            schema = tool["function"].get("parameters") or {}
-            check(Constraint(kind="json_schema", source=json.dumps(schema)), param=path)
-        raise
-    return constraint
+    schemas = (tool["function"].get("parameters") or {} for tool in conversation.tools or ())
+    parts = dict(zip(conversation.tool_paths, map(json.dumps, schemas), strict=False))
+    return check(constraint, param="tools", parts=parts)
 
 
 def _either(calls: str, text: Constraint) -> str:

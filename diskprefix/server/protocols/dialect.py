@@ -107,6 +107,11 @@ class Asked:
     text_format: TextFormat | None = None
     return_progress: bool = False
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the client says what the reply must be."""
+        return self.text_format is not None or self.tool_choice.mode == "required"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:

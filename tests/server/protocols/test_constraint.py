@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,15 @@ class Parser:
 
 
 @pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> ConstraintCompiler:
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConstraintCompiler]:
     from transformers import AutoTokenizer
 
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return ConstraintCompiler(tokenizer, {tokenizer.eos_token_id}, VOCAB_SIZE)
+    compiler = ConstraintCompiler(tokenizer, {tokenizer.eos_token_id}, VOCAB_SIZE)
+    yield compiler
+    compiler.close()
 
 
 def found(
