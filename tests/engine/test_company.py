@@ -138,7 +138,7 @@ def test_each_request_gets_the_reply_that_it_gets_alone(engine: Engine) -> None:
         assert client.done.usage.completion_tokens == one.sampling.n * (one.sampling.max_tokens or 0)
 
 
-CONSTRAINED = {"n": 3, "temperature": 1.0, "seed": 2, "constraint": WORDS}
+CONSTRAINED: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 2, "constraint": WORDS}
 
 
 @pytest.mark.parametrize("num_before", [0, 4], ids=["the first", "a later one"])
@@ -147,7 +147,7 @@ def test_a_mask_that_is_not_ready_delays_nobody_else(
 ) -> None:
     held_request = request(tokens(80, 6), **CONSTRAINED)
     wanted = alone(engine, held_request)
-    go_on, computed = threading.Event(), []
+    go_on, computed = threading.Event(), list[None]()
 
     def slow(matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
         computed.append(None)
@@ -167,7 +167,7 @@ def test_a_mask_that_is_not_ready_delays_nobody_else(
 
 
 def test_a_reply_whose_mask_never_comes_can_be_cancelled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, computed = threading.Event(), []
+    go_on, computed = threading.Event(), list[None]()
 
     def stuck(*_: object) -> torch.Tensor:
         computed.append(None)
