@@ -303,6 +303,9 @@ def test_what_was_purged_is_forgotten_in_memory_too(engine: Engine) -> None:
 def test_memory_forgets_what_was_to_be_kept_for_a_time_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     one = request(tokens(300))
     run_together(engine, [replace(one, cache=replace(one.cache, ttl_s=60))])
+    # What waits to be written is in memory, too.
+    engine.cache.settle()
+    assert engine.cache.writer.flush(30)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     (client,) = run_together(engine, [one])
