@@ -1,4 +1,4 @@
-"""One store with saved conversations for all tests of this folder, which only read it."""
+"""A store with saved conversations for the tests of a file, which may save more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diskprefix.store.snapshot import Snapshot
 from tests.browse.saved_chats import ALICE, SavedChats, chat
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SavedChats]:
     """Three conversations that share a system prompt, one of Alice's, one of another agent, one of another build of
     which a part was kept."""
