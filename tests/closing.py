@@ -25,6 +25,9 @@ LISTED = {
     "needs root": "CI of a fork may not be root",
     "this process may use a GPU": "the test is about machines without one",
     "the kernel cannot populate pages": "Linux before 5.14",
+    "the kernel does not tell": "systems other than Linux",
+    "needs two processors": "the test is about where threads run",
+    "no operators of this CPU": "a CPU without bfloat16",
 }
 """Skips that CI accepts: a part of the reason that the test gives, and why it is accepted."""
 

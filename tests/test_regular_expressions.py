@@ -25,6 +25,7 @@ USES = ("match", "fullmatch", "search", "sub", "split", "finditer", "findall")
 MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "chat/output/calls.py": [(r'<invoke name="(?P<name>[^"\n]+)">', ("match",))],
     "chat/output/channels.py": [],
+    "chat/output/grammar.py": [("ARGUMENTS|VALUE", ("sub",))],
     "chat/output/dialects.py": [(r"<(/?)([\w.\-]+)>", ("split",))],
     "chat/output/parser.py": [],
     "settings.py": [(r"""\s*(\[+\s*)?["']?key["']?\s*[=.\]]""", ("match",))],

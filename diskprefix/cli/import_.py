@@ -123,6 +123,8 @@ def import_(
         if settings.model is not None:
             # Before `become_owner`, which may change the working directory.
             _require_model(settings, readers)
+        key_file = settings.namespace_key_file
+        namespace = None if key_file is None else NamespaceKey.read(key_file)
         folder = become_owner(kv_cache_dir)
         if settings.model is None and not force:
             if not (folder / DATA).is_file():
@@ -134,7 +136,10 @@ def import_(
         with progress("verifying", _raw_bytes(readers)) as advance:
             for reader in readers:
                 verify_payloads(reader, advance)
-        results = _planned(folder, readers) if dry_run else _imported(replace(settings, kv_cache_dir=folder), readers)
+        if dry_run:
+            results = _planned(folder, readers)
+        else:
+            results = _imported(replace(settings, kv_cache_dir=folder), namespace, readers)
     if as_json:
         entries = [{"file": str(path)} | asdict(result) for path, result in zip(files, results, strict=True)]
         print_json({"dry_run": dry_run, "entries": entries})
@@ -159,14 +164,13 @@ def _planned(folder: Path, readers: Sequence[EntryReader]) -> list[Imported]:
         return [plan_import(store, reader) for reader in readers]
 
 
-def _imported(settings: Settings, readers: Sequence[EntryReader]) -> list[Imported]:
-    key_file = settings.namespace_key_file
+def _imported(settings: Settings, namespace: NamespaceKey | None, readers: Sequence[EntryReader]) -> list[Imported]:
     with advised():
         store = open_target(
             settings.kv_cache_dir,
             budget_bytes=settings.kv_cache_budget,
             min_free_bytes=settings.kv_cache_min_free,
-            namespace=None if key_file is None else NamespaceKey.read(key_file),
+            namespace=namespace,
         )
     try:
         store.codec = Codec[settings.kv_cache_codec.upper()]

@@ -149,7 +149,7 @@ def find_entry(
         return found[0]
     if found:
         raise SettingsError(f"{len(found)} entries start with {beginning!r}; {_SEE_IDS}")
-    ids = grown_from(snapshot, store.secret, beginning)
+    ids = [id_ for id_ in grown_from(snapshot, store.secret, beginning) if any(info.id == id_ for info in entries)]
     if not ids:
         raise SettingsError(f"no entry starts with {beginning!r}; {_SEE_IDS}")
     if len(ids) > 1 or not may_have_grown:

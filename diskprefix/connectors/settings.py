@@ -48,7 +48,6 @@ def connector_settings(config: Mapping[str, Any], page_tokens: int) -> Settings:
         raise SettingsError("path: must name the folder of the store")
     given = {NAMES[key]: _converted(key, value) for key, value in config.items() if value is not None}
     given.setdefault("kv_cache_write_buffer", _WRITE_BUFFER)
-    # Nearly as fast as raw from memory, and a third smaller; next to vLLM's own work the difference is not seen.
     given.setdefault("block_size", page_tokens * math.ceil(_LEAST_BLOCK / page_tokens))
     with own_names():
         settings = Settings(**given)

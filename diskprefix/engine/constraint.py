@@ -56,6 +56,8 @@ class ConstraintCompiler:
 
         Raises as `Trials.run`. This takes seconds at most, so it is not for the event loop.
         """
+        # That the tokenizer cannot be used is said here: the process of the trials would only end.
+        _ = self.tokenizer
         lark = self._trials.run(constraint, param, parts)
         return constraint if lark is None else replace(constraint, kind="lark", source=lark)
 

@@ -122,6 +122,7 @@ class Trials:
             return True
 
     def _start_server(self) -> None:
+        tokenizer = self._tokenizer()
         self._control, theirs = socket.socketpair()
         with theirs:
             # A group of its own, so that its trials end with it.
@@ -133,7 +134,7 @@ class Trials:
                 process_group=0,
             )
         with suppress(OSError):
-            send_tokenizer(self._control, *self._tokenizer())
+            send_tokenizer(self._control, *tokenizer)
 
     def _end_server(self) -> None:
         server, self._server = self._server, None

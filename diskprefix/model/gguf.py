@@ -74,6 +74,8 @@ def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path
                 report(f"{folder} is incomplete, damaged or of another version; making it again")
             work = models / f"{_PARTIAL}{name}"
             try:
+                # Of a process that was killed while this one waited.
+                shutil.rmtree(work, ignore_errors=True)
                 work.mkdir()
                 _publish(build(work), folder)
             finally:

@@ -74,14 +74,15 @@ class Bodies:
         if declared.isdigit() and int(declared) > self._max_bytes:
             raise too_large
         body = bytearray()
+        arriving.callback(lambda: self._forget(len(body)))
         started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout_at(started + _BODY_S) as limit:
                 async for chunk in request.stream():
                     body += chunk
+                    self._arriving_bytes += len(chunk)
                     if len(body) > self._max_bytes:
                         raise too_large
-                    self._count(len(chunk), arriving)
                     if len(body) > _SMALL_BYTES and self._arriving_bytes > _BODIES_ARRIVING * self._max_bytes:
                         message = "other requests with large bodies are being read; try again later"
                         raise QueueFull(message, retry_after_s=1)
@@ -91,14 +92,8 @@ class Bodies:
             raise HTTPException(408, message, {"Connection": "close"}) from error
         return bytes(body)
 
-    def _count(self, num_bytes: int, arriving: ExitStack) -> None:
-        """Counts bytes until `arriving` is closed."""
-
-        def forget() -> None:
-            self._arriving_bytes -= num_bytes
-
-        self._arriving_bytes += num_bytes
-        arriving.callback(forget)
+    def _forget(self, num_bytes: int) -> None:
+        self._arriving_bytes -= num_bytes
 
 
 class _Budget:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any, Literal, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
@@ -25,20 +26,17 @@ class Threads:
             kind: ThreadPoolExecutor(number, thread_name_prefix=kind) for kind, number in _NUM_THREADS.items()
         }
         self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
-        self._num_running = 0
+        self._begun: set[Future[Any]] = set()
 
     @property
     def are_busy(self) -> bool:
         """Whether some work has not ended. It cannot be ended from outside."""
-        return self._num_running > 0
+        return any(not work.done() for work in tuple(self._begun))
 
     async def run(self, kind: Kind, work: Callable[..., T], *values: Any) -> T:
-        """Runs `work` in a thread and returns its result."""
-        self._num_running += 1
-        running = asyncio.get_running_loop().run_in_executor(self._of[kind], work, *values)
-        running.add_done_callback(self._ended)
-        # Who waits may be cancelled, and the work goes on.
-        return await asyncio.shield(running)
+        """Runs `work` in a thread and returns its result. Work that has not begun is left out if the caller is
+        cancelled."""
+        return await asyncio.wrap_future(self._submit(kind, work, *values))
 
     async def compile(
         self, caller: Hashable, is_gone: Callable[[], Awaitable[bool]], work: Callable[[], T]
@@ -47,17 +45,31 @@ class Threads:
 
         Returns None, and does nothing, if `is_gone` says then that nobody waits for it.
         """
-        turn = self._turns.setdefault(caller, asyncio.Lock())
-        async with turn:
-            return None if await is_gone() else await self.run("compiling", work)
+        loop, turn = asyncio.get_running_loop(), self._turns.setdefault(caller, asyncio.Lock())
+
+        def pass_on(_: Future[T]) -> None:
+            # At the end of the process, nobody may be left to have a turn.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(turn.release)
+
+        with ExitStack() as held:
+            await turn.acquire()
+            held.callback(turn.release)
+            if await is_gone():
+                return None
+            running = self._submit("compiling", work)
+            # The turn lasts as long as the work, also if nobody waits for that any more.
+            held.pop_all()
+        running.add_done_callback(pass_on)
+        return await asyncio.wrap_future(running)
 
     def close(self) -> None:
         """Lets nothing begin any more."""
         for executor in self._of.values():
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _ended(self, running: asyncio.Future[Any]) -> None:
-        self._num_running -= 1
-        if not running.cancelled():
-            # Nobody may be there any more to see it.
-            running.exception()
+    def _submit(self, kind: Kind, work: Callable[..., T], *values: Any) -> Future[T]:
+        running = self._of[kind].submit(work, *values)
+        self._begun.add(running)
+        running.add_done_callback(self._begun.discard)
+        return running

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -61,8 +61,10 @@ class Writer:
         self._touches: dict[bytes, Use] = {}
         self._damaged: dict[bytes, bytes] = {}
         self._models: tuple[ModelRecord, ...] = ()
-        self._unrecorded: tuple[ModelRecord, ...] = ()
-        """Those of `_models` that the store may not know yet."""
+        self._is_told = False
+        """Whether a model came that the thread has not looked at."""
+        self._are_recorded = True
+        """Whether the store knows all `_models`."""
         self._roots: dict[bytes, RootRecord] = {}
         """The root record of the publication that is being written. It can replace a damaged one."""
         self.pending: Mapping[bytes, NewNode] = MappingProxyType({})
@@ -143,7 +145,7 @@ class Writer:
         """Have the store remember that it is served with this model, also where a new file takes its place."""
         with self._changed:
             self._models += (model,)
-            self._unrecorded += (model,)
+            self._is_told, self._are_recorded = True, False
             self._changed.notify_all()
 
     def quarantine(self, name: bytes, parent: bytes) -> None:
@@ -204,10 +206,10 @@ class Writer:
                 self._changed.wait_for(self._has_work, _TOUCH_INTERVAL_S)
                 publication = self._next()
                 damaged, self._damaged = self._damaged, {}
-                models, self._unrecorded = self._unrecorded, ()
+                is_told, self._is_told = self._is_told, False
                 closing = self._closing
-            if models:
-                self._attempt(partial(self._record, models))
+            if is_told:
+                self._attempt(self._record)
             for name, parent in damaged.items():
                 self._attempt(partial(self._quarantine, name, parent))
             # Before the publication, which may replace what was used.
@@ -224,7 +226,7 @@ class Writer:
                 self._attempt(self._maintain)
 
     def _has_work(self) -> bool:
-        return bool(self._next() or self._damaged or self._unrecorded or self._closing or self.notes.is_waiting)
+        return bool(self._next() or self._damaged or self._is_told or self._closing or self.notes.is_waiting)
 
     def _wake(self) -> None:
         with self._changed:
@@ -288,7 +290,10 @@ class Writer:
         """The publications of a chain count as one that is dropped."""
         self.dropped += publication.chain.lose()
 
-    def _record(self, models: Sequence[ModelRecord]) -> None:
+    def _record(self) -> None:
+        """Have the store know all models. What fails is tried again when the folder is looked at."""
+        with self._changed:
+            models = self._models
         with self._store.snapshot() as snapshot:
             new = [model for model in models if snapshot.record("meta", model_key(model.identity)) is None]
         if new:
@@ -296,6 +301,8 @@ class Writer:
             with self._store.changes() as changes:
                 for model in new:
                     changes.put_model(model)
+        with self._changed:
+            self._are_recorded = models == self._models
 
     def _quarantine(self, name: bytes, parent: bytes) -> None:
         self.quarantined += self._store.quarantine(name, parent)
@@ -311,10 +318,11 @@ class Writer:
     def _maintain(self) -> None:
         if self._store.maintain():
             self._recover()
-            with self._changed:
-                self._unrecorded = self._models
+            self._are_recorded = False
         self._look()
         self._expire()
+        if not self._are_recorded:
+            self._record()
 
     def _expire(self) -> None:
         """Remove expired nodes at intervals. The first time is soon after the start."""

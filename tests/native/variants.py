@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
+
+import pytest
 
 from diskprefix.native import build, library
 
@@ -14,10 +18,16 @@ WITH_PAIRS = ("amx", "avx512_bf16")
 """Variants with products in bfloat16 of their own, which take matrices in bfloat16 too."""
 
 
+def of_this_cpu(among: Sequence[str] = VARIANTS) -> list[Any]:
+    """Returns those of the variants that the tests run, the best one first; a skipped test's parameter if there are
+    none."""
+    found = [name for name in _of_this_cpu() if name in among]
+    return found or [pytest.param("", marks=pytest.mark.skip(reason="no operators of this CPU"))]
+
+
 @cache
-def of_this_cpu() -> tuple[str, ...]:
-    """Returns the variants, the best one first. Compiles the operators if they are out of date; without a compiler the
-    tests fail."""
+def _of_this_cpu() -> tuple[str, ...]:
+    """Compiles the operators if they are out of date; without a compiler the tests fail."""
     if not build.is_current():
         build.build()
         library._loaded.cache_clear()

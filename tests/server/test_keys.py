@@ -121,7 +121,7 @@ def test_a_file_that_is_private_is_read(file: Path, mode: int) -> None:
     assert ApiKeys(file).caller(f"Bearer {ALICE}") is not None
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
 def test_a_file_of_another_user_is_refused(file: Path) -> None:
     os.chown(file, 12345, -1)
     assert "uid 12345" in refusal(file, ALICE)

@@ -69,6 +69,36 @@ def test_a_caller_compiles_one_after_the_other_and_nobody_else_waits(threads: Th
     assert [name for name in began if name != "other"] == ["own 0", "own 1", "own 2"]
 
 
+def test_work_of_a_client_that_left_does_not_begin_and_what_began_keeps_its_turn(threads: Threads) -> None:
+    began: list[str] = []
+    go_on = threading.Event()
+
+    def work(name: str) -> None:
+        began.append(name)
+        assert go_on.wait(WAIT_S)
+
+    async def leave() -> None:
+        async with asyncio.timeout(WAIT_S):
+            tasks = [
+                asyncio.create_task(threads.compile("caller", nobody_left, partial(work, name)))
+                for name in ("first", "second")
+            ]
+            tasks += [asyncio.create_task(threads.run("media", work, name)) for name in ("running", "waiting")]
+            while len(began) < 2:
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            third = asyncio.create_task(threads.compile("caller", nobody_left, partial(work, "third")))
+            assert await threads.compile("other", nobody_left, lambda: 1) == 1
+            assert sorted(began) == ["first", "running"]
+            go_on.set()
+            await third
+            assert await threads.run("media", lambda: 2) == 2
+
+    asyncio.run(leave())
+    assert sorted(began) == ["first", "running", "third"]
+
+
 def test_nothing_is_compiled_for_a_client_that_left(threads: Threads) -> None:
     async def left() -> bool:
         return True

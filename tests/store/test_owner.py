@@ -19,7 +19,7 @@ from diskprefix.store.store import Store
 from tests.faults.isolated import run_isolated
 from tests.store.building import BLOCK, open_store, prompt, publication
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can work in the folders of other users")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to work in the folders of other users")
 
 OWNER, GROUP, STRANGER = 12345, 12346, 54321
 NAMES = ("data.mdb", "lock.mdb", "diskprefix.lock")

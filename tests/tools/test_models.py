@@ -71,7 +71,7 @@ def test_the_parts_are_joined_in_order_verified_converted_and_the_gguf_is_kept(m
     assert folder == models / "Tiny-Parts"
     assert is_finished(folder)
     assert hashlib.sha256((folder / "tiny.gguf").read_bytes()).hexdigest() == model.sha256
-    assert sorted(path.name for path in models.iterdir()) == [".lock", "Tiny-Parts"]
+    assert sorted(path.name for path in models.iterdir()) == [".lock-Tiny-Parts", "Tiny-Parts"]
     assert lines[0].startswith("fetching Tiny-Parts")
     loaded = [
         load_model(Settings(model=str(path), weights="native"), lines.append) for path in (folder, folder / "tiny.gguf")
@@ -92,7 +92,7 @@ def test_parts_in_another_order_are_refused_and_not_kept(model: SplitModel, mode
         real_models.split_folder(turned, print)
     assert model.sha256 in caught.value.message
     assert "\n" not in caught.value.message
-    assert [path.name for path in models.iterdir()] == [".lock"]
+    assert [path.name for path in models.iterdir()] == [".lock-Tiny-Parts"]
 
 
 def test_a_model_that_cannot_be_fetched_is_none_with_the_reason(

@@ -338,24 +338,26 @@ def _differences(wanted: Identity, model: ModelRecord) -> list[str]:
     except StoreCorrupt:
         return ["an identity cannot be read"]
     names = sorted((name for name in here | there if here.get(name) != there.get(name)), key=_place)
-    return [line for name in names for line in _differing(name, there.get(name, ""), here.get(name, ""))]
+    lines = (_differing(name, there.get(name, ""), here.get(name, "")) or [shown(name)] for name in names)
+    return [line for of_one in lines for line in of_one]
 
 
 def _place(field: str) -> tuple[bool, bool, str]:
     return field != "weights_digest", field.startswith("layout"), field
 
 
-def _differing(name: str, there: str, here: str) -> Iterator[str]:
-    """Yields how one field differs. Of JSON objects, such as the architecture, those of their values that do."""
+def _differing(name: str, there: str, here: str) -> list[str]:
+    """Returns how one field differs. Of JSON objects, such as the architecture, those of their values that do."""
     try:
         objects = [json.decode(text, type=dict[str, Any]) for text in (there, here)]
     except (DecodeError, RecursionError):
-        yield f"{shown(name)} is {_quoted(there)} instead of {_quoted(here)}"
-        return
-    for key in sorted(objects[0] | objects[1]):
-        values = [str(values.get(key, "")) for values in objects]
-        if values[0] != values[1]:
-            yield f"{shown(name)}.{shown(key)} is {_quoted(values[0])} instead of {_quoted(values[1])}"
+        return [f"{shown(name)} is {_quoted(there)} instead of {_quoted(here)}"]
+    pairs = {key: [str(values.get(key, "")) for values in objects] for key in sorted(objects[0] | objects[1])}
+    return [
+        f"{shown(name)}.{shown(key)} is {_quoted(one)} instead of {_quoted(other)}"
+        for key, (one, other) in pairs.items()
+        if one != other
+    ]
 
 
 def _quoted(text: str) -> str:
