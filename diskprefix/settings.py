@@ -30,8 +30,8 @@ _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}b": n for u, n in _UNITS.items() if u not in ("", "b")}
 _UNITS |= {f"{u}ib": 1024**i for i, u in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw]?)\s*", re.ASCII)
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|[smhdw]?)\s*", re.ASCII)
 
 
 def parse_size(text: str | int, *, param: str) -> int:
@@ -45,7 +45,7 @@ def parse_size(text: str | int, *, param: str) -> int:
 
 
 def parse_duration(text: str | float, *, param: str) -> float:
-    """Returns the seconds of `90s`, `15m`, `12h`, `7d`, `2w` or a number of seconds. Raises `SettingsError`.
+    """Returns the seconds of `50ms`, `90s`, `15m`, `12h`, `7d`, `2w` or a number of seconds. Raises `SettingsError`.
 
     The unit must be in lower case, because many people read `M` as months.
     """
@@ -208,6 +208,14 @@ class Settings:
         8,
         "The number of requests that are computed together. More wait. Each of the n replies to a request counts.",
         bounds=(1, 1024),
+    )
+    inter_token_latency: float = _server(
+        0.05,
+        "How long a reply may wait for its next token because a prompt of another request is computed, where the model "
+        "is fast enough: such prompts are computed in smaller steps, so their first token comes later. 0 lets replies "
+        "wait.",
+        kind="duration",
+        bounds=(0, 60),
     )
     speculative: str = _server(
         "off",

@@ -213,7 +213,7 @@ class Loop:
     def _next_step(self) -> list[Chunk[Choice]]:
         if self._served.speculation is not None:
             self._served.speculation.plan([one for one in self._scheduler.sequences if one.packs and one.is_decoding])
-        return self._scheduler.schedule()
+        return self._scheduler.schedule(self._served.pace.most_rows())
 
     def _compute(self, step: list[Chunk[Choice]]) -> None:
         step = self._with_memory(step)
@@ -226,6 +226,9 @@ class Loop:
         self._inbox.pulse.beat()
         self._served.figures.add_step(num_rows, elapsed)
         decoding = [chunk.sequence for chunk in step if chunk.sequence.packs and chunk.sequence.is_decoding]
+        if step[0].sequence.packs:
+            prompt_rows = sum(chunk.num_rows for chunk in step if not chunk.sequence.is_decoding)
+            self._served.pace.note(len(decoding), prompt_rows, elapsed)
         if self._served.speculation is not None and len(decoding) == len(step):
             num_drafted = sum(chunk.num_drafted for chunk in step)
             self._served.speculation.note(decoding, num_rows, num_drafted, elapsed)

@@ -1,11 +1,11 @@
 """Which rows the next step computes. Free of torch and of clocks: it sees counts of tokens only.
 
-A step has a row for each sequence that decodes, and the rest of its rows are for prompts, then for guesses
-(`speculation`). Prompts share the engine by turns of their tenants: the tenant that had the fewest rows comes first.
-Among the prompts of a tenant the one with the fewest tokens left comes first, so that a short request overtakes a long
-one. What waits gets nearer to the front with each row that overtakes it: after four times its own length nothing new
-passes it any more. A step in which a prompt ends is filled with prompts that end too, but not with a part of one: that
-would only delay the first token.
+A step has a row for each sequence that decodes, and the rest of its rows, or as many as `pacing` allows, are for
+prompts, then for guesses (`speculation`). Prompts share the engine by turns of their tenants: the tenant that had the
+fewest rows comes first. Among the prompts of a tenant the one with the fewest tokens left comes first, so that a short
+request overtakes a long one. What waits gets nearer to the front with each row that overtakes it: after four times its
+own length nothing new passes it any more. A step in which a prompt ends is filled with prompts that end too, but not
+with a part of one: that would only delay the first token.
 
 Sequences that do not pack take turns: the one that computed longest ago, where all prompts together are one.
 """
@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from diskprefix.engine.sequence import Sequence
 
 MAX_ROWS = 256
-"""Rows of a step. More rows make a prefill hardly faster, and others wait longer for their tokens."""
+"""Rows of a step. More rows make a prefill hardly faster."""
 _AGING = 0.25
 """By how many tokens a prompt counts as shorter for each token that overtook it."""
 
@@ -65,14 +65,17 @@ class Scheduler(Generic[S]):
         if sequence in self.sequences:
             self.sequences.remove(sequence)
 
-    def schedule(self) -> list[Chunk[S]]:
-        """Returns what the next step computes, [] if there is nothing. No sequence is named twice."""
+    def schedule(self, most_beside: int | None = None) -> list[Chunk[S]]:
+        """Returns what the next step computes, [] if there is nothing. No sequence is named twice.
+
+        `most_beside`: how many rows prompts may have beside sequences that decode, None for all that are left.
+        """
         self._count_turns()
         alone = self._next_alone()
         packed = [sequence for sequence in self.sequences if sequence.packs]
         if alone is not None and (not packed or self._last_turn(alone) <= self._last_packed):
             return [Chunk(alone, alone.num_computed, alone.next_end(self._max_rows))]
-        return self._packed(packed)
+        return self._packed(packed, most_beside)
 
     def advance(self, step: list[Chunk[S]]) -> None:
         """Notes that `step` was computed."""
@@ -114,7 +117,7 @@ class Scheduler(Generic[S]):
         """The last step of a sequence that does not pack; of a prompt, that of any."""
         return alone.last_step if alone.is_decoding else self._last_prompt
 
-    def _packed(self, sequences: list[S]) -> list[Chunk[S]]:
+    def _packed(self, sequences: list[S], most_beside: int | None) -> list[Chunk[S]]:
         decoding = [sequence for sequence in sequences if sequence.is_decoding]
         prompts = [sequence for sequence in sequences if not sequence.is_decoding]
         # More than fit take turns, too, and leave some rows to prompts.
@@ -122,6 +125,8 @@ class Scheduler(Generic[S]):
         decoding = sorted(decoding, key=lambda s: (s.last_step, s.arrived))[:most]
         step = [Chunk(sequence, sequence.num_computed, sequence.num_known) for sequence in decoding]
         room, has_end = self._max_rows - len(step), False
+        if step and prompts and most_beside is not None:
+            room = min(room, most_beside)
         for sequence in self._by_turns(prompts):
             if room <= 0:
                 break

@@ -17,6 +17,7 @@ from diskprefix.engine.draft_model import DraftModel, LoadedDraft
 from diskprefix.engine.drafting import ModelDrafter
 from diskprefix.engine.figures import EngineFigures
 from diskprefix.engine.job import Choice, Job
+from diskprefix.engine.pacing import Pace
 from diskprefix.engine.request import FinishReason, GenerateRequest, TextEvent, TokenLogprob
 from diskprefix.engine.scheduler import MAX_ROWS
 from diskprefix.engine.speculation import DraftRate, Guesser, Speculation
@@ -76,6 +77,7 @@ class ServedModel:
         """Whether a step computes several sequences."""
         self.max_rows = MAX_ROWS
         """See `Scheduler`."""
+        self.pace = Pace(cache.settings.inter_token_latency)
         self.clock = time.perf_counter
         """Measures steps."""
         self.pool = self._make_pool(cache.layout, None if draft is None else draft.cache.layout)

@@ -71,6 +71,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "port": "9000",
         "max_queue": "5",
         "max_sequences": "4",
+        "inter_token_latency": "80ms",
         "speculative": "NGRAM",
         "draft_model": "some/smaller-model",
         "kv_memory": "3GiB",

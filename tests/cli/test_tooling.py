@@ -171,7 +171,16 @@ def test_at_a_terminal_the_bar_goes_to_stderr_and_is_gone_in_the_end(tmp_path: P
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90s", 90), ("15m", 900), ("12h", 43_200), ("7d", 604_800), ("2w", 1_209_600), ("45", 45), (" 1.5 h ", 5400)],
+    [
+        ("50ms", 0.05),
+        ("90s", 90),
+        ("15m", 900),
+        ("12h", 43_200),
+        ("7d", 604_800),
+        ("2w", 1_209_600),
+        ("45", 45),
+        (" 1.5 h ", 5400),
+    ],
 )
 def test_a_duration_is_read(text: str, seconds: float) -> None:
     assert parse_duration(text, param="--older-than") == seconds

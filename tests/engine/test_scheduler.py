@@ -104,6 +104,25 @@ def check(step: Sequence[Chunk[Tokens]], present: list[Tokens]) -> None:
         assert all(one in named for one in present if one.packs and one.is_decoding)
 
 
+def test_prompts_have_no_more_rows_beside_replies_than_they_may() -> None:
+    world = World()
+    world.arrive(1, reply=1000)
+    world.step()
+    world.arrive(5000)
+    world.arrive(3, tenant="b")
+    step = world.scheduler.schedule(20)
+    assert [chunk.num_rows for chunk in step] == [1, 3], "a step in which a prompt ends has no part of another"
+    world.step()
+    assert [chunk.num_rows for chunk in world.scheduler.schedule(20)] == [1, 20]
+    assert sum(chunk.num_rows for chunk in world.scheduler.schedule()) == MAX_ROWS
+
+
+def test_a_prompt_without_replies_beside_it_has_all_rows() -> None:
+    world = World()
+    world.arrive(5000)
+    assert [chunk.num_rows for chunk in world.scheduler.schedule(20)] == [MAX_ROWS]
+
+
 def test_every_step_is_sound_and_every_sequence_ends() -> None:
     num_drafted = 0
     for chance, world in random_worlds():

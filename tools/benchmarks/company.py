@@ -1,8 +1,10 @@
 """The company benchmark: several requests at once, against one after another.
 
-Three questions: how much more five requests get done together; how soon a short request gets its first token in the
-middle of a long prefill, and what that costs the long one; and what a client pays that hangs up every second and sends
-the same prompt again. Replies are compared with those of the same requests alone.
+Four questions: how much more five requests get done together; how soon a short request gets its first token in the
+middle of a long prefill, and what that costs the long one; what a client pays that hangs up every second and sends
+the same prompt again; and how long a reply waits for its tokens while the prompt of another request is computed,
+against how much later the first token of that one comes, for several values of `--inter-token-latency`. Replies are
+compared with those of the same requests alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,9 @@ NUM_REQUESTS = 5
 REPLY_TOKENS = 64
 CONTEXTS = (512, 4000)
 LONG, SHORT = 6000, 300
+BESIDE, DECODING_CONTEXT, DECODED = 4000, 512, 400
+"""The tokens of a prompt that comes beside a reply; those before that reply, and its own at most."""
+LATENCIES = ("0", "50ms", "100ms", "200ms")
 HANG_UP_S = 1.0
 
 Prompt = Sequence[int]
@@ -112,6 +118,35 @@ class CompanyBench:
             "texts_equal": answer.text == cold.text,
         }
 
+    def beside(self) -> dict[str, Any]:
+        """A prompt that comes while another request decodes."""
+        decoded, prompt = self._fresh(DECODING_CONTEXT), self._fresh(BESIDE)
+
+        def decode() -> Answer:
+            return self._server.complete(decoded, max_tokens=DECODED, scope="off")
+
+        with step(self._console, f"{BESIDE} tokens beside a reply"):
+            alone = self._server.complete(prompt, max_tokens=8, scope="off")
+            plain = decode()
+            with ThreadPoolExecutor(1) as client:
+                running = client.submit(decode)
+                time.sleep(plain.ttft_s + 1.0)
+                came = self._server.complete(prompt, max_tokens=8, scope="off")
+                reply = running.result()
+        began = came.sent_at - reply.sent_at
+        times = [moment for moment in reply.text_s if began <= moment <= began + came.ttft_s]
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        return {
+            "gap_alone_s": statistics.median(later - earlier for earlier, later in pairwise(plain.text_s)),
+            "gaps_s": gaps,
+            "gap_s": statistics.median(gaps),
+            "gap_p95_s": statistics.quantiles(gaps, n=20)[-1],
+            "first_alone_s": alone.ttft_s,
+            "first_s": came.ttft_s,
+            "later": came.ttft_s / alone.ttft_s,
+            "texts_equal": (came.text, reply.text) == (alone.text, plain.text),
+        }
+
     def _fresh(self, num_tokens: int) -> list[int]:
         self._num_prompts += 1
         return self._prompts.prompt(num_tokens, self._num_prompts)
@@ -128,6 +163,14 @@ def measure(workspace: Path, model: str, folder: Path, rounds: int, console: Con
     flags = ("--model", str(folder))
     samples: dict[str, list[dict[str, Any]]] = {"together": [], "overtake": [], "resend": []}
     log_path = workspace / "server.log"
+    beside: dict[str, list[dict[str, Any]]] = {latency: [] for latency in LATENCIES}
+    for latency, of_latency in beside.items():
+        paced = (*flags, "--inter-token-latency", latency)
+        with LiveServer(kv_cache_dir=workspace / "kv", log_path=log_path, flags=paced) as server:
+            with step(console, f"server starting with --inter-token-latency {latency}") as note:
+                server.start(note)
+            bench = CompanyBench(server, prompts, console)
+            of_latency += [bench.beside() for _ in range(rounds)]
     with LiveServer(kv_cache_dir=workspace / "kv", log_path=log_path, flags=flags) as server:
         with step(console, "server starting") as note:
             server.start(note)
@@ -137,7 +180,7 @@ def measure(workspace: Path, model: str, folder: Path, rounds: int, console: Con
                 samples["together"] += [bench.together(context, is_cold=is_cold) for is_cold in (False, True)]
             samples["overtake"].append(bench.overtake())
             samples["resend"].append(bench.resend())
-    everything = [sample for of_kind in samples.values() for sample in of_kind]
+    everything = [sample for of_kind in [*samples.values(), *beside.values()] for sample in of_kind]
     return {
         "benchmark": "company",
         "model": model,
@@ -145,6 +188,7 @@ def measure(workspace: Path, model: str, folder: Path, rounds: int, console: Con
         "machine": machine(),
         "texts_equal": all(sample["texts_equal"] for sample in everything),
         "samples": samples,
+        "beside": beside,
     }
 
 
@@ -172,6 +216,16 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"{LONG} tokens sent again every {HANG_UP_S:.0f} s: {_median(resend, 'seconds'):.2f} s in "
         f"{_median(resend, 'tries'):.0f} tries, {_median(resend, 'ratio'):.2f} of one prefill.",
     )
+    title = f"a prompt of {BESIDE} tokens beside a reply, medians of {report['rounds']}"
+    columns = ("between tokens, ms", "95th percentile, ms", "alone, ms", "first token, s", "alone, s", "ratio")
+    table = new_table(title, left=("--inter-token-latency",), right=columns)
+    for latency, chosen in report["beside"].items():
+        gaps = [f"{_median(chosen, name) * 1e3:.0f}" for name in ("gap_s", "gap_p95_s", "gap_alone_s")]
+        table.add_row(
+            latency, *gaps, *(f"{_median(chosen, name):.2f}" for name in ("first_s", "first_alone_s", "later"))
+        )
+    console.print(table)
+    console.print()
     say(console, f"Texts: {'equal to those alone' if report['texts_equal'] else 'DIFFER from those alone'}.")
     show_machine(report["machine"], console)
 

@@ -36,11 +36,14 @@ class LiveServerError(Exception):
 class Answer:
     """One streamed completion.
 
-    `ttft_s` is the client's: from sending the request to the first chunk with text, or to the end of a reply that has
-    none (its first token ends it). `total_s` goes on to the end of the stream.
+    `sent_at` is on the clock of `time.perf_counter`, `text_s` counts from there: each chunk with text. `ttft_s` is the
+    client's: from sending the request to the first chunk with text, or to the end of a reply that has none (its first
+    token ends it). `total_s` goes on to the end of the stream.
     """
 
     text: str
+    sent_at: float
+    text_s: list[float]
     ttft_s: float
     total_s: float
     prompt_tokens: int
@@ -86,6 +89,7 @@ class _Reading:
     """What has been read of a stream so far."""
 
     text: list[str] = field(default_factory=list)
+    text_s: list[float] = field(default_factory=list)
     ttft_s: float | None = None
     last: dict[str, Any] = field(default_factory=dict)
 
@@ -96,6 +100,7 @@ class _Reading:
             piece = choice.get("text") or choice.get("delta", {}).get("content")
             if piece:
                 self.text.append(piece)
+                self.text_s.append(elapsed_s)
             if self.ttft_s is None and (piece or choice.get("finish_reason")):
                 self.ttft_s = elapsed_s
         self.last |= {key: chunk[key] for key in ("usage", "prefix_cache", "timings") if chunk.get(key)}
@@ -264,6 +269,8 @@ class LiveServer:
             raise LiveServerError("the server answered without a reply")
         return Answer(
             text="".join(reading.text),
+            sent_at=started,
+            text_s=reading.text_s,
             ttft_s=reading.ttft_s,
             total_s=total_s,
             prompt_tokens=reading.last["usage"]["prompt_tokens"],

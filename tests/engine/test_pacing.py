@@ -1,0 +1,92 @@
+"""How many rows of prompts a step has beside replies: it keeps the pace, and no bit of a reply depends on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from diskprefix.app import load_engine
+from diskprefix.engine.forward import forward
+from diskprefix.engine.pacing import LEAST_ROWS, Pace
+from diskprefix.settings import Settings
+from tests.engine.driving import run_together
+from tests.engine.test_company import request, tokens
+from tests.model import tiny
+
+MOST_ROWS = 256
+
+
+def settled(pace: Pace, decoding_s: float, row_s: float, num_steps: int = 40) -> float:
+    """Has a machine compute steps of a reply and a prompt, and returns what the last one took."""
+    for _ in range(5):
+        pace.note(1, 0, decoding_s)
+    seconds = 0.0
+    for _ in range(num_steps):
+        rows = min(MOST_ROWS, pace.most_rows() or MOST_ROWS)
+        seconds = decoding_s + rows * row_s
+        pace.note(1, rows, seconds)
+    return seconds
+
+
+@pytest.mark.parametrize("row_s", [0.0002, 0.0005, 0.002])
+def test_a_step_with_replies_and_prompts_takes_the_target(row_s: float) -> None:
+    assert settled(Pace(0.05), 0.015, row_s) == pytest.approx(0.05, abs=row_s)
+
+
+def test_the_pace_follows_a_machine_that_gets_slower_and_faster() -> None:
+    pace = Pace(0.05)
+    for row_s in (0.0003, 0.0015, 0.0003):
+        assert settled(pace, 0.015, row_s) == pytest.approx(0.05, abs=row_s)
+
+
+def test_where_decoding_alone_takes_the_target_prompts_have_half_of_the_time() -> None:
+    assert settled(Pace(0.05), 0.4, 0.01) == pytest.approx(0.8, abs=0.01)
+
+
+def test_a_prompt_always_has_some_rows() -> None:
+    pace = Pace(0.05)
+    pace.note(0, MOST_ROWS, 1000.0)
+    assert pace.most_rows() == LEAST_ROWS
+
+
+@pytest.mark.parametrize("pace", [Pace(0.0), Pace(0.05)], ids=["no target", "nothing measured"])
+def test_without_a_target_or_a_measurement_the_step_is_full(pace: Pace) -> None:
+    pace.note(1, 0, 0.1)
+    assert pace.most_rows() is None
+
+
+def test_the_first_step_beside_a_reply_goes_by_the_steps_of_prompts_before_it() -> None:
+    pace = Pace(0.05)
+    pace.note(0, MOST_ROWS, 0.128)
+    assert pace.most_rows() == pytest.approx(100, abs=1)
+
+
+def test_steps_beside_replies_keep_the_pace_and_the_replies_are_those_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.write_folder(tmp_path / "model", dtype=torch.bfloat16, max_position_embeddings=4096)
+    settings = Settings(model=str(folder), kv_cache_dir=tmp_path / "kv", kv_cache_budget=32 << 20, kv_cache_gate="off")
+    engine = load_engine(settings, lambda _: None)
+    steps = list[tuple[int, int]]()
+
+    def noted(model: object, step: list[object]) -> object:
+        decoding = [chunk for chunk in step if chunk.sequence.is_decoding]  # type: ignore[attr-defined]
+        steps.append((len(decoding), sum(chunk.num_rows for chunk in step) - len(decoding)))  # type: ignore[attr-defined]
+        return forward(model, step)  # type: ignore[arg-type]
+
+    def seconds() -> float:
+        """A machine on which a step takes 20 ms, and each row of a prompt 1 ms."""
+        return sum(0.02 + 0.001 * rows for _, rows in steps)
+
+    monkeypatch.setattr("diskprefix.engine.loop.forward", noted)
+    engine.clock = seconds
+    requests = [request(tokens(60, 1), scope="off", max_tokens=60), request(tokens(2000, 2), scope="off")]
+    unpaced = [run_together(engine, [one])[0].tokens for one in requests]
+    steps.clear()
+    assert [client.tokens for client in run_together(engine, requests)] == unpaced
+    beside = [rows for num_decoding, rows in steps if num_decoding and rows]
+    assert len(beside) > 20
+    assert all(25 <= rows <= 30 for rows in beside[5:-1]), "of the 50 ms, 20 are for the reply"
+    engine.close()
