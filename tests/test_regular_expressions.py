@@ -13,12 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import regex
 
 import diskprefix
+from diskprefix.chat.output.families import FAMILIES
+from diskprefix.chat.output.format import OutputFormat
+from diskprefix.chat.output.formats import CHANNELS, FamilyFormat
+from diskprefix.chat.output.syntax import Written
 
 PACKAGE = Path(diskprefix.__file__).parent
 USES = ("match", "fullmatch", "search", "sub", "split", "finditer", "findall")
@@ -32,7 +36,7 @@ MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "tiers/remote/objects.py": [("prefix([^\0-\x1f]*?)(/(?=/)|[\0-\x1f])", ("search",))],
 }
 """Samples of the patterns that are made while the program runs, and how they are used, by module. Alternatives of
-escaped texts need none. Those of formats of replies are in the tests of these."""
+escaped texts need none. Those of formats of replies are run by their parsers, below."""
 PASSED_ON = {"chat/output/reader.py:_STRING": ("match",), "chat/output/parser.py:_WRAPPER_END": ("search",)}
 """How patterns are used that a module hands to another one."""
 LARGEST_COUNT = 64
@@ -42,6 +46,12 @@ MOST_GROWTH = 3 * FACTOR
 """Of the work, when the text is `FACTOR` times as long: 8 if it is linear, 64 if it is quadratic."""
 LEAST_S = 2e-6
 """Below, the steps of the clock are seen."""
+
+
+class Work(Protocol):
+    """What reads a text."""
+
+    def run(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ def hostile_units(pattern: str) -> list[str]:
     return [*characters, *(f"{first}{second}" for first, second in permutations(characters, 2))]
 
 
-def work(used: Used, text: str) -> float:
+def work(used: Work, text: str) -> float:
     """CPU time of this thread in seconds: the least of several runs, as what disturbs only adds to it."""
     times = []
     for _ in range(3):
@@ -126,7 +136,7 @@ def growth(used: Used) -> tuple[float, str]:
     return worst
 
 
-def measured(used: Used, short: str, long: str) -> Iterator[float]:
+def measured(used: Work, short: str, long: str) -> Iterator[float]:
     for _ in range(3):
         yield work(used, long) / max(work(used, short), LEAST_S)
 
@@ -165,3 +175,44 @@ def is_constant(pattern: ast.expr) -> bool:
         return True
     names = {node.id for node in ast.walk(pattern) if isinstance(node, ast.Name)}
     return isinstance(pattern, ast.JoinedStr) and all(name.isupper() for name in names)
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A format of replies, whose parser reads a text. Its patterns are made of what the family writes."""
+
+    format: OutputFormat
+
+    def run(self, text: str) -> None:
+        self.format.parser(TOOLS, "<|im_start|>assistant\n").feed(text)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"text": {"type": "string"}}}}}]
+FORMATS: dict[str, tuple[OutputFormat, Written]] = {
+    family.name: (FamilyFormat(family), family.calls.written) for family in FAMILIES
+} | {channels.name: (channels, channels.written) for channels in CHANNELS}
+
+
+def written_call(written: Written) -> str:
+    """A call as a family writes it."""
+    argument = re.sub("KEY", "text", re.sub("VALUE", "x", re.sub("IS_TEXT", "true", written.argument)))
+    arguments = re.sub("TYPE", "string", argument) or '{"text": "x"}'
+    name = '"f"' if re.search(r'name": NAME|\{NAME', written.call) else "f"
+    call = written.call.replace("NAME", name).replace("INDEX", "1").replace("ARGUMENTS", arguments)
+    return f"{written.before}{call}{written.after}"
+
+
+def beginnings(call: str) -> list[str]:
+    """A call that is cut where words, blanks and marks meet."""
+    return [call[: found.start()] for found in re.finditer(r"(?<=\w)\b|(?<=\W)\b|\B(?=\s)|\Z", call)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_work_of_every_parser_of_replies_grows_as_the_reply(name: str) -> None:
+    """What a model writes can be chosen: a request may demand it."""
+    parsed, call = Parsed(FORMATS[name][0]), written_call(FORMATS[name][1])
+    for begin in beginnings(call):
+        for unit, end in ((" ", "<z"), ("a", "!")):
+            short, long = (begin + unit * count + end for count in (SHORT, SHORT * FACTOR))
+            found = next((one for one in measured(parsed, short, long) if one <= MOST_GROWTH), MOST_GROWTH + 1)
+            assert found <= MOST_GROWTH, f"behind {begin!r}, many {unit!r} are not read in one pass"

@@ -19,7 +19,8 @@ def late_system_as_user(conversation: Conversation) -> Conversation:
 
     It is joined with the messages of the user beside it, because many templates want user and assistant to take turns.
     """
-    messages: list[Message] = []
+    runs: list[list[Message]] = []
+    """Those of a run become one."""
     can_join = False
     is_leading = True
     for message in conversation.messages:
@@ -27,9 +28,9 @@ def late_system_as_user(conversation: Conversation) -> Conversation:
         is_leading = is_leading and is_system
         is_late = is_system and not is_leading
         said = replace(message, role="user") if is_late else message
-        if messages and said.role == messages[-1].role == "user" and (is_late or can_join):
-            messages[-1] = joined(messages[-1], said)
+        if runs and said.role == runs[-1][0].role == "user" and (is_late or can_join):
+            runs[-1].append(said)
         else:
-            messages.append(said)
+            runs.append([said])
         can_join = is_late
-    return replace(conversation, messages=messages)
+    return replace(conversation, messages=[joined(run) for run in runs])

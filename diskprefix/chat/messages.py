@@ -85,15 +85,17 @@ class Message:
     path: str
 
 
-def joined(first: Message, second: Message) -> Message:
-    """Returns two messages of one role as one, which has the path of the first."""
-    thoughts = [message.reasoning for message in (first, second) if message.reasoning]
+def joined(messages: Sequence[Message]) -> Message:
+    """Returns messages of one role as one, which has the path of the first."""
+    if len(messages) == 1:
+        return messages[0]
+    marks = [message.mark for message in messages if message.mark]
     return replace(
-        first,
-        content=(*first.content, *second.content),
-        tool_calls=(*first.tool_calls, *second.tool_calls),
-        reasoning="\n".join(thoughts) or None,
-        mark=second.mark or first.mark,
+        messages[0],
+        content=tuple(part for message in messages for part in message.content),
+        tool_calls=tuple(call for message in messages for call in message.tool_calls),
+        reasoning="\n".join(message.reasoning for message in messages if message.reasoning) or None,
+        mark=marks[-1] if marks else None,
     )
 
 

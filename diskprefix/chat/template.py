@@ -41,6 +41,7 @@ from diskprefix.chat.template_input import (
     TemplateInput,
     message_for_template,
     probe_of,
+    require_few_arguments,
     variables_for_template,
     without_media,
 )
@@ -165,6 +166,7 @@ class PromptRenderer:
 
         Raises as `chat` does, for what `chat` raises.
         """
+        require_few_arguments(conversation)
         conversation, rewriting = self._normalisers.apply(self._placed(conversation))
         media = read_media(conversation.messages, self._media)
         if media is not None:
@@ -321,6 +323,7 @@ class PromptRenderer:
 
     def text_of(self, conversation: Conversation) -> str:
         """Returns what the template writes, without images and sounds. Raises `InvalidRequest` as `chat` does."""
+        require_few_arguments(conversation)
         conversation, _ = self._normalisers.apply(self._placed(conversation))
         if self._compress_above is None or holds_media(conversation.messages):
             return self._render(self._template_input(conversation), conversation.ending)

@@ -9,6 +9,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart, ToolCall
+from diskprefix.errors import InvalidRequest
+from diskprefix.json_values import count_values
 
 log = logging.getLogger("diskprefix")
 
@@ -51,6 +53,16 @@ def variables_for_template(conversation: Conversation) -> JsonObject:
         thinking = False
     known: JsonObject = {"reasoning_effort": effort, "enable_thinking": thinking, "thinking": thinking}
     return {name: value for name, value in known.items() if value is not None} | conversation.template_variables
+
+
+def require_few_arguments(conversation: Conversation) -> None:
+    """Raises `InvalidRequest` if the arguments of calls that are JSON text have too many values: they are parsed, all
+    that one request has. Where a body has them as objects, they were counted with it."""
+    calls = (call for message in conversation.messages for call in message.tool_calls)
+    texts = [call.arguments.encode("utf-8", "replace") for call in calls if isinstance(call.arguments, str)]
+    if too_many := count_values(texts).too_many:
+        said = f"the arguments of calls, which are JSON text, have {too_many}"
+        raise InvalidRequest(f"{conversation.path}: {said}", param=conversation.path, code="body_too_complex")
 
 
 def _tool_call(call: ToolCall) -> JsonObject:

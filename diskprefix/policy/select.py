@@ -171,10 +171,11 @@ class _Window(NamedTuple):
     def lost(self) -> int:
         """Tokens at the end of the prompt that this one shares most with, which this one does not have. If there are
         several such prompts, the fewest."""
-        if self.older is not None and self.common_older > self.common:
+        common = self.common
+        if self.older is not None and self.common_older > common:
             return len(self.older) - self.common_older
-        lengths = (len(earlier) for earlier, n in zip(self.prompts, self.commons, strict=True) if n == self.common)
-        return min(lengths, default=self.common) - self.common
+        lengths = (len(earlier) for earlier, n in zip(self.prompts, self.commons, strict=True) if n == common)
+        return min(lengths, default=common) - common
 
 
 def select(

@@ -110,7 +110,8 @@ async def _submitted(request: Request, dialect: Dialect[B], body: B, place: Exit
         serving.require_model(body.model)
         serving.engine.give_way()
         cache = cache_options_of(body, request)
-        asked = await dialect.read(body, Arrival(serving=serving, tenant=cache.tenant))
+        arrival = Arrival(serving=serving, tenant=cache.tenant)
+        asked = await daemon.threads.run("rendering", dialect.read, body, arrival)
         began, trace = time.perf_counter(), context.trace
         replayed = await prompt_of(asked.prompt, daemon, serving, cache)
         if trace is not None:

@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 from fastapi.exceptions import HTTPException
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from diskprefix.errors import GOT, InvalidRequest, QueueFull
+from diskprefix.json_values import count_values
 from diskprefix.printable import shown
 from diskprefix.server.protocols.strict import REFUSED
 from diskprefix.server.threads import Threads
@@ -34,9 +34,6 @@ _SMALL_BYTES = 64 * 1024
 _BODIES_ARRIVING, _BODIES_IN_MEMORY = 4, 8
 """Bodies of the largest size that may be arriving, and the memory of those that are parsed and rendered: 128 and
 256 MiB, if a body may have 32."""
-MOST_PARTS, MOST_VALUES = 1 << 18, 1 << 21
-"""Most objects, lists and texts (keys are texts, too) in a body, and most values altogether. Of two bytes of JSON, a
-hundred bytes of objects can become, and parsing holds the interpreter's lock."""
 _MEMORY_PER_BYTE, _MEMORY_PER_PART, _MEMORY_PER_VALUE = 6, 512, 40
 """Bytes that a byte of a body, an object, list or text in it, and a value take until its prompt is rendered. Measured
 with the bodies that take most."""
@@ -122,26 +119,10 @@ class _Budget:
 def _memory_of(body: bytes) -> int:
     """Returns the bytes that a body takes until its prompt is rendered, at most. Raises `InvalidRequest` if it has too
     many values."""
-    # Found quickly. In texts, too, so it may be too many.
-    num_parts = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
-    num_values = body.count(b",") + num_parts
-    if num_parts > MOST_PARTS or num_values > MOST_VALUES:
-        outside = _outside_of_texts(body)
-        num_parts = sum(int(np.count_nonzero(outside == ord(mark))) for mark in '"[{')
-        num_values = int(np.count_nonzero(outside == ord(","))) + num_parts
-    if num_parts > MOST_PARTS:
-        message = f"the body has {num_parts} objects, lists and texts; at most {MOST_PARTS} are read"
-        raise InvalidRequest(message, code="body_too_complex")
-    if num_values > MOST_VALUES:
-        message = f"the body has {num_values} values; at most {MOST_VALUES} are read"
-        raise InvalidRequest(message, code="body_too_complex")
-    return _MEMORY_PER_BYTE * len(body) + _MEMORY_PER_PART * num_parts + _MEMORY_PER_VALUE * num_values
-
-
-def _outside_of_texts(body: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Returns the characters of JSON that are not in texts, with the last quote of each text."""
-    marks = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    return marks[~np.logical_xor.accumulate(marks == ord('"'))]
+    counted = count_values([body])
+    if counted.too_many:
+        raise InvalidRequest(f"the body has {counted.too_many}", code="body_too_complex")
+    return _MEMORY_PER_BYTE * len(body) + _MEMORY_PER_PART * counted.parts + _MEMORY_PER_VALUE * counted.values
 
 
 def _check_content_type(request: Request) -> None:

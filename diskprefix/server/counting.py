@@ -5,7 +5,7 @@ Nothing is computed.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from fastapi import APIRouter
@@ -45,7 +45,7 @@ class InputTokens(BaseModel):
 async def count_tokens(request: Request) -> Response:
     """The length of the prompt that `POST /v1/messages` makes of the same body, in tokens."""
 
-    async def conversation(body: CountTokensRequest, _arrival: Arrival) -> Conversation:
+    def conversation(body: CountTokensRequest, _arrival: Arrival) -> Conversation:
         return body.conversation
 
     return JSONResponse({"input_tokens": await _length(request, CountTokensRequest, conversation)})
@@ -62,9 +62,7 @@ async def count_input_tokens(request: Request) -> Response:
     return JSONResponse(InputTokens(input_tokens=length).model_dump())
 
 
-async def _length(
-    request: Request, model: type[B], conversation: Callable[[B, Arrival], Awaitable[Conversation]]
-) -> int:
+async def _length(request: Request, model: type[B], conversation: Callable[[B, Arrival], Conversation]) -> int:
     daemon: Daemon = request.app.state.daemon
     with daemon.arriving(log_context(request).caller.tenant) as place:
         body = await daemon.bodies.read_json(request, model, place)
@@ -72,6 +70,7 @@ async def _length(
         serving.require_model(body.model)
         # What is remembered of earlier replies is part of the prompt, so this asks the cache as the request will.
         cache = cache_options_of(body, request)
-        wanted = await conversation(body, Arrival(serving=serving, tenant=cache.tenant))
+        arrival = Arrival(serving=serving, tenant=cache.tenant)
+        wanted = await daemon.threads.run("rendering", conversation, body, arrival)
         replayed = await prompt_of(wanted, daemon, serving, cache)
     return len(replayed.prompt.token_ids)

@@ -11,26 +11,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diskprefix.chat.template import PromptRenderer
+from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described
 from diskprefix.server.log_context import log_context
 from diskprefix.server.protocols.dialect import json_text
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.server.protocols.strict import Body
+from diskprefix.settings import format_size
 
 B = TypeVar("B", bound=Body)
 
 router = APIRouter(tags=["tokens"])
 
-_MOST_CHARS = 1 << 22
-"""To encode a megabyte of text takes a second and a hundred megabytes of memory."""
+_MOST_BYTES = 1 << 20
+"""Of UTF-8: a text may have as many tokens. To encode them takes two seconds and 200 MB of memory."""
 _MOST_TOKENS = 1 << 20
 
 
 class TokenizeRequest(Body):
     """`POST /tokenize`."""
 
-    content: str = Field(max_length=_MOST_CHARS, description="The text.")
+    content: str = Field(description=f"The text, {format_size(_MOST_BYTES)} at most.")
     add_special: bool = Field(default=False, description="With the tokens that the tokenizer adds, such as BOS.")
     parse_special: Literal[True] = Field(default=True, description="Texts of special tokens become these tokens.")
     with_pieces: bool = Field(default=False, description="With the text of each token.")
@@ -75,9 +77,13 @@ async def tokenize(request: Request) -> Response:
     """The tokens of a text."""
 
     def work(renderer: PromptRenderer, body: TokenizeRequest) -> dict[str, Any]:
+        if (num_bytes := len(body.content.encode("utf-8", "surrogatepass"))) > _MOST_BYTES:
+            said = f"has {format_size(num_bytes)} of UTF-8; send {format_size(_MOST_BYTES)} at most"
+            raise InvalidRequest(f"content: {said}", param="content")
         tokens: list[Any] = renderer.tokenize(body.content, add_special_tokens=body.add_special)
         if body.with_pieces:
-            tokens = [{"id": token, "piece": renderer.detokenize([token])} for token in tokens]
+            pieces = {token: renderer.detokenize([token]) for token in set(tokens)}
+            tokens = [{"id": token, "piece": pieces[token]} for token in tokens]
         return {"tokens": tokens}
 
     return await _answer(request, TokenizeRequest, work)

@@ -13,6 +13,7 @@ import pytest
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import ContextTooLong, InvalidRequest
+from diskprefix.json_values import MOST_PARTS
 from diskprefix.policy.scope import parse_scope
 from diskprefix.policy.select import select
 from diskprefix.prompt import Prompt
@@ -142,6 +143,28 @@ def test_tool_call_arguments_reach_the_template_as_an_object(
     text = text_of(tokenizer, renderer.chat(body))
     assert "<call>get_weather city=Oslo</call><|im_end|>" in text
     assert "<|im_start|>tool\nrain<|im_end|>" in text
+
+
+@pytest.mark.parametrize("num_calls", [1, 4])
+def test_arguments_with_too_many_values_are_refused_before_they_are_parsed(
+    renderer: PromptRenderer, monkeypatch: pytest.MonkeyPatch, num_calls: int
+) -> None:
+    arguments = "[" + ",".join(["[]"] * (MOST_PARTS // num_calls)) + "]"
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    messages = [{"role": "user", "content": "weather?"}, {"role": "assistant", "tool_calls": [call] * num_calls}]
+    body = ChatRequest.model_validate({"messages": messages}).conversation
+    monkeypatch.setattr("diskprefix.chat.template_input.json.loads", pytest.fail)
+    with pytest.raises(InvalidRequest, match=r"^messages: the arguments of calls.* objects, lists and texts") as caught:
+        renderer.chat(body)
+    assert caught.value.code == "body_too_complex"
+
+
+def test_arguments_with_much_punctuation_in_their_texts_are_parsed(renderer: PromptRenderer) -> None:
+    city = "[" * (MOST_PARTS + 1)
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps({"city": city})}}
+    messages = [{"role": "user", "content": "weather?"}, {"role": "assistant", "tool_calls": [call]}]
+    body = ChatRequest.model_validate({"messages": messages}).conversation
+    assert f"get_weather city={city}" in renderer.text_of(body)
 
 
 def test_arguments_that_are_no_json_are_served_by_a_template_that_goes_through_them(tokenizer: Any) -> None:

@@ -12,7 +12,8 @@ import pytest
 from starlette.requests import Request
 
 from diskprefix.errors import InvalidRequest, QueueFull
-from diskprefix.server.body import MOST_PARTS, MOST_VALUES, Bodies
+from diskprefix.json_values import MOST_PARTS, MOST_VALUES
+from diskprefix.server.body import Bodies
 from diskprefix.server.protocols.fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from diskprefix.server.protocols.strict import Body
 from diskprefix.server.threads import Threads

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from diskprefix.errors import InvalidRequest
+from diskprefix.server.protocols.anthropic_messages import Messages
 from diskprefix.server.protocols.dialect import json_text
-from diskprefix.server.protocols.openai_chat import ChatWriter
+from diskprefix.server.protocols.openai_chat import Chat, ChatWriter
+from diskprefix.server.protocols.responses.dialect import Responses
+from diskprefix.server.protocols.responses.items import ReferenceItem
 from diskprefix.server.protocols.responses.stored import MAX_CONVERSATION_BYTES, ResponseStore
 from diskprefix.server.protocols.responses.writer import ResponseWriter
 from diskprefix.store.note_record import NoteKind
@@ -47,6 +51,24 @@ def test_a_whole_reply_is_not_written_on_the_event_loop(server: AppServer, monke
         assert client.post(CHAT, json=HELLO).json()["choices"][0]["message"]["content"] == "Hello world"
         assert client.post(RESPONSES, json={"input": "hello"}).json()["status"] == "completed"
     assert of_chat == of_responses == [False]
+
+
+@pytest.mark.parametrize(
+    ("reader", "path", "body"),
+    [
+        (Chat, CHAT, HELLO),
+        (Messages, "/v1/messages", HELLO | {"max_tokens": 8}),
+        (Responses, RESPONSES, {"input": "hello"}),
+        (Responses, "/v1/responses/input_tokens", {"input": "hello"}),
+    ],
+)
+def test_what_a_body_asks_for_is_not_made_out_on_the_event_loop(
+    server: AppServer, monkeypatch: pytest.MonkeyPatch, reader: type, path: str, body: dict[str, Any]
+) -> None:
+    reads = recorded(monkeypatch, reader, "conversation" if path.endswith("_tokens") else "read")
+    with server.client() as client:
+        assert client.post(path, json=body).status_code == 200
+    assert reads == [False]
 
 
 def test_the_end_of_a_stream_is_not_written_on_the_event_loop(
@@ -84,7 +106,7 @@ class Chain:
 
     def get(self, _kind: NoteKind, id_: str) -> bytes:
         self.num_read += 1
-        item = {"type": "message", "role": "user", "content": "x" * (1 << 20)}
+        item = {"type": "message", "role": "user", "content": "x" * (1 << 20), "id": id_.replace("resp", "msg") + "_1"}
         response = {"id": id_, "output": []}
         return json.dumps({"response": response, "input": [item], "previous": f"{id_}x"}).encode()
 
@@ -94,6 +116,14 @@ def test_a_conversation_of_stored_responses_is_read_up_to_a_bound() -> None:
     with pytest.raises(InvalidRequest, match=r"^previous_response_id: .* have more than 32\.0 MiB"):
         ResponseStore(cast(Any, chain)).items_of("resp_1")
     assert chain.num_read <= (MAX_CONVERSATION_BYTES >> 20) + 2
+
+
+def test_a_response_is_read_once_for_all_references_to_it_and_each_reference_counts() -> None:
+    chain = Chain()
+    store, reference = ResponseStore(cast(Any, chain)), ReferenceItem(type="item_reference", id="msg_1_1")
+    with pytest.raises(InvalidRequest, match=r"^input\.0\.id: .* have more than 32\.0 MiB"):
+        list(map(store.referred, repeat(reference, MAX_CONVERSATION_BYTES >> 20), repeat("input.0")))
+    assert chain.num_read == 1
 
 
 @pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True, "é\n"]}, {"a": 10**400}, {"a": -(2**64)}, {}])

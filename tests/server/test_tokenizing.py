@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from diskprefix.chat.template import PromptRenderer
 from tests.server.chat_model import VOCAB_SIZE
 from tests.server.scripted import ScriptedEngine, scripted_app
 
@@ -56,12 +57,26 @@ def test_a_prefilled_reply_ends_the_prompt(client: httpx.Client) -> None:
     assert prompt.endswith("<|im_start|>assistant\nThe answer is ")
 
 
+def test_each_piece_is_made_once(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[int]] = []
+    detokenize = PromptRenderer.detokenize
+
+    def counted(self: PromptRenderer, token_ids: list[int]) -> str:
+        made.append(token_ids)
+        return detokenize(self, token_ids)
+
+    monkeypatch.setattr(PromptRenderer, "detokenize", counted)
+    tokens = client.post("/tokenize", json={"content": "hello " * 50, "with_pieces": True}).json()["tokens"]
+    assert "".join(token["piece"] for token in tokens) == "hello " * 50
+    assert len(made) == len({token["id"] for token in tokens}) < len(tokens)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
         ("/tokenize", {}, "content"),
         ("/tokenize", {"content": 5}, "content"),
-        ("/tokenize", {"content": "x" * ((1 << 22) + 1)}, "content"),
+        ("/tokenize", {"content": "\u00e9" * ((1 << 19) + 1)}, "content"),
         ("/tokenize", {"content": "x", "parse_special": False}, "parse_special"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens.0"),

@@ -106,11 +106,12 @@ class HarmonyParser(ChannelParser):
     kept = tags[:3]
 
     def header(self) -> str:
-        """See `ChannelParser`. The recipient may stand before the channel or behind it."""
-        to = r"(?:to=(?P<to>[^\s<]+)\s*)?"
+        """See `ChannelParser`. The recipient may stand before the channel or behind it. Nothing is given back (`++`):
+        else each of many blanks or letters would be tried as the end of what repeats."""
+        to = r"(?:to=(?P<to>[^\s<]++)\s*+)?"
         return (
-            rf"(?:<\|start\|>\s*assistant)?\s*{to}<\|channel\|>\s*(?P<channel>\w+)\s*{to}"
-            r"(?:<\|constrain\|>)?\s*(?:\w+\s*)?<\|message\|>"
+            rf"(?:<\|start\|>\s*+assistant)?\s*+{to}<\|channel\|>\s*+(?P<channel>\w++)\s*+{to}"
+            r"(?:<\|constrain\|>)?\s*+(?:\w++\s*+)?<\|message\|>"
         )
 
     def end_of_message(self) -> str:
@@ -134,7 +135,7 @@ class MuseParser(ChannelParser):
 
     def header(self) -> str:
         """See `ChannelParser`."""
-        return r"(?:<\|start\|>\s*assistant)?\s*(?:to=(?P<to>[^\s<]+))?\s*<\|message\|>"
+        return r"(?:<\|start\|>\s*+assistant)?\s*+(?:to=(?P<to>[^\s<]++)\s*+)?<\|message\|>"
 
     def end_of_message(self) -> str:
         """See `ChannelParser`."""

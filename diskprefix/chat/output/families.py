@@ -92,7 +92,7 @@ def _keyed(newline: str) -> CallSyntax:
         begins=("<tool_call>",),
         head=r"(?P<name>[\w.\-]+)\s*(?=<arg_key>|</tool_call>)",
         tail="</tool_call>",
-        argument=r"<arg_key>\s*(?P<key>[^<]*?)\s*</arg_key>\s*<arg_value>",
+        argument=r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>",
         argument_end="</arg_value>",
     )
 
@@ -195,7 +195,7 @@ def _hunyuan_3(suffix: str) -> CallSyntax:
         ends=(f"</tool_calls{suffix}>",),
         head=rf"<tool_call{suffix}>{_NAME}<tool_sep{suffix}>",
         tail=f"</tool_call{suffix}>",
-        argument=rf"<arg_key{suffix}>\s*(?P<key>[^<]*?)\s*</arg_key{suffix}>\s*<arg_value{suffix}>",
+        argument=rf"<arg_key{suffix}>(?P<key>[^<]*)</arg_key{suffix}>\s*<arg_value{suffix}>",
         argument_end=f"</arg_value{suffix}>",
     )
 

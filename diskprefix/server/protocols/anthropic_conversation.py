@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Literal
 
 from pydantic import Field
@@ -86,7 +87,7 @@ def neutral_messages(
     found = [*_system(system)]
     for index, message in enumerate(messages):
         found.extend(message.neutral(f"messages.{index}"))
-    found = _joined(found)
+    found = list(_joined(found))
     if end_mark is not None:
         found[-1] = replace(found[-1], mark=end_mark)
     return found
@@ -101,12 +102,10 @@ def _system(system: str | Sequence[TextBlock] | None) -> Iterator[Message]:
         yield Message(role="system", content=parts, path="system")
 
 
-def _joined(messages: Sequence[Message]) -> list[Message]:
+def _joined(messages: Sequence[Message]) -> Iterator[Message]:
     """Joins messages of one role that follow each other, as Anthropic's API does. Tool results stay apart."""
-    found: list[Message] = []
-    for message in messages:
-        if found and message.role in _JOINED and found[-1].role == message.role:
-            found[-1] = joined(found[-1], message)
+    for role, run in groupby(messages, lambda message: message.role):
+        if role in _JOINED:
+            yield joined(list(run))
         else:
-            found.append(message)
-    return found
+            yield from run

@@ -170,7 +170,7 @@ class Messages:
     id_prefix = "msg_"
     call_id_prefix = "toolu_"
 
-    async def read(self, body: MessagesRequest, arrival: Arrival) -> Asked:
+    def read(self, body: MessagesRequest, arrival: Arrival) -> Asked:
         conversation, choice = body.conversation, body.choice
         choice.check(conversation.tools or ())
         body.require_reply_or_nothing_of_it()

@@ -191,8 +191,9 @@ class Dialect(Protocol[B]):
     def body(self) -> type[B]:
         """The model of the request's body."""
 
-    async def read(self, body: B, arrival: Arrival) -> Asked:
-        """Returns what a body asks for. Raises `InvalidRequest`, with the path of the field, for what is not served."""
+    def read(self, body: B, arrival: Arrival) -> Asked:
+        """Returns what a body asks for. Raises `InvalidRequest`, with the path of the field, for what is not served.
+        It may take long, and wait for the disk."""
 
     def writer(self, body: B, head: Head) -> ReplyWriter:
         """Returns what writes the reply. It must not keep `body`: with images in it, it is too large for that."""

@@ -121,7 +121,7 @@ class Chat:
     id_prefix = "chatcmpl-"
     call_id_prefix = "call_"
 
-    async def read(self, body: ChatRequest, arrival: Arrival) -> Asked:
+    def read(self, body: ChatRequest, arrival: Arrival) -> Asked:
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
         max_tokens = body.max_completion_tokens or body.max_tokens

@@ -50,7 +50,7 @@ class Completions:
     id_prefix = "cmpl-"
     call_id_prefix = ""
 
-    async def read(self, body: CompletionRequest, arrival: Arrival) -> Asked:
+    def read(self, body: CompletionRequest, arrival: Arrival) -> Asked:
         if body.best_of not in (None, body.n or 1):
             raise InvalidRequest("best_of: must be equal to n", param="best_of")
         sampling = body.sampling(arrival.serving.renderer.vocab_size, body.max_tokens, body.logprobs)

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import InvalidRequest
 from diskprefix.policy.scope import Scope
 from diskprefix.server.body import parse_json
+from diskprefix.server.protocols.anthropic_messages import MessagesRequest
 from diskprefix.server.protocols.fields import MAX_TTL_S
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.server.protocols.openai_completions import CompletionRequest
 from diskprefix.server.protocols.params import cache_options, tenant_of
+from diskprefix.server.protocols.responses.body import ResponseRequest
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.tenant import SHARED, Tenant
 
@@ -562,3 +564,28 @@ def error_of(fields: dict[str, Any], model: type[BaseModel]) -> InvalidRequest |
     except InvalidRequest as error:
         return error
     return None
+
+
+WRONG_PARTS = [{"role": "user", "content": [{"type": "text", "text": 1}] * 3}] * 3
+WRONG_NUMBERS = [1.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (CompletionRequest, {"prompt": WRONG_NUMBERS}),
+        (ChatRequest, {"messages": WRONG_PARTS}),
+        (ChatRequest, {"messages": [USER], "modalities": WRONG_NUMBERS}),
+        (ChatRequest, {"messages": [USER], "structured_outputs": {"choice": WRONG_NUMBERS}}),
+        (ChatRequest, {"messages": [USER], "logit_bias": {"1": "a", "2": "b"}}),
+        (ChatRequest, {"messages": [USER], "tools": [{"type": "function", "function": {"name": 1}}] * 3}),
+        (MessagesRequest, {"max_tokens": 1, "messages": WRONG_PARTS}),
+        (ResponseRequest, {"input": [{"role": "user", "content": [{"type": "input_text", "text": 1}] * 3}] * 3}),
+        (ResponseRequest, {"input": "hello", "include": WRONG_NUMBERS}),
+    ],
+)
+def test_a_list_is_read_up_to_its_first_error(model: type[BaseModel], fields: dict[str, Any]) -> None:
+    """Each takes two kilobytes, and a body may have two million values."""
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate_json(json.dumps(fields))
+    assert caught.value.error_count() == 1

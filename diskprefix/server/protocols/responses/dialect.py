@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from functools import partial
@@ -38,26 +37,29 @@ class Responses:
         self._input: bytes | None = None
         """JSON text of the items of the request itself, if the response is to be stored."""
 
-    async def read(self, body: ResponseRequest, arrival: Arrival) -> Asked:
+    def read(self, body: ResponseRequest, arrival: Arrival) -> Asked:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
         sampling = sampling_params(
             body, arrival.serving.renderer.vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs
         )
         return Asked(
-            prompt=await self.conversation(body, arrival),
+            prompt=self.conversation(body, arrival),
             sampling=sampling,
             tool_choice=body.choice,
             text_format=body.text_format,
         )
 
-    async def conversation(self, body: ResponseRequest, arrival: Arrival) -> Conversation:
-        """Returns what the prompt is rendered from. Raises `InvalidRequest` for what is not stored."""
+    def conversation(self, body: ResponseRequest, arrival: Arrival) -> Conversation:
+        """Returns what the prompt is rendered from. Waits for the disk.
+
+        Raises `InvalidRequest` for what is not stored.
+        """
         self._store = ResponseStore(arrival.serving.engine.cache.notes(arrival.tenant))
-        return await asyncio.to_thread(self.conversation_with, self._store, body)
+        return self.conversation_with(self._store, body)
 
     def conversation_with(self, store: ResponseStore, body: ResponseRequest) -> Conversation:
-        """Does what `conversation` does, with the stored responses of `store`. Waits for the disk."""
+        """Does what `conversation` does, with the stored responses of `store`."""
         return Conversation(
             messages=[*_instructions(body), *messages_of(self._items(body, store))],
             tools=body.offered.functions or None,

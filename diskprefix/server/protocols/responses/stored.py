@@ -7,7 +7,7 @@ response before it. Whoever continues a response uses all that come before it, s
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -27,7 +27,8 @@ MAX_STORED_BYTES = 4 << 20
 """Of a stored response, before it is compressed. Compressing as much takes about 20 ms."""
 
 MAX_CONVERSATION_BYTES = 32 << 20
-"""Of the stored responses that one continues: as much as a body may have. On disk they may be a thousandth of it."""
+"""Of the stored responses that a request continues and the items that it refers to, each time that it does: as much as
+a body may have. On disk they may be a thousandth of it."""
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 Said: TypeAlias = tuple[SpokenItem, str]
@@ -54,12 +55,16 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
         return [*self.input_items, *self.response["output"]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ResponseStore:
-    """The stored responses of one tenant. Reading waits for the disk, so not for the event loop; a store that fails
-    holds none."""
+    """The stored responses of one tenant, for one request. Reading waits for the disk, so not for the event loop; a
+    store that fails holds none."""
 
     notes: TenantNotes | ReadOnlyNotes
+    _num_bytes: int = field(default=0, init=False)
+    """Of what was read of them, and of the items that were referred to."""
+    _items: dict[str, dict[str, Json]] = field(default_factory=dict, init=False)
+    """Those of responses whose items were referred to, by the ids of both."""
 
     def get(self, id_: str) -> StoredResponse:
         """Raises `ResponseNotFound`, also for a response of another tenant."""
@@ -94,26 +99,22 @@ class ResponseStore:
 
     def referred(self, item: ReferenceItem, path: str) -> Said:
         """Returns the item that a reference stands for. Raises `InvalidRequest` if it is not stored."""
-        stored = self._find(response_of(item.id))
-        for found in [] if stored is None else stored.items:
-            if found["id"] == item.id:
-                return _parsed([found])[0], path
-        raise InvalidRequest(f"{path}.id: item {shown(item.id)!r} is not stored here", param=f"{path}.id")
+        response_id, param = response_of(item.id), f"{path}.id"
+        if response_id not in self._items:
+            stored = self._counted(response_id, param)
+            self._items[response_id] = {} if stored is None else {one["id"]: one for one in stored.items}
+        found = self._items[response_id].get(item.id)
+        if found is None:
+            raise InvalidRequest(f"{param}: item {shown(item.id)!r} is not stored here", param=param)
+        self._count(len(json_text(found)), param)
+        return _parsed([found])[0], path
 
     def _conversation(self, id_: str | None) -> list[Json]:
         """Returns the items up to and with a response's output. Raises `InvalidRequest` if a part of them is gone."""
         turns: list[list[Json]] = []
-        first, num_bytes = id_, 0
+        first = id_
         while id_ is not None:
-            content = self.notes.get(NoteKind.RESPONSE, id_)
-            num_bytes += len(content or b"")
-            if num_bytes > MAX_CONVERSATION_BYTES:
-                raise InvalidRequest(
-                    f"previous_response_id: the responses before {shown(first or '')!r} and itself have more than "
-                    f"{format_size(MAX_CONVERSATION_BYTES)}; send what is still needed as input",
-                    param="previous_response_id",
-                )
-            stored = _stored(content)
+            stored = self._counted(id_, "previous_response_id")
             if stored is None:
                 which = f"response {shown(id_)!r} is not stored here"
                 if id_ != first:
@@ -127,6 +128,21 @@ class ResponseStore:
 
     def _find(self, id_: str) -> StoredResponse | None:
         return _stored(self.notes.get(NoteKind.RESPONSE, id_))
+
+    def _counted(self, id_: str, param: str) -> StoredResponse | None:
+        """Returns a stored response. Raises `InvalidRequest` at `param` if all that were read are too large."""
+        content = self.notes.get(NoteKind.RESPONSE, id_)
+        self._count(len(content or b""), param)
+        return _stored(content)
+
+    def _count(self, num_bytes: int, param: str) -> None:
+        self._num_bytes += num_bytes
+        if self._num_bytes > MAX_CONVERSATION_BYTES:
+            raise InvalidRequest(
+                f"{param}: the stored responses that this request continues or refers to have more than "
+                f"{format_size(MAX_CONVERSATION_BYTES)}; send what is still needed as input",
+                param=param,
+            )
 
 
 def _stored(content: bytes | None) -> StoredResponse | None:
