@@ -124,6 +124,8 @@ class Trials:
     def _start_server(self) -> None:
         tokenizer = self._tokenizer()
         self._control, theirs = socket.socketpair()
+        # `close` waits for the lock that is held here.
+        self._control.settimeout(_PATIENCE_S)
         with theirs:
             # A group of its own, so that its trials end with it.
             self._server = subprocess.Popen(

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described, events, openai_events
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import log_context
+from diskprefix.server.place import Place
 from diskprefix.server.protocols.anthropic_messages import Messages
 from diskprefix.server.protocols.anthropic_replies import AnthropicErrorBody, AnthropicEvent, AnthropicMessage
 from diskprefix.server.protocols.constraint import constraint_of
@@ -101,19 +102,25 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     return await first_signs(preparing, is_stream=bool(body.stream))
 
 
-async def _submitted(request: Request, dialect: Dialect[B], body: B, place: ExitStack) -> Response:
-    """Submits a request when the model is there. `place` is closed when the request has its place in the queue."""
+async def _submitted(request: Request, dialect: Dialect[B], body: B, place: Place) -> Response:
+    """Submits a request when the model is there. `place` is given back when the request has its place in the queue."""
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
-    with place:
+    async with AsyncExitStack() as turn:
+        turn.enter_context(place)
         serving = await daemon.ready()
         serving.require_model(body.model)
         serving.engine.give_way()
         cache = cache_options_of(body, request)
+        if body.reads_more:
+            # What is read may be a hundred times the body: one such request a caller at a time.
+            await turn.enter_async_context(daemon.turns.of(place.caller))
         arrival = Arrival(serving=serving, tenant=cache.tenant)
         asked = await daemon.threads.run("rendering", dialect.read, body, arrival)
         began, trace = time.perf_counter(), context.trace
         replayed = await prompt_of(asked.prompt, daemon, serving, cache)
+        # A constraint is compiled when its caller's turn comes; others' bodies do not wait for that.
+        place.memory.close()
         if trace is not None:
             trace.add(Stage("template", began, time.perf_counter(), {"tokens": len(replayed.prompt.token_ids)}))
         on_stage = None if trace is None else trace.add

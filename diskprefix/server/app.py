@@ -19,8 +19,12 @@ from diskprefix.server.dashboard import routes as dashboard
 from diskprefix.server.described import OUTSIDE_FASTAPI, add_errors
 from diskprefix.server.errors import HANDLERS
 from diskprefix.server.keys import ApiKeys
+from diskprefix.server.sending import Sending
 from diskprefix.settings import Settings
 from diskprefix.version import __version__
+
+_LARGE_REPLIES = 8
+"""That may be on their way to one caller, of the size of the largest body."""
 
 _DESCRIPTION = """An OpenAI-compatible server for one local model that keeps the model's prefix (KV) cache on disk: a
 prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart of the daemon.
@@ -59,6 +63,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     )
     app.state.daemon = daemon
     app.state.dashboard = dashboard.Dashboard(daemon)
+    app.add_middleware(Sending, max_bytes=_LARGE_REPLIES * settings.max_body_bytes)
     app.add_middleware(Auth, keys=keys)
     # A page of another site has no key, so with keys any name may lead to an address that others reach.
     any_name = ("*",) if keys is not None and not is_loopback(settings.host) else ()

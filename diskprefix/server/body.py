@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -17,9 +18,11 @@ from starlette.requests import Request
 from diskprefix.errors import GOT, InvalidRequest, QueueFull
 from diskprefix.json_values import count_values
 from diskprefix.printable import shown
+from diskprefix.server.place import Place
 from diskprefix.server.protocols.strict import REFUSED
 from diskprefix.server.threads import Threads
 from diskprefix.settings import format_size
+from diskprefix.tenant import Tenant
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -31,9 +34,9 @@ time is limited because the request has a place in the queue meanwhile."""
 
 _SMALL_BYTES = 64 * 1024
 """Of a body. The memory of smaller ones is bounded by the length of the queue, and they never wait for others."""
-_BODIES_ARRIVING, _BODIES_IN_MEMORY = 4, 8
-"""Bodies of the largest size that may be arriving, and the memory of those that are parsed and rendered: 128 and
-256 MiB, if a body may have 32."""
+_BODIES_ARRIVING, _BODIES_OF_ONE, _BODIES_IN_MEMORY = 8, 4, 8
+"""Bodies of the largest size that may be arriving or wait for memory, those of one caller, and the memory of those that
+are parsed and rendered: 256, 128 and 256 MiB, if a body may have 32."""
 _MEMORY_PER_BYTE, _MEMORY_PER_PART, _MEMORY_PER_VALUE = 6, 512, 40
 """Bytes that a byte of a body, an object, list or text in it, and a value take until its prompt is rendered. Measured
 with the bodies that take most."""
@@ -46,24 +49,24 @@ class Bodies:
         """`max_bytes` is the largest size of a body."""
         self._max_bytes = max_bytes
         self._threads = threads
-        self._arriving_bytes = 0
+        self._arriving_bytes: Counter[Tenant] = Counter()
         self._memory = _Budget(_BODIES_IN_MEMORY * max_bytes)
 
-    async def read_json(self, request: Request, model: type[Model], place: ExitStack) -> Model:
-        """Returns the body as `model`. Its memory counts until `place` is closed.
+    async def read_json(self, request: Request, model: type[Model], place: Place) -> Model:
+        """Returns the body as `model`. Its memory counts until `place.memory` is closed.
 
         A large body waits until there is memory for it. Raises `InvalidRequest`, `HTTPException` with status 408, 413
         or 415, or `QueueFull` if too much of other bodies has arrived.
         """
         _check_content_type(request)
         with ExitStack() as arriving:
-            body = await self._read(request, arriving)
+            body = await self._read(request, arriving, place.caller)
             if len(body) > _SMALL_BYTES:
                 await self._memory.take(await self._threads.run("parsing", _memory_of, body), place)
             # In a thread, because a large body would block the event loop.
             return await self._threads.run("parsing", parse_json, body, model)
 
-    async def _read(self, request: Request, arriving: ExitStack) -> bytes:
+    async def _read(self, request: Request, arriving: ExitStack, caller: Tenant) -> bytes:
         too_large = HTTPException(
             413, f"the body is larger than {format_size(self._max_bytes)} (--max-body-bytes)", {"Connection": "close"}
         )
@@ -71,49 +74,76 @@ class Bodies:
         if declared.isdigit() and int(declared) > self._max_bytes:
             raise too_large
         body = bytearray()
-        arriving.callback(lambda: self._forget(len(body)))
+        arriving.callback(lambda: self._forget(caller, len(body)))
         started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout_at(started + _BODY_S) as limit:
                 async for chunk in request.stream():
                     body += chunk
-                    self._arriving_bytes += len(chunk)
+                    self._arriving_bytes[caller] += len(chunk)
                     if len(body) > self._max_bytes:
                         raise too_large
-                    if len(body) > _SMALL_BYTES and self._arriving_bytes > _BODIES_ARRIVING * self._max_bytes:
-                        message = "other requests with large bodies are being read; try again later"
-                        raise QueueFull(message, retry_after_s=1)
+                    if len(body) > _SMALL_BYTES:
+                        self._require_room(caller)
                     limit.reschedule(started + _BODY_S + len(body) / _BODY_BYTES_PER_S)
         except TimeoutError as error:
             message = f"the body did not arrive in time; {len(body)} bytes of it did"
             raise HTTPException(408, message, {"Connection": "close"}) from error
         return bytes(body)
 
-    def _forget(self, num_bytes: int) -> None:
-        self._arriving_bytes -= num_bytes
+    def _require_room(self, caller: Tenant) -> None:
+        total, own = self._arriving_bytes.total(), self._arriving_bytes[caller]
+        if total > _BODIES_ARRIVING * self._max_bytes or own > _BODIES_OF_ONE * self._max_bytes:
+            message = "other requests with large bodies are being read; try again later"
+            raise QueueFull(message, retry_after_s=1)
+
+    def _forget(self, caller: Tenant, num_bytes: int) -> None:
+        self._arriving_bytes -= Counter({caller: num_bytes})
 
 
 class _Budget:
-    """Memory that is given in the order of asking."""
+    """Memory that is given by turns: to the caller who has had the least of it, so that many bodies of one caller delay
+    those of another by one."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = self._free = num_bytes
-        self._turn = asyncio.Lock()
-        self._freed = asyncio.Event()
+        self._waiting: list[tuple[Tenant, int, asyncio.Future[None]]] = []
+        self._given: Counter[Tenant] = Counter()
+        """Bytes, to those who wait and those who waited beside them."""
 
-    async def take(self, num_bytes: int, place: ExitStack) -> None:
-        """Waits for memory, and takes it until `place` is closed. What is more than all gets all."""
+    async def take(self, num_bytes: int, place: Place) -> None:
+        """Waits for memory, and takes it until `place.memory` is closed. What is more than all gets all."""
         wanted = min(num_bytes, self._num_bytes)
-        async with self._turn:
-            while self._free < wanted:
-                self._freed.clear()
-                await self._freed.wait()
-            self._free -= wanted
-        place.callback(self._give, wanted)
+        given = asyncio.get_running_loop().create_future()
+        item = (place.caller, wanted, given)
+        self._waiting.append(item)
+        self._give_next()
+        try:
+            await given
+        except asyncio.CancelledError:
+            if given.done() and not given.cancelled():
+                self._take_back(wanted)
+            else:
+                self._waiting.remove(item)
+                self._give_next()
+            raise
+        place.memory.callback(self._take_back, wanted)
 
-    def _give(self, num_bytes: int) -> None:
+    def _take_back(self, num_bytes: int) -> None:
         self._free += num_bytes
-        self._freed.set()
+        self._give_next()
+
+    def _give_next(self) -> None:
+        while self._waiting:
+            item = min(self._waiting, key=lambda one: self._given[one[0]])
+            caller, wanted, given = item
+            if wanted > self._free:
+                return
+            self._free -= wanted
+            self._given[caller] += wanted
+            self._waiting.remove(item)
+            given.set_result(None)
+        self._given.clear()
 
 
 def _memory_of(body: bytes) -> int:

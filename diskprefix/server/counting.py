@@ -6,6 +6,7 @@ Nothing is computed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Literal, TypeVar
 
 from fastapi import APIRouter
@@ -71,6 +72,7 @@ async def _length(request: Request, model: type[B], conversation: Callable[[B, A
         # What is remembered of earlier replies is part of the prompt, so this asks the cache as the request will.
         cache = cache_options_of(body, request)
         arrival = Arrival(serving=serving, tenant=cache.tenant)
-        wanted = await daemon.threads.run("rendering", conversation, body, arrival)
-        replayed = await prompt_of(wanted, daemon, serving, cache)
+        async with daemon.turns.of(place.caller) if body.reads_more else nullcontext():
+            wanted = await daemon.threads.run("rendering", conversation, body, arrival)
+            replayed = await prompt_of(wanted, daemon, serving, cache)
     return len(replayed.prompt.token_ids)

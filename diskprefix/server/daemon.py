@@ -9,8 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from diskprefix.chat.normalisers import Normalisers
@@ -21,10 +20,11 @@ from diskprefix.policy.scope import parse_scope
 from diskprefix.server.body import Bodies
 from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.notify import notify
+from diskprefix.server.place import Place
 from diskprefix.server.prefix_breaks import PrefixBreaks
 from diskprefix.server.recent import RecentRequests
 from diskprefix.server.serving import Serving
-from diskprefix.server.threads import Threads
+from diskprefix.server.threads import Threads, Turns
 from diskprefix.server.tracing import Tracing
 from diskprefix.settings import Settings
 from diskprefix.tenant import Tenant
@@ -76,6 +76,8 @@ class Daemon:
         """The callers of the requests that are being read, one item for each request."""
         self._thread: threading.Thread | None = None
         self.threads = Threads()
+        self.turns = Turns()
+        """Of the callers whose requests read what is stored."""
         self.bodies = Bodies(settings.max_body_bytes, self.threads)
 
     @property
@@ -122,10 +124,8 @@ class Daemon:
         await self._is_decided.wait()
         return self.require_serving()
 
-    @contextmanager
-    def arriving(self, caller: Tenant) -> Iterator[ExitStack]:
-        """A context in which a request is read, waits for the model, and is rendered, before it is queued. The
-        stack gives back what the request takes meanwhile.
+    def arriving(self, caller: Tenant) -> Place:
+        """A context in which a request is read, waits for the model, and is rendered, before it is queued.
 
         Raises `NotReady` when the daemon stops and after a failure, `QueueFull` if the requests that arrived before
         fill the queue, and `ShareFull` if the caller's own requests fill the caller's share of it.
@@ -133,10 +133,10 @@ class Daemon:
         if self._is_decided.is_set():
             self.require_serving()
         self._inbox.require_room(self._arriving, caller)
-        with ExitStack() as place:
-            self._arriving.append(caller)
-            place.callback(self._arriving.remove, caller)
-            yield place
+        place = Place(caller)
+        self._arriving.append(caller)
+        place.taken.callback(self._arriving.remove, caller)
+        return place
 
     def start_loading(self) -> None:
         """Starts the thread that loads; `on_ready` or `on_failure` is called on the running event loop."""

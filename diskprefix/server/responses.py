@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -62,11 +61,13 @@ async def _store(request: Request, salt: str | None) -> ResponseStore:
 
 
 async def _answer(request: Request, salt: str | None, read: Callable[[ResponseStore], Json]) -> Response:
-    """Reads and writes in a thread, within the bounds of the queue: a note of kilobytes may hold megabytes."""
+    """Reads and writes in a thread, one request a caller at a time: a note of kilobytes may hold megabytes."""
     daemon: Daemon = request.app.state.daemon
-    with daemon.arriving(log_context(request).caller.tenant):
+    caller = log_context(request).caller.tenant
+    with daemon.arriving(caller):
         store = await _store(request, salt)
-        content = await daemon.threads.run("rendering", lambda: json_text(read(store)))
+        async with daemon.turns.of(caller):
+            content = await daemon.threads.run("rendering", lambda: json_text(read(store)))
     return Response(content, media_type="application/json")
 
 
@@ -91,7 +92,10 @@ async def get_response(
 @router.delete("/{response_id}", summary="Delete a stored response", responses=_ERRORS)
 async def delete_response(request: Request, response_id: str, cache_salt: Salt = None) -> DeletedResponse:
     """Delete a stored response. The responses that continue it cannot be continued any more."""
-    await asyncio.to_thread((await _store(request, cache_salt)).delete, response_id)
+    daemon: Daemon = request.app.state.daemon
+    with daemon.arriving(log_context(request).caller.tenant):
+        store = await _store(request, cache_salt)
+        await daemon.threads.run("rendering", store.delete, response_id)
     return DeletedResponse(id=response_id)
 
 

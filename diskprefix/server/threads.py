@@ -18,6 +18,17 @@ _NUM_THREADS: dict[Kind, int] = {"parsing": 2, "rendering": 2, "media": 1, "comp
 that compiles waits for a process."""
 
 
+class Turns:
+    """A lock for each caller. For the event loop."""
+
+    def __init__(self) -> None:
+        self._of: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
+
+    def of(self, caller: Hashable) -> asyncio.Lock:
+        """Returns the lock of one caller. It is forgotten when nobody has it."""
+        return self._of.setdefault(caller, asyncio.Lock())
+
+
 class Threads:
     """For the event loop. Threads start with the first work that needs them."""
 
@@ -25,7 +36,7 @@ class Threads:
         self._of: dict[Kind, ThreadPoolExecutor] = {
             kind: ThreadPoolExecutor(number, thread_name_prefix=kind) for kind, number in _NUM_THREADS.items()
         }
-        self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
+        self._turns = Turns()
         self._begun: set[Future[Any]] = set()
 
     @property
@@ -45,7 +56,7 @@ class Threads:
 
         Returns None, and does nothing, if `is_gone` says then that nobody waits for it.
         """
-        loop, turn = asyncio.get_running_loop(), self._turns.setdefault(caller, asyncio.Lock())
+        loop, turn = asyncio.get_running_loop(), self._turns.of(caller)
 
         def pass_on(_: Future[T]) -> None:
             # At the end of the process, nobody may be left to have a turn.

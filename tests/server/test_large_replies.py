@@ -113,7 +113,7 @@ class Chain:
 
 def test_a_conversation_of_stored_responses_is_read_up_to_a_bound() -> None:
     chain = Chain()
-    with pytest.raises(InvalidRequest, match=r"^previous_response_id: .* have more than 32\.0 MiB"):
+    with pytest.raises(InvalidRequest, match=r"^previous_response_id: .* have more than 16\.0 MiB"):
         ResponseStore(cast(Any, chain)).items_of("resp_1")
     assert chain.num_read <= (MAX_CONVERSATION_BYTES >> 20) + 2
 
@@ -121,7 +121,7 @@ def test_a_conversation_of_stored_responses_is_read_up_to_a_bound() -> None:
 def test_a_response_is_read_once_for_all_references_to_it_and_each_reference_counts() -> None:
     chain = Chain()
     store, reference = ResponseStore(cast(Any, chain)), ReferenceItem(type="item_reference", id="msg_1_1")
-    with pytest.raises(InvalidRequest, match=r"^input\.0\.id: .* have more than 32\.0 MiB"):
+    with pytest.raises(InvalidRequest, match=r"^input\.0\.id: .* have more than 16\.0 MiB"):
         list(map(store.referred, repeat(reference, MAX_CONVERSATION_BYTES >> 20), repeat("input.0")))
     assert chain.num_read == 1
 

@@ -198,6 +198,11 @@ class RequestBody(CacheFields, SamplingFields):
         default=None, description="What the text of the reply must be: vLLM's field."
     )
 
+    @property
+    def reads_more(self) -> bool:
+        """Whether the prompt is made of things, too, that are stored."""
+        return False
+
     def text_format_beside(self, own: TextFormat | None) -> TextFormat | None:
         """Returns what the text must be. `own` is what the API's own field says.
 

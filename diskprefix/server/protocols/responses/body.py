@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Literal, TypeAlias, cast
 
+import msgspec
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.server.protocols.dialect import Json, ToolChoice, openai_choice
+from diskprefix.server.protocols.dialect import Json, ToolChoice, json_text, openai_choice
 from diskprefix.server.protocols.fields import MAX_TOOLS, Count, Effort, RequestBody, Unmarkable
-from diskprefix.server.protocols.responses.items import Input
+from diskprefix.server.protocols.responses.items import Input, ReferenceItem
 from diskprefix.server.protocols.responses.tools import ToolAsSent, ToolChoiceBody, ToolChoiceField, Tools
 from diskprefix.server.protocols.strict import REFUSED, Body
 from diskprefix.server.protocols.structured_outputs import TextFormat
@@ -136,11 +137,17 @@ class ResponseRequest(RequestBody, Unmarkable):
         return self.top_logprobs or 0 if _LOGPROBS in (self.include or ()) else None
 
     @property
-    def echo(self) -> Json:
-        """What the response repeats of the request."""
+    def reads_more(self) -> bool:
+        """See `RequestBody`."""
+        items = () if self.input is None or isinstance(self.input, str) else self.input
+        return self.previous_response_id is not None or any(isinstance(item, ReferenceItem) for item in items)
+
+    @property
+    def echo(self) -> dict[str, msgspec.Raw]:
+        """What the response repeats of the request, as JSON text: as objects, it may be a hundred times as large."""
         text: Json = {} if self.text is None else self.text.model_dump(by_alias=True, exclude_none=True)
         choice = self.tool_choice
-        return {
+        echo: Json = {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
@@ -159,3 +166,4 @@ class ResponseRequest(RequestBody, Unmarkable):
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",
         }
+        return {name: msgspec.Raw(json_text(value)) for name, value in echo.items()}

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from functools import partial
+
+import msgspec
 
 from diskprefix.chat.messages import Conversation, Message, TextPart
 from diskprefix.errors import InvalidRequest
@@ -34,12 +37,18 @@ class Responses:
 
     def __init__(self) -> None:
         self._store: ResponseStore | None = None
+        self._echo: Mapping[str, msgspec.Raw] = {}
         self._input: bytes | None = None
         """JSON text of the items of the request itself, if the response is to be stored."""
 
     def read(self, body: ResponseRequest, arrival: Arrival) -> Asked:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
+        self._echo = body.echo
+        if (num_bytes := sum(len(bytes(value)) for value in self._echo.values())) > MAX_STORED_BYTES:
+            limit = format_size(MAX_STORED_BYTES)
+            said = f"the response repeats them, and would have {format_size(num_bytes)}; send {limit} at most"
+            raise InvalidRequest(f"tools: {said}", param="tools")
         sampling = sampling_params(
             body, arrival.serving.renderer.vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs
         )
@@ -73,7 +82,7 @@ class Responses:
         keep = None
         if self._store is not None and self._input is not None:
             keep = partial(self._store.put, input_json=self._input)
-        return ResponseWriter(head, body.echo, reasoning_is_summary=body.summary is not None, keep=keep)
+        return ResponseWriter(head, self._echo, reasoning_is_summary=body.summary is not None, keep=keep)
 
     def _items(self, body: ResponseRequest, store: ResponseStore) -> list[Said]:
         """Returns the items of the conversation. Raises `InvalidRequest` for what is not stored."""

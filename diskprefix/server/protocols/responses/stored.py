@@ -26,9 +26,9 @@ log = logging.getLogger("diskprefix")
 MAX_STORED_BYTES = 4 << 20
 """Of a stored response, before it is compressed. Compressing as much takes about 20 ms."""
 
-MAX_CONVERSATION_BYTES = 32 << 20
-"""Of the stored responses that a request continues and the items that it refers to, each time that it does: as much as
-a body may have. On disk they may be a thousandth of it."""
+MAX_CONVERSATION_BYTES = 16 << 20
+"""Of the stored responses that a request continues and the items that it refers to, each time that it does.
+They take twenty times as much memory, and on disk they may be a thousandth of it."""
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 Said: TypeAlias = tuple[SpokenItem, str]

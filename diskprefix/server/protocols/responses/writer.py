@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from diskprefix.chat.output.events import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent
@@ -28,7 +28,7 @@ class ResponseWriter:
     """`echo` is what the response repeats of the request. `keep` stores a response that is complete."""
 
     def __init__(
-        self, head: Head, echo: Json, *, reasoning_is_summary: bool, keep: Callable[[Json], None] | None
+        self, head: Head, echo: Mapping[str, object], *, reasoning_is_summary: bool, keep: Callable[[Json], None] | None
     ) -> None:
         self._head = head
         self._echo = echo

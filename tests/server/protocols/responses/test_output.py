@@ -44,7 +44,8 @@ def body(**fields: Any) -> ResponseRequest:
 def writer(kept: list[Json] | None = None, **fields: Any) -> ResponseWriter:
     request = body(**fields)
     keep = None if kept is None else kept.append
-    return ResponseWriter(HEAD, request.echo, reasoning_is_summary=request.summary is not None, keep=keep)
+    echo = {name: json.loads(bytes(value)) for name, value in request.echo.items()}
+    return ResponseWriter(HEAD, echo, reasoning_is_summary=request.summary is not None, keep=keep)
 
 
 def events_of(parts: Iterable[Sequence[ReplyDelta]], reason: Any = "stop", tokens: int = 0) -> list[ReplyEvent]:

@@ -1,0 +1,33 @@
+"""What a request takes before it is queued: a place among those that arrive, and memory for its body."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from diskprefix.tenant import Tenant
+
+
+@dataclass(frozen=True)
+class Place:
+    """A context, at whose end all is given back. `memory` may be closed before: when the prompt is rendered."""
+
+    caller: Tenant
+    """The user of the API key, whatever salt the request has."""
+    taken: ExitStack = field(default_factory=ExitStack)
+    memory: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives back what was not given back yet."""
+        self.memory.close()
+        self.taken.close()
+
+    def pop_all(self) -> Place:
+        """Returns a place to which everything belongs that belonged to this one."""
+        return replace(self, taken=self.taken.pop_all(), memory=self.memory.pop_all())
