@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from tools.accelerator import parts, random_weights
 from tools.accelerator.__main__ import PARTS, missing_packages, parsed, rows_of
 from tools.accelerator.parts import Row, Task
 from tools.connector import bench
+from tools.measuring import live_server
+from tools.measuring.live_server import Answer, LiveServerError
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,6 +103,65 @@ def test_a_daemon_that_was_killed_answers_from_disk_as_before(tmp_path: Path, mo
     assert (one.figures["restored"], other.figures["restored"]) == (512, 768)
 
 
+class FakeDaemon:
+    """Refuses prompts of more than 100 000 tokens, and says of the others that they were restored."""
+
+    def __init__(self, **_options: Any) -> None:
+        pass
+
+    def __enter__(self) -> FakeDaemon:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        pass
+
+    def start(self) -> float:
+        return 1.0
+
+    restart = start
+
+    def wait_until_saved(self) -> float:
+        return 0.5
+
+    def cache_stats(self) -> dict[str, int]:
+        return {"bytes_per_token": 32_768}
+
+    def complete(self, prompt: list[int], **_options: Any) -> Answer:
+        if len(prompt) > 100_000:
+            raise LiveServerError("the server answered 400: 131072 tokens need 16 GiB of KV memory")
+        return Answer(
+            text=str(sum(prompt)),
+            ttft_s=0.1,
+            total_s=1.1,
+            prompt_tokens=len(prompt),
+            completion_tokens=33,
+            cache={"restored": len(prompt)},
+            timings={"restore_ms": 8.0},
+        )
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "skipped", "reason"),
+    [
+        (1 << 40, ["131 072 tokens"], "need 16 GiB of KV memory"),
+        (2 << 30, ["32 768 tokens", "131 072 tokens"], "2.0 GiB are free; see --folder"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_skipped_and_the_others_measured(
+    free_bytes: int, skipped: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_server, "LiveServer", FakeDaemon)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=free_bytes))
+    _, *rows = parts.rows_of(Task("first token", "1B", "cpu", str(tmp_path)))
+    assert [row.case for row in rows if row.state == "skipped"] == skipped
+    assert all(reason in row.result for row in rows if row.state == "skipped")
+    measured = [size for size in ("2 048 tokens", "8 192 tokens", "32 768 tokens") if size not in skipped]
+    assert [row.case for row in rows if row.state == "measured"] == [f"{size}, cold" for size in measured]
+    assert [row.case for row in rows if row.state == "pass"] == [f"{size}, after kill -9" for size in measured]
+    cold = "first token 100 ms, 32.0 tok/s; without saving 100 ms, 32.0 tok/s; saved 500 ms after the reply"
+    assert rows[0].result == cold
+
+
 def test_a_python_that_cannot_be_used_is_one_clear_line() -> None:
     refused = gpu(python="/no/such/python")
     assert refused.returncode == 2
@@ -130,8 +193,8 @@ def test_what_is_missing_or_too_old_is_said_in_a_line_each(monkeypatch: pytest.M
     ],
     ids=["hangs", "does not listen", "fails", "is killed"],
 )
-def test_rows_stay_of_a_part_that_does_not_end_well(
-    ending: str, expected: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_rows_and_logs_stay_of_a_part_that_does_not_end_well(
+    ending: str, expected: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = Row("a case", "pass", "a result")
     (pretender := tmp_path / "python").write_text(f"#!/bin/sh\necho '{json.dumps(asdict(row))}'\n{ending}\n")
@@ -140,6 +203,7 @@ def test_rows_stay_of_a_part_that_does_not_end_well(
     monkeypatch.setattr(command, "GRACE_S", 0.2)
     task = Task("exactness", "tiny", "cpu", str(tmp_path / "part"))
     assert list(rows_of(task, 1)) == [row, expected]
+    assert f"part.log of exactness, tiny:\n{'boom' if 'boom' in ending else ''}" in capsys.readouterr().err
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, *states: parts.State) -> tuple[int, list[tuple[str, float]]]:

@@ -97,7 +97,8 @@ class Results:
 
 
 def rows_of(task: Task, limit_s: float) -> Iterator[Row]:
-    """The rows of a part that runs in a process of its own, and one more if it hangs or crashes."""
+    """The rows of a part that runs in a process of its own, and one more if it hangs or crashes. Then, or if something
+    fails, the ends of its logs go to standard error."""
     Path(task.folder).mkdir(exist_ok=True)
     log_path, is_late = Path(task.folder) / "part.log", threading.Event()
     command = [sys.executable, "-m", "tools.accelerator.parts", json.dumps(asdict(task))]
@@ -113,20 +114,26 @@ def rows_of(task: Task, limit_s: float) -> Iterator[Row]:
     timer = threading.Timer(max(limit_s, 0), stop)
     timer.start()
     assert process.stdout is not None
+    has_failed = False
     try:
         with process.stdout:
             for line in process.stdout:
-                yield Row(**json.loads(line))
+                row = Row(**json.loads(line))
+                has_failed |= row.state == "fail"
+                yield row
         process.wait()
     finally:
         timer.cancel()
         if process.poll() is None:
             _end(process)
-    if is_late.is_set():
+    if process.returncode or has_failed:
+        for each in sorted(Path(task.folder).rglob("*.log")):
+            print(f"{each.name} of {task.part}, {task.shape}:\n{_text(each)[-4000:]}", file=sys.stderr)
+    if process.returncode and is_late.is_set():
         yield Row("the rest", "cut off", f"not done within {limit_s:.0f} s")
     elif process.returncode:
-        print(log_path.read_text(encoding="utf-8", errors="replace")[-4000:], file=sys.stderr)
-        yield Row("the rest", "crash", _last_line(log_path) or f"ended with {process.returncode}")
+        lines = [line.strip() for line in _text(log_path).splitlines() if line.strip()]
+        yield Row("the rest", "crash", lines[-1] if lines else f"ended with {process.returncode}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -139,9 +146,8 @@ def _end(process: subprocess.Popen[str]) -> None:
             return
 
 
-def _last_line(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:

@@ -93,7 +93,6 @@ def exactness(task: Task) -> Iterator[Row]:
         model=str(shape.write(folder / "model")),
         device=task.device,
         lengths=Lengths.scaled(shape.exact_tokens, block=shape.block),
-        threads=os.cpu_count() or 1,
         # On a CPU it checks what accelerators do today.
         at_grid=task.device == "cpu",
     )
@@ -101,10 +100,12 @@ def exactness(task: Task) -> Iterator[Row]:
     for phase in ("save", "restore"):
         # It ends by SIGKILL, and what it left is judged.
         command = [sys.executable, "-m", "tools.accelerator.random_weights", phase, str(plan)]
-        subprocess.run(command, check=False, stdout=sys.stderr)
-    row = judged(job, answers_of(job, "save"), answers_of(job, "restore"))
-    restored = ", ".join(f"{case.restored} of {case.prompt_tokens}" for case in row.cases)
-    result = f"the same bits, with {job.reply} tokens of reply; exact at: {row.exact_at}; restored {restored}"
+        subprocess.run(command, check=False)
+    saved, restored = answers_of(job, "save"), answers_of(job, "restore")
+    print(saved.error, restored.error, file=sys.stderr)
+    row = judged(job, saved, restored)
+    counts = ", ".join(f"{case.restored} of {case.prompt_tokens}" for case in row.cases)
+    result = f"the same bits, with {job.reply} tokens of reply; exact at: {row.exact_at}; restored {counts}"
     case = f"{len(row.cases)} prompts around {shape.exact_tokens} tokens"
     yield Row(case, "pass" if row.bitwise else "fail", row.reason or result, row.as_dict())
 
@@ -159,7 +160,7 @@ def _cold(server: LiveServer, shape: Shape, size: int) -> tuple[Row, list[Answer
         order = ("full",) if size >= _ONLY_SAVED_FROM else ("full", "off") if run % 2 else ("off", "full")
         for scope in order:
             answers[scope].append(server.complete(shape.prompt(size, run), max_tokens=REPLY, scope=scope))
-            saving_s += server.wait_until_saved()
+            saving_s += server.wait_until_saved() if scope == "full" else 0.0
     figures: dict[str, float] = {"saved_after_s": saving_s / len(answers["full"])}
     result = []
     for scope, found in answers.items():
@@ -321,5 +322,8 @@ def rows_of(task: Task) -> Iterator[Row]:
 if __name__ == "__main__":
     # So that no daemon outlives a part that is told to stop.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    for each in rows_of(Task(**json.loads(sys.argv[1]))):
-        print(json.dumps(asdict(each), default=str), flush=True)
+    # Whatever a library prints goes to the log.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
+        os.dup2(2, 1)
+        for each in rows_of(Task(**json.loads(sys.argv[1]))):
+            print(json.dumps(asdict(each), default=str), file=lines, flush=True)
