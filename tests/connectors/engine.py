@@ -47,13 +47,14 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
     return ids
 
 
-def caches(groups: Sequence[EngineGroup], *, by_token: bool = False) -> dict[str, torch.Tensor]:
+def caches(groups: Sequence[EngineGroup], *, by_token: bool = False, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The pages of each layer as vLLM hands them over, all layers in one memory."""
     layers = [layer for group in groups for layer in group.layers]
+    form: Any = {"dtype": torch.bfloat16, "device": device}
     if by_token:
-        memory = torch.zeros(len(layers), NUM_BLOCKS, PAGE, HEADS, DIM, dtype=torch.bfloat16).transpose(2, 3)
+        memory = torch.zeros(len(layers), NUM_BLOCKS, PAGE, HEADS, DIM, **form).transpose(2, 3)
     else:
-        memory = torch.zeros(len(layers), NUM_BLOCKS, HEADS, PAGE, DIM, dtype=torch.bfloat16)
+        memory = torch.zeros(len(layers), NUM_BLOCKS, HEADS, PAGE, DIM, **form)
     return dict(zip(layers, memory, strict=True))
 
 
@@ -75,6 +76,7 @@ class Engine:
         num_ranks: int = 1,
         groups: Sequence[EngineGroup] = (FULL,),
         by_token: bool = False,
+        device: str = "cpu",
         numbers: dict[str, str] | None = None,
         **config: Any,
     ) -> None:
@@ -90,7 +92,7 @@ class Engine:
         self.settings = connector_settings({"block_size": BLOCK} | config, PAGE)
         with own_names():
             self.shared = open_shared(self.settings)
-        self.caches = [caches(groups, by_token=by_token) for _ in range(num_ranks)]
+        self.caches = [caches(groups, by_token=by_token, device=device) for _ in range(num_ranks)]
         pages = [Pages(cache, groups, NUM_BLOCKS) for cache in self.caches]
         self.identities = [
             RankIdentity(
@@ -200,7 +202,7 @@ class Engine:
 
     def _found(self, rank: int, layer: str, request: Request, group: int, end: int) -> torch.Tensor:
         pages = self.caches[rank][layer][self.tables[request.request_id][group]]
-        return pages.transpose(0, 1).reshape(HEADS, -1, DIM)[:, :end]
+        return pages.transpose(0, 1).reshape(HEADS, -1, DIM)[:, :end].cpu()
 
     def _compute(self, rank: int, request: Request, tables: Sequence[Sequence[int]], start: int, end: int) -> None:
         for group, table in zip(self.groups, tables, strict=True):

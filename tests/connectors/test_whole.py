@@ -14,6 +14,7 @@ from diskprefix.simulate.formats import read_trace
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import piece_key
 from tests.connectors.engine import BLOCK, FULL, PAGE, SLIDING, Engine, Request, prompt
+from tests.runner import DEVICES
 
 PROMPT = prompt(1, 3 * BLOCK + 5)
 Make = Callable[..., Engine]
@@ -43,10 +44,13 @@ def stored_at(engine: Engine, position: int, rank: int = 0) -> tuple[bytes, byte
         return next((n, r.parent) for n, r in records if r is not None and (r.root, r.position) == (root, position))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("by_token", [False, True], ids=["head by head", "token by token"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_after_a_restart_the_pages_hold_what_was_computed(engine: Make, num_ranks: int, by_token: bool) -> None:
-    layout: dict[str, Any] = {"num_ranks": num_ranks, "by_token": by_token}
+def test_after_a_restart_the_pages_hold_what_was_computed(
+    engine: Make, num_ranks: int, by_token: bool, device: str
+) -> None:
+    layout: dict[str, Any] = {"num_ranks": num_ranks, "by_token": by_token, "device": device}
     assert engine(**layout).run(Request("a", PROMPT)) == 0
     again, request = engine(**layout), Request("b", [*PROMPT, 7, 8, 9])
     assert again.begin(request) == 3 * BLOCK

@@ -58,15 +58,16 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One model in one dtype. `model`: the folder of a real one, None for the tiny one of that name. `folder` is the
-    job's own: the store and the answers of both processes. `reply`: greedy tokens after each prompt. `at_grid`: on the
-    grid, even if the model is exact at every token."""
+    """One model in one dtype. `model`: the folder of a real one, None for the tiny one of that name. `device`: where a
+    real one is computed. `folder` is the job's own: the store and the answers of both processes. `reply`: greedy tokens
+    after each prompt. `at_grid`: on the grid, even if the model is exact at every token."""
 
     name: str
     dtype: str
     folder: str
     reply: int = 64
     model: str | None = None
+    device: str = "cpu"
     threads: int = 1
     lengths: Lengths = Lengths()
     at_grid: bool = False

@@ -67,10 +67,10 @@ class Row:
 def run_jobs(jobs: list[Job], folder: Path, lanes: int, tell: Tell) -> list[Row]:
     """Both halves of every job, each in another process. `tell` gets a line as each half of a job is done."""
     _run_phase("save", jobs, folder, lanes, tell)
-    saved = {job: _read(job, "save") for job in jobs}
+    saved = {job: answers_of(job, "save") for job in jobs}
     restorable = [job for job in jobs if not saved[job].error and not saved[job].unsupported]
     _run_phase("restore", restorable, folder, lanes, tell)
-    return [judged(job, saved[job], _read(job, "restore") if job in restorable else saved[job]) for job in jobs]
+    return [judged(job, saved[job], answers_of(job, "restore") if job in restorable else saved[job]) for job in jobs]
 
 
 def _run_phase(phase: Literal["save", "restore"], jobs: Iterable[Job], folder: Path, lanes: int, tell: Tell) -> None:
@@ -92,7 +92,8 @@ def _run_phase(phase: Literal["save", "restore"], jobs: Iterable[Job], folder: P
         raise RuntimeError(f"the process that runs the jobs failed: {log.read_text(errors='replace')[-2000:]}")
 
 
-def _read(job: Job, phase: str) -> Answers:
+def answers_of(job: Job, phase: str) -> Answers:
+    """What the process that did a half of a job left of it."""
     out = job.out(phase)
     if not out.is_file():
         return Answers(error=f"the process that was to {phase} died")

@@ -53,7 +53,7 @@ def load(job: Job) -> tuple[PreTrainedModel, MakeTokens]:
     elif not (Path(job.model) / "tokenizer.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).eval()
     else:
-        loaded = load_model(Settings(model=job.model, device="cpu", dtype=job.dtype), print)
+        loaded = load_model(Settings(model=job.model, device=job.device, dtype=job.dtype), print)
         return loaded.model, _text(loaded.tokenizer)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     return model, lambda seed, count: as_token_ids(np.random.default_rng(seed).integers(3, vocab_size, count))
@@ -112,8 +112,8 @@ def ask(runner: Runner, job: Job, case: Case, scope: str) -> Answer:
         runner.arena.reserve(len(case.token_ids) + job.reply)
         for _ in range(job.reply):
             greedy.append(int(logits.argmax()))
-            logits = runner.arena.forward(runner.model, torch.tensor([greedy[-1:]]))
-            trail.update(logits.float().numpy().tobytes())
+            logits = runner.arena.forward(runner.model, torch.tensor([greedy[-1:]], device=runner.model.device))
+            trail.update(logits.float().cpu().numpy().tobytes())
     report = answer.report
     return Answer(
         answer.logits, trail.hexdigest(), greedy, report.restored, answer.num_forwards > 0, report.source, report.exact

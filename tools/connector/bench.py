@@ -65,7 +65,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """What is measured. `python` is one that has vLLM, None for the environment of `tools/vllm`; `arguments` are more
+    of vLLM's own."""
 
     model: Path
     sizes: tuple[int, ...]
@@ -73,6 +74,8 @@ class Plan:
     turns: int
     kills: int
     codec: str
+    python: Path | None = None
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass
@@ -208,7 +211,16 @@ def measured(plan: Plan, workspace: Path, earlier: Iterable[Case], report: Repor
     for kind in plan.kinds:
         folder = workspace / kind
         folder.mkdir()
-        server = Server(plan.model, folder, report, kind, context=context, codec=plan.codec)
+        server = Server(
+            plan.model,
+            folder,
+            report,
+            kind,
+            context=context,
+            python=plan.python,
+            arguments=plan.arguments,
+            codec=plan.codec,
+        )
         with started(server, kind, report):
             for size, run in itertools.product(plan.sizes, (1, 2)):
                 case = _asked(server, "cold", size, run)

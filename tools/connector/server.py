@@ -50,18 +50,19 @@ class Server:
         *,
         context: int = 2304,
         dtype: str = "bfloat16",
+        python: Path | None = None,
         arguments: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
         **config: Any,
     ) -> None:
         """`folder` gets the log and, in `kv`, the store. `config` are settings of our connector, and `environment`
-        has more variables."""
+        has more variables. `python` is one that has vLLM, None for the environment that is made for it."""
         self.connector: Connector = connector
         self.store = folder / "kv"
         self.start_s = 0.0
         """How long the last start took, in seconds."""
         self._port = free_port()
-        command = [str(python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
+        command = [str(python or python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", "model", "--host", "127.0.0.1"]
         command += ["--port", str(self._port), "--dtype", dtype, "--max-model-len", str(context), "--enforce-eager"]
         # The example connector saves what the first step of a prompt computes, so a step must hold a prompt.

@@ -1,0 +1,1 @@
+"""`tools/gpu`: exactness and speed on whatever accelerator a machine has."""
