@@ -144,6 +144,13 @@ def test_an_answer_that_is_not_whole_is_told_apart(answer: bytes, how: str) -> N
     assert end.is_failure == (how == "500")
 
 
+def test_a_client_that_loses_patience_has_hung_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        caller = Caller(listener.getsockname()[1], "a-key-0123456789abcdef")
+        end = asyncio.run(caller.ask(caller.request("/v1/chat/completions", b"{}"), patience_s=0.05))
+    assert end.how == HUNG_UP
+
+
 def ended(daemon: DaemonProcess, kind: str) -> End:
     behaviour = KINDS[kind](Caller(int(daemon.url.rpartition(":")[2]), "a-key-0123456789abcdef"))
 

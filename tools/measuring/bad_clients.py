@@ -70,11 +70,12 @@ class Caller:
 
     async def ask(self, request: bytes, *, patience_s: float | None = None) -> End:
         """Sends a request and reads its answer; hangs up after `patience_s`."""
-        async with asyncio.timeout(patience_s) as limit:
-            with suppress(TimeoutError):
+        try:
+            async with asyncio.timeout(patience_s) as limit:
                 return await self._ask(request)
-        assert limit.expired()
-        return End(HUNG_UP)
+        except TimeoutError:
+            # The kernel's own is the server's.
+            return End(HUNG_UP if limit.expired() else CLOSED)
 
     async def _ask(self, request: bytes) -> End:
         loop = asyncio.get_running_loop()

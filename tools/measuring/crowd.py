@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import multiprocessing
 import os
 import random
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeAlias
 
 import httpx
@@ -171,8 +173,21 @@ class _Reply:
             }
 
 
+def end_with_parent() -> None:
+    """Has this process end when the one that started it is gone, killed or not."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "started by another process"
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=end, daemon=True).start()
+
+
 def run_good(port: int, number: int, think_s: float, prompt_chars: int, seen: Queue[Seen]) -> None:
     """The process of the good clients. It runs until it is ended."""
+    end_with_parent()
 
     async def run() -> None:
         limits = httpx.Limits(max_connections=number, max_keepalive_connections=number)
@@ -186,6 +201,7 @@ def run_good(port: int, number: int, think_s: float, prompt_chars: int, seen: Qu
 
 def run_bad(port: int, kinds: Sequence[str], ready: Event, begin: Event, settle_s: float, seen: Queue[Seen]) -> None:
     """A process of bad clients, one for each of `kinds`, which begin one after the other within `settle_s`."""
+    end_with_parent()
     os.nice(NICE)
     behaviours = {kind: KINDS[kind](Caller(port, bad_key(kind))) for kind in set(kinds)}
     ready.set()
@@ -213,6 +229,7 @@ def run_bad(port: int, kinds: Sequence[str], ready: Event, begin: Event, settle_
 
 def run_health(port: int, seen: Queue[Seen]) -> None:
     """The process that asks `/health` again and again, each time through a new connection."""
+    end_with_parent()
     due = time.monotonic()
     while True:
         due = max(due + HEALTH_EVERY_S, time.monotonic())
