@@ -21,14 +21,14 @@ from tools.measuring.bad_clients import CLOSED, CUT_OFF, HUNG_UP, Caller, End
 from tools.measuring.hostile_requests import KINDS, SLOW_READER
 
 CHEAP = (
-    "schema of 300 patterns",
+    "300 patterns",
     "nested regex, n 16",
     "deep JSON",
-    "deep arguments of a call",
+    "deep arguments",
     "infinite numbers",
-    "forced calls with odd names",
+    "odd names of functions",
     "tools that are skipped",
-    "image of 1 × 6000 pixels",
+    "image of 1 × 6000",
 )
 
 

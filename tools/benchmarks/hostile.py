@@ -463,7 +463,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         table.add_row(name, *map(str, row))
     console.print(table)
     say(console, f"What became of the bad ones in {report['minutes']:g} minutes")
-    table = new_table("", left=("",), right=("times", *(name.replace(" ", "\n") for name in COLUMNS), "slowest\ns"))
+    table = new_table("", left=("",), right=("times", *(name.replace(" ", "\n") for name in COLUMNS), "most\ns"))
     for name, kind in report["kinds"].items():
         columns = columns_of(kind["ends"])
         numbers = [str(number or "") for number in columns.values()]

@@ -54,12 +54,12 @@ def _patterns(number: int) -> dict[str, Any]:
     return {"type": "object", "patternProperties": {f"^a{{{i}}}.*b{{{i}}}$": {"type": "string"} for i in range(number)}}
 
 
-@kind("schema of 2 000 patterns")
+@kind("2 000 patterns")
 def _many_patterns(caller: Caller) -> Behaviour:
     return _asking(caller, _schema(_patterns(2000)), patience_s=3)
 
 
-@kind("schema of 300 patterns")
+@kind("300 patterns")
 def _some_patterns(caller: Caller) -> Behaviour:
     return _asking(caller, _schema(_patterns(300)))
 
@@ -131,7 +131,7 @@ def _deep(caller: Caller) -> Behaviour:
     return _asking(caller, (before + _nested(100_000) + "}").encode())
 
 
-@kind("deep arguments of a call")
+@kind("deep arguments")
 def _deep_arguments(caller: Caller) -> Behaviour:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": _nested(10_000)}}
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -203,7 +203,7 @@ def _salts(caller: Caller) -> Behaviour:
     return run
 
 
-@kind("forced calls with odd names")
+@kind("odd names of functions")
 def _odd_names(caller: Caller) -> Behaviour:
     names = count()
 
@@ -230,7 +230,7 @@ def _png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
-@kind("image of 1 × 6000 pixels")
+@kind("image of 1 × 6000")
 def _image(caller: Caller) -> Behaviour:
     """A model that takes no images answers with a 400."""
     url = "data:image/png;base64," + base64.b64encode(_png(1, 6000)).decode()
@@ -253,12 +253,12 @@ def _manners(name: str, behave: Callable[[BadManners], Behaviour]) -> None:
 SLOW_READER = "slow reader"
 """It reads as slowly as may be: its streams must not be cut off."""
 _manners(SLOW_READER, lambda client: client.slow_reader)
-_manners("reader of a byte a second", lambda client: client.reader_of_bytes)
+_manners("reader of single bytes", lambda client: client.reader_of_bytes)
 _manners("reader that stops", lambda client: client.stopped_reader)
 _manners("slow writer of a head", lambda client: client.slow_head)
 _manners("slow writer of a body", lambda client: client.slow_body)
 _manners("silent connection", lambda client: client.silent)
-_manners("half a head, then silence", lambda client: client.half_a_head)
+_manners("half a head", lambda client: client.half_a_head)
 _manners("half a body", lambda client: client.half_a_body)
 _manners("opens and closes", lambda client: client.open_and_close)
 _manners("hangs up in a stream", lambda client: client.hang_up)
