@@ -206,7 +206,8 @@ class Settings:
     )
     max_sequences: int = _server(
         8,
-        "The number of requests that are computed together. More wait. Each of the n replies to a request counts.",
+        "The number of requests that are computed together. More wait. Each of the n replies to a request counts. A "
+        "request whose API key has no other running does not wait.",
         bounds=(1, 1024),
     )
     inter_token_latency: float = _server(

@@ -48,7 +48,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "soak": Tool("benchmarks.soak", "Ten times its budget through one store."),
         "remote": Tool("benchmarks.remote", "Two daemons and a bucket: speed by tier, and its faults."),
         "watching": Tool("benchmarks.watching", "What the dashboard and `top` cost a reply."),
-        "load": Tool("benchmarks.load", "Good clients beside slow, silent and broken ones."),
+        "hostile": Tool("benchmarks.hostile", "Good clients beside 56 that try to stop the daemon."),
     },
     "Matrices": {
         "exactness": Tool("matrices.exactness", "Restored against cold, bit for bit, for every architecture."),

@@ -102,13 +102,20 @@ class Loop:
         return True
 
     def _admit_all(self, waiting: list[Ticket]) -> None:
-        """Takes the requests that there is memory for. Callers take turns, and nobody passes one that waits for it."""
+        """Takes the requests that there is memory for. Callers take turns, and nobody passes one that waits for it.
+
+        A caller of whom nothing runs needs no place, up to as many callers as there are places: the replies of another
+        may take minutes to end.
+        """
         running = [job.turn for job in self._running.jobs]
         numbered = list(enumerate(waiting))
-        while numbered and self._running.has_place:
+        while numbered:
             item = min(numbered, key=lambda item: (running.count(item[1].request.cache.tenant.ids[:1]), item[0]))
             numbered.remove(item)
             ticket = item[1]
+            is_first = ticket.request.cache.tenant.ids[:1] not in running
+            if not self._running.has_place and not (is_first and len(set(running)) < self._served.max_sequences):
+                return
             try:
                 state = memory_for(self._served, ticket.request, self._running.jobs)
             except Exception as error:  # noqa: BLE001 (it is told, and the engine thread must outlive any request)

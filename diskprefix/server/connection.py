@@ -59,6 +59,15 @@ class LimitedConnection(H11Protocol):
         self._refused.discard(self)
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        """The daemon stops: closes the connection, or has it closed after the answer.
+
+        A body that is still arriving is not waited for. Its client could keep the daemon from ending.
+        """
+        super().shutdown()
+        if self._is_in_request and self.cycle.more_body:
+            self.transport.close()
+
     @property
     def _is_in_request(self) -> bool:
         """Whether the head of a request has arrived that is not yet answered."""

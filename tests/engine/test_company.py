@@ -236,6 +236,20 @@ def test_a_caller_with_many_requests_leaves_every_second_place_to_the_other(fold
     assert (sorted(ended[:2]), ended[2:]) == ([80, 83], [81, 82])
 
 
+def test_a_caller_who_runs_nothing_does_not_wait_for_the_many_replies_of_another(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folder, tmp_path / "kv", max_sequences=2, record=tmp_path / "trace.jsonl")
+    many = request(tokens(80), tenant=Tenant.of_key("many"), n=6, max_tokens=60)
+    one = request(tokens(83, 1), tenant=Tenant.of_key("one"), max_tokens=2)
+    with running(engine) as inbox:
+        inbox.submit(many, lambda _: None)
+        after_steps(monkeypatch, 3, lambda: inbox.submit(one, lambda _: None))
+        wait_until_idle(inbox)
+    engine.close()
+    assert [ended.prompt_tokens for ended in recorded_requests(tmp_path / "trace.jsonl")] == [83, 80]
+
+
 # What stays in memory.
 
 

@@ -107,6 +107,20 @@ def test_a_request_that_outlasts_the_grace_gets_an_error_event(chat_model: Path,
         assert daemon.stop() == 0
 
 
+def test_a_body_that_is_still_arriving_does_not_delay_the_end(chat_model: Path, cache: Path) -> None:
+    with running_daemon(chat_model, cache) as daemon:
+        address, _, port = daemon.url.removeprefix("http://").rpartition(":")
+        with socket.create_connection((address, int(port)), timeout=60) as client:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\nExpect: 100-continue\r\n\r\n"
+            client.sendall(head.encode())
+            # The body is being read.
+            assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
+            client.sendall(b"{")
+            assert daemon.stop() == 0
+            assert client.recv(1000) == b""
+        assert "Traceback" not in daemon.log
+
+
 def test_a_second_interrupt_ends_the_daemon_at_once(chat_model: Path, cache: Path) -> None:
     with (
         running_daemon(chat_model, cache) as daemon,

@@ -198,6 +198,24 @@ class LiveServer:
             # The worker of a supervisor ends a moment after it, and would answer in place of the next one.
             self._wait(lambda: not self._listens(), SAVE_DEADLINE_S, "the killed server still listens")
 
+    def stop(self, deadline_s: float) -> tuple[float, int | None]:
+        """Sends SIGTERM. Returns the seconds until the process ended, and its exit code.
+
+        After `deadline_s` it is killed, and the code is None.
+        """
+        assert self._process is not None
+        started, code = time.perf_counter(), None
+        self._process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(deadline_s)
+        seconds = time.perf_counter() - started
+        self.kill()
+        return seconds, code
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     @property
     def process_id(self) -> int:
         """Of the running server."""
