@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.settings import cache_home
+from diskprefix.trusted_path import distrusted_by_root
 
 
 class Memo:
     """The file `<name>.json` in the cache folder: the newest `max_records` records of JSON values.
 
-    Records that were written with another `version` are ignored.
+    Records that were written with another `version` are ignored. Root has none in a folder of another user.
     """
 
     def __init__(self, name: str, *, version: int, max_records: int = 512) -> None:
@@ -35,6 +36,8 @@ class Memo:
         records = {known: kept for known, kept in self._read().items() if known != key}
         records = dict(list(records.items())[-(self._max_records - 1) :]) | {key: value}
         target = cache_home() / f"{self._name}.json"
+        if distrusted_by_root(target.parent):
+            return
         # A new name that nobody can guess: another user may have put a link at a known one.
         with suppress(OSError):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -45,8 +48,9 @@ class Memo:
                 new.replace(target)
 
     def _read(self) -> dict[str, Any]:
+        file = cache_home() / f"{self._name}.json"
         try:
-            found = json.loads((cache_home() / f"{self._name}.json").read_text(encoding="utf-8"))
+            found = {} if distrusted_by_root(file) else json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         if not isinstance(found, dict) or found.get("format") != self._version:

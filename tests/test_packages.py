@@ -16,7 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 BELOW: dict[str, frozenset[str]] = {}
 """For each package, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
-    "errors identity json_values printable progress version",
+    "errors identity json_values printable progress trusted_path version",
     "namespace_key settings tenant tokens",
     "prompt memo native",
     "policy store kv recipes",

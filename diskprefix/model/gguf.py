@@ -20,6 +20,7 @@ from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
 from diskprefix.settings import cache_home, format_size
 from diskprefix.tokens import file_digest
+from diskprefix.trusted_path import distrusted_by_root
 
 CONVERSION_FORMAT = 1
 """To be increased when the conversion makes other files. Folders of another format are made again."""
@@ -62,6 +63,11 @@ def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path
     """
     models = cache_home() / "models"
     folder = models / name
+    if problem := distrusted_by_root(folder):
+        raise ModelError(
+            f"the cache folder {models}: {problem}, who could exchange it; run this as that user, or set "
+            "XDG_CACHE_HOME to a folder of root's"
+        )
     _remove_leftovers(models)
     if is_finished(folder):
         return folder

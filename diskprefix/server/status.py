@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 
 from diskprefix.server.daemon import Daemon, Status
 from diskprefix.server.errors import ErrorBody
-from diskprefix.server.keys import ADMIN
+from diskprefix.server.keys import ADMIN, ANYBODY
+from diskprefix.server.local_user import is_of_another_user
 from diskprefix.server.log_context import log_context
 from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
@@ -66,6 +67,16 @@ async def require_admin(request: Request) -> None:
         raise HTTPException(403, f"this shows figures of everybody's requests: only the key named {ADMIN} may read it")
 
 
+async def require_owner(request: Request) -> None:
+    """Raises `HTTPException` 403, without keys, for other users of this machine: texts of prompts are shown."""
+    if log_context(request).caller is ANYBODY and is_of_another_user(request.scope):
+        raise HTTPException(
+            403,
+            "this shows texts of prompts: without --api-keys, of the users of this machine only the one who runs the "
+            f"daemon may read it, and root; with --api-keys, the key named {ADMIN}",
+        )
+
+
 def _daemon(request: Request) -> Daemon:
     daemon: Daemon = request.app.state.daemon
     return daemon
@@ -93,7 +104,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(content.model_dump(), status_code)
 
 
-@router.get("/props", summary="Properties", dependencies=[Depends(require_admin)])
+@router.get("/props", summary="Properties", dependencies=[Depends(require_admin), Depends(require_owner)])
 async def props(request: Request) -> Props:
     """The model, the cache with its settings and counts, all settings and the start-up times."""
     daemon = _daemon(request)

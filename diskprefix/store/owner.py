@@ -8,12 +8,10 @@ root's rights for good first, and goes on as that user.
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 from diskprefix.errors import StoreUnavailable
-
-_MAX_LINKS = 40
+from diskprefix.trusted_path import distrusted_part
 
 
 def become_owner(path: Path) -> Path:
@@ -60,36 +58,8 @@ def require_trusted_path(path: Path, trusted: set[int]) -> None:
 
     Parts that do not exist pass.
     """
-    problem = _distrusted(Path.cwd() / path, trusted, _MAX_LINKS)
+    problem = distrusted_part(path, trusted)
     if problem:
         raise StoreUnavailable(
             f"--kv-cache-dir {path}: {problem}, who could exchange it; run this as that user or choose another folder"
         )
-
-
-def _distrusted(path: Path, trusted: set[int], links_left: int) -> str | None:
-    """Returns which part of `path` other users control, or None."""
-    place = Path(path.anchor)
-    for part in path.parts[1:]:
-        place /= part
-        try:
-            found = place.lstat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        if found.st_uid not in trusted:
-            return f"{place} belongs to another user (uid {found.st_uid})"
-        if stat.S_ISLNK(found.st_mode):
-            target = place.parent / place.readlink()
-            problem = (
-                _distrusted(target, trusted, links_left - 1) if links_left else f"{place} is one of too many links"
-            )
-            if problem:
-                return problem
-        elif found.st_mode & _others_write(found) and not found.st_mode & stat.S_ISVTX:
-            return f"{place} may be written to by other users (mode {stat.S_IMODE(found.st_mode):o})"
-    return None
-
-
-def _others_write(found: os.stat_result) -> int:
-    """Returns the bits of the mode that let other users write. Root's group is root's."""
-    return stat.S_IWOTH if found.st_gid == 0 else stat.S_IWGRP | stat.S_IWOTH

@@ -131,6 +131,8 @@ class FakeDaemon:
             raise LiveServerError("the server answered 400: 131072 tokens need 16 GiB of KV memory")
         return Answer(
             text=str(sum(prompt)),
+            sent_at=0.0,
+            text_s=[0.1],
             ttft_s=0.1,
             total_s=1.1,
             prompt_tokens=len(prompt),

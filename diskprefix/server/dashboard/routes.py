@@ -32,7 +32,7 @@ from diskprefix.server.described import described
 from diskprefix.server.described import events as event_content
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.log_context import log_context
-from diskprefix.server.status import require_admin
+from diskprefix.server.status import require_admin, require_owner
 
 _SILENT_S = 8.0
 """After so long without news, a comment shows that the stream is alive."""
@@ -41,7 +41,9 @@ _KEY_PLACE = "YOUR-KEY"
 _WITH_400: dict[int | str, dict[str, Any]] = {400: {"model": ErrorBody}}
 
 router = APIRouter(tags=["daemon"])
-_admin = APIRouter(prefix="/dashboard", tags=["dashboard"], dependencies=[Depends(require_admin)])
+_admin = APIRouter(
+    prefix="/dashboard", tags=["dashboard"], dependencies=[Depends(require_admin), Depends(require_owner)]
+)
 
 
 class Dashboard:
