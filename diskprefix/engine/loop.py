@@ -23,6 +23,9 @@ from diskprefix.kv.uncached import TransformersState
 
 log = logging.getLogger("diskprefix")
 
+_CALLERS_BESIDE = 4
+"""For each place: so many callers may have one reply without a place. Without keys, any number of salts are callers."""
+
 
 class Loop:
     """Serves the requests of one inbox, on the thread that calls `run`. Restores run on a second thread; what waits
@@ -104,8 +107,8 @@ class Loop:
     def _admit_all(self, waiting: list[Ticket]) -> None:
         """Takes the requests that there is memory for. Callers take turns, and nobody passes one that waits for it.
 
-        A caller of whom nothing runs needs no place, up to as many callers as there are places: the replies of another
-        may take minutes to end.
+        A caller of whom nothing runs needs no place: the replies of another may take minutes to end, and a row more in
+        a step costs the others little.
         """
         running = [job.turn for job in self._running.jobs]
         numbered = list(enumerate(waiting))
@@ -114,7 +117,8 @@ class Loop:
             numbered.remove(item)
             ticket = item[1]
             is_first = ticket.request.cache.tenant.ids[:1] not in running
-            if not self._running.has_place and not (is_first and len(set(running)) < self._served.max_sequences):
+            has_place = is_first and len(set(running)) < _CALLERS_BESIDE * self._served.max_sequences
+            if not has_place and not self._running.has_place:
                 return
             try:
                 state = memory_for(self._served, ticket.request, self._running.jobs)
