@@ -58,6 +58,11 @@ def beginning_hashes(secret: int, parent: bytes, token_ids: bytes, mark: bytes) 
     return [xxhash.xxh3_128_digest(whole[:end] + mark, secret) for end in ends]
 
 
+def prompt_digest(secret: int, root: bytes, token_ids: TokenIds) -> bytes:
+    """Returns what tells the prompts of a root from each other (16 bytes), whatever of them is stored in blocks."""
+    return block_hash(secret, root, token_ids, b"p")
+
+
 def root_hash(identity: str) -> bytes:
     """Returns the root (16 bytes) of `identity`, a canonical text. It has no seed, so all stores have the same root."""
     return hashlib.sha256(identity.encode()).digest()[:HASH_BYTES]

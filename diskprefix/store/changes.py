@@ -3,6 +3,7 @@ parent counts its children."""
 
 from __future__ import annotations
 
+import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -127,6 +128,10 @@ class Changes(Snapshot):
         """Tell daemons that what they keep in memory about the store may be gone."""
         self.put_meta("purged_at", struct.pack("<d", self._now))
 
+    def note_deletion(self) -> None:
+        """Note that what was deleted must not stay in the file; see `Store.wipe`."""
+        self.put_meta("deleted", secrets.token_bytes(8))
+
     def put_root(self, root: bytes, record: RootRecord) -> None:
         """Store the record of a root unless there is one."""
         if self.record("roots", root) is None:
@@ -223,8 +228,9 @@ class Changes(Snapshot):
         self._delete_payload(name)
         return found
 
-    def remember(self, root: bytes, prompt: TokenIds, limit: int, group: bytes = b"") -> None:
-        """Add a prompt to the history of a root. `group` has 8 bytes or none.
+    def remember(self, root: bytes, prompt: TokenIds, limit: int, group: bytes = b"", ttl_s: int = 0) -> None:
+        """Add a prompt to the history of a root. `group` has 8 bytes or none, `ttl_s` is in the form of
+        `eviction.recorded_ttl`.
 
         The history holds at most `limit` prompts and `HISTORY_TOKENS` tokens, of all groups together; the oldest go.
         """
@@ -235,7 +241,7 @@ class Changes(Snapshot):
             if number >= limit or num_tokens > HISTORY_TOKENS:
                 surplus.append(key)
         key = history_key(root, max(newest + 1, int(self._now * 1e6)), group)
-        self._put("history", key, encode_prompt(key, prompt))
+        self._put("history", key, encode_prompt(key, prompt, ttl_s))
         for key in surplus:
             self.delete_record("history", key)
 

@@ -13,6 +13,7 @@ from datetime import date
 import msgspec
 
 from diskprefix.errors import StoreCorrupt
+from diskprefix.store.changes import Changes
 from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encode_note, note_bytes, note_key
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.snapshot import Snapshot
@@ -134,13 +135,32 @@ class SavingsLog:
                 changes.put_root(root, record)
                 stored = _read(changes, root) or Savings(since=new.since)
                 stored.add(new)
-                key = _key(root)
-                changes.put_note(key, encode_note(key, msgspec.msgpack.encode(stored), NoteTimes(now, now, _TTL_S)))
+                _put(changes, root, stored, now)
 
 
 def read_savings(snapshot: Snapshot) -> dict[bytes, Savings]:
     """Returns the counts of each root as far as they are in the store. A damaged record is left out."""
     return {root: found for root in snapshot.keys("roots") if (found := _read(snapshot, root)) is not None}
+
+
+def forget_hits(store: Store) -> None:
+    """Remove the names of blocks that are not stored any more from the last hits. Raises `CacheError`."""
+    with store.snapshot() as snapshot:
+        roots = [root for root, found in read_savings(snapshot).items() if _stored_hits(snapshot, found) != found.hits]
+    for root in roots:
+        with store.changes() as changes:
+            if (found := _read(changes, root)) is not None:
+                found.hits = _stored_hits(changes, found)
+                _put(changes, root, found, store.clock())
+
+
+def _stored_hits(snapshot: Snapshot, savings: Savings) -> list[RecentHit]:
+    return [hit for hit in savings.hits if snapshot.usage(hit.block) is not None]
+
+
+def _put(changes: Changes, root: bytes, savings: Savings, now: float) -> None:
+    key = _key(root)
+    changes.put_note(key, encode_note(key, msgspec.msgpack.encode(savings), NoteTimes(now, now, _TTL_S)))
 
 
 def total_of(savings: Mapping[bytes, Savings]) -> Savings:

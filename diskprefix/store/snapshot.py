@@ -37,6 +37,7 @@ from diskprefix.store.schema import (
     node_root,
     piece_index,
     piece_key,
+    prompt_ttl_s,
 )
 from diskprefix.tokens import HASH_BYTES, TokenIds, num_common
 
@@ -237,9 +238,11 @@ class Snapshot:
         cursor = self._txn.cursor(self._databases["notes"])
         return bool(cursor.set_range(root)) and bytes(cursor.key()).startswith(root)
 
-    def prompts_before(self, when: float) -> list[bytes]:
-        """Returns the keys of the remembered prompts that are older than time `when`."""
-        return [key for key in self.keys("history") if history_sequence(key) < when * 1e6]
+    def prompt_times(self, root: bytes) -> Iterator[tuple[float, int]]:
+        """Yields of the remembered prompts of a root the time at which it came, and its own time to live in seconds (0:
+        the daemon's holds)."""
+        for key, value in self.history(root):
+            yield history_sequence(key) / 1e6, prompt_ttl_s(value)
 
     def prompts_beyond(self, limit_bytes: int) -> list[bytes]:
         """Returns the keys of the oldest remembered prompts that must go if the history takes more than the limit. The

@@ -63,4 +63,6 @@ def test_an_entry_with_a_time_to_live_expires_although_it_was_reused(
     assert cache.store.evictor.expire(0) == 0, "not before its time"
     monkeypatch.setattr(cache.store, "clock", lambda: later + 120)
     assert cache.store.evictor.expire(0) == num_nodes
+    assert cache.store.counts()["prompts"] == 0, "nor is the prompt remembered"
+    assert cache.store.has_deleted, "so the file is wiped"
     assert ask(server)["miss_reason"] == "not_stored"

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import click
 from rich.console import Console
 
-from tests.faults.crash.phases import CompactPhase, EvictPhase, ImportPhase, Round, SavePhase
+from tests.faults.crash.phases import CompactPhase, DeletePhase, EvictPhase, ImportPhase, Round, SavePhase
 from tests.faults.crash.servers import ServerPhase
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON
@@ -37,6 +37,7 @@ PHASES: dict[str, tuple[type[Phase], int]] = {
     "evict": (EvictPhase, 60),
     "compact": (CompactPhase, 30),
     "import": (ImportPhase, 20),
+    "delete": (DeletePhase, 40),
     "servers": (ServerPhase, 15),
 }
 """What is killed, and its share of the kills."""

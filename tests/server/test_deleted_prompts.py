@@ -1,0 +1,109 @@
+"""What a user deletes is gone: from the file of the store, byte by byte, and from what the daemon remembers."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from diskprefix.store.schema import DATABASES
+from diskprefix.store.store import Store
+from tests.server.daemon_process import DaemonProcess, running_daemon, wait_until
+
+FIELDS: dict[str, Any] = {"model": "tiny-chat", "max_output_tokens": 24, "temperature": 0}
+WORDS = "The vixen {0} sleeps under elder {1}, where the miller's {2} lantern hangs. "
+_LEAST_BYTES = 12
+"""A shorter piece of a record may stand in the file by chance."""
+
+
+def text_of(seed: int, num_lines: int = 24) -> str:
+    return "".join(WORDS.format(7 * line + seed, 11 * line + seed, 13 * line + seed) for line in range(num_lines))
+
+
+def ask(client: httpx.Client, text: str, **fields: Any) -> dict[str, Any]:
+    answer = client.post("/v1/responses", json=FIELDS | {"input": text} | fields)
+    assert answer.status_code == 200, answer.text
+    reply: dict[str, Any] = answer.json()
+    return reply
+
+
+def records(folder: Path) -> set[tuple[str, bytes, bytes]]:
+    """All that is stored, but for what changes with each use and says nothing of a prompt."""
+    with closing(Store(folder, read_only=True)) as store, store.snapshot() as snapshot:
+        return {
+            (database, key, bytes(value))
+            for database in DATABASES
+            if database not in ("meta", "usage")
+            for key, value in snapshot.records(database)
+        }
+
+
+def traces(records: set[tuple[str, bytes, bytes]]) -> set[bytes]:
+    """Pieces of records: what names them, and of what they hold the middle and the end. Checksums and names of others
+    stand at the beginning."""
+    found = {key[16:] if database in ("history", "notes") else key for database, key, _ in records}
+    for _, _, value in records:
+        found |= {value[len(value) // 2 :][:64], value[-64:]}
+    return {trace for trace in found if len(trace) >= _LEAST_BYTES and trace.strip(b"\0")}
+
+
+def left_in(folder: Path, wanted: set[bytes]) -> list[bytes]:
+    content = (folder / "data.mdb").read_bytes()
+    return [trace for trace in wanted if trace in content]
+
+
+def test_after_a_delete_no_byte_of_a_conversation_is_in_the_file(chat_model: Path, tmp_path: Path) -> None:
+    folder, bucket, key = tmp_path / "kv", tmp_path / "bucket", tmp_path / "key"
+    key.write_text("a key that machines share")
+    key.chmod(0o600)
+    shared = {"remote_tier": f"file://{bucket}", "namespace_key_file": key, "remote_write": "all"}
+    with running_daemon(chat_model, folder, **shared) as daemon, daemon.client() as client:
+        kept = ask(client, text_of(1))
+        wait_shared(daemon, client)
+        objects_of_kept = objects_in(bucket)
+        before, content = records(folder), (folder / "data.mdb").read_bytes()
+        secret = text_of(2)
+        first = ask(client, secret)
+        second = ask(client, "And then?", previous_response_id=first["id"])
+        wait_shared(daemon, client)
+        assert objects_in(bucket) > objects_of_kept
+        # Equal tokens at equal places have the same state in the first layer, so some of it is that of the other text.
+        wanted = {trace for trace in traces(records(folder) - before) if trace not in content}
+        assert len(wanted) > 100
+        assert len(left_in(folder, wanted)) == len(wanted)
+        [entry] = entries_with(client, "vixen 2 ")
+        deleted = client.delete(f"/dashboard/entries/{entry['id']}").json()
+        assert deleted["is_wiped"]
+        assert (deleted["remote_error"], deleted["remote_objects"] > 0) == (None, True)
+        assert left_in(folder, wanted) == []
+        assert not {(database, key) for database, key, _ in records(folder) - before}
+        assert objects_in(bucket) == objects_of_kept
+        wait_until(lambda: kv_memory(client)["entries"] == 0, "no sequence stays in memory")
+        for gone in (first, second):
+            assert client.get(f"/v1/responses/{gone['id']}").status_code == 404
+        assert client.get(f"/v1/responses/{kept['id']}").status_code == 200
+
+
+def objects_in(bucket: Path) -> set[str]:
+    return {path.name for path in bucket.rglob("*") if path.is_file()}
+
+
+def wait_shared(daemon: DaemonProcess, client: httpx.Client) -> None:
+    daemon.wait_saved()
+    wait_until(lambda: not props(client)["full_cache"]["state"]["remote"]["offered"], "it is shared")
+
+
+def kv_memory(client: httpx.Client) -> dict[str, Any]:
+    memory: dict[str, Any] = props(client)["kv_memory"]
+    return memory
+
+
+def props(client: httpx.Client) -> Any:
+    return client.get("/props").json()
+
+
+def entries_with(client: httpx.Client, text: str) -> list[dict[str, Any]]:
+    listed = client.get("/dashboard/entries").json()
+    return [entry for entry in listed["entries"] if text in entry["preview"]]
