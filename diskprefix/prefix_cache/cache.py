@@ -26,7 +26,7 @@ from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, delete_entry, purge
 from diskprefix.store.notes import TenantNotes
-from diskprefix.store.savings import Savings, total_of
+from diskprefix.store.savings import Savings
 from diskprefix.store.schema import Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tenant import SHARED, Tenant
@@ -205,7 +205,7 @@ class PrefixCache(CacheResources):
     def savings(self) -> Savings:
         """Returns what the cache did for all models and tenants of the store since it was created, other processes
         included. Reads the store. Raises `CacheError`."""
-        return total_of(self.writer.savings.read())
+        return self.writer.savings.total()
 
     def close(self, timeout_s: float) -> bool:
         """Flush the writer and close the store; False when time ran out before everything was saved. A cache that is

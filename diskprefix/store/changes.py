@@ -35,7 +35,6 @@ from diskprefix.store.schema import (
     history_sequence,
     is_node,
     model_key,
-    node_root,
     piece_index,
     piece_key,
     prompt_tokens,
@@ -252,10 +251,17 @@ class Changes(Snapshot):
 
     def delete_bare_roots(self, roots: set[bytes]) -> int:
         """Remove the records of those of `roots` under which nothing is stored. Returns how many there were."""
-        bare = {root for root in roots if next(self.history(root), None) is None and not self.has_notes(root)}
-        if bare:
-            bare -= {node_root(value) for _, value in self.records("nodes")}
+        under: tuple[str, ...] = ("history", "notes", "children")
+        bare = [root for root in roots if all(next(self.keys_under(one, root), None) is None for one in under)]
         return sum(self.delete_record("roots", root) for root in bare)
+
+    def delete_roots(self, roots: Iterable[bytes]) -> None:
+        """Remove roots without nodes, with all that is stored under them."""
+        for root in roots:
+            for database in ("history", "notes"):
+                for key in list(self.keys_under(database, root)):
+                    self.delete_record(database, key)
+        self.delete_bare_roots(set(roots))
 
     def put_note(self, key: bytes, value: bytes | None) -> None:
         """Store an encoded note in the place of the one before, or remove that one."""

@@ -14,12 +14,15 @@ from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
 from diskprefix.store.folder import file_errors
 from diskprefix.store.note_record import SHORT_TTL_S
+from diskprefix.store.savings import keep_counts
 from diskprefix.store.schema import history_sequence, prompt_ttl_s
 from diskprefix.store.store_file import StoreFile
 
 _F64 = struct.Struct("<d")
 _HISTORY_SHARE = 16
 """The recent prompts of all roots may take this part of the budget. Clients who choose salts make many roots."""
+_ROOTS_SHARE = 16
+"""The same of the records of roots, as far as nothing but recent prompts and notes is stored under them."""
 
 
 class Evictor:
@@ -67,6 +70,7 @@ class Evictor:
             if not wanted:
                 return 0
             prompts = snapshot.prompts_beyond(budget // _HISTORY_SHARE)
+            roots = snapshot.roots_beyond(budget // _ROOTS_SHARE)
             table = snapshot.usages()
             victims = choose_victims(
                 table,
@@ -83,6 +87,7 @@ class Evictor:
                     "raise --kv-cache-budget"
                 )
         self._forget(prompts, "history")
+        self._drop_roots(roots)
         self._evict(victims)
         return len(victims)
 
@@ -133,10 +138,13 @@ class Evictor:
             with self._file.changes() as changes:
                 if is_expired:
                     changes.note_deletion()
+                roots = set()
                 for name in some:
                     usage = changes.usage(name)
                     if usage is not None and not usage.children and name not in self._pins:
+                        roots.add(changes.parent(name))
                         changes.delete_node(name, changes.parent(name))
+                changes.delete_bare_roots(roots)
         if victims:
             self.let_freed_pages_age()
 
@@ -147,6 +155,14 @@ class Evictor:
                 if is_expired:
                     changes.note_deletion()
                 changes.forget(keys, database)
+
+    def _drop_roots(self, roots: list[bytes]) -> None:
+        for some in batches(roots, NODES_AT_ONCE):
+            with self._file.changes() as changes:
+                # Some may have got nodes since they were chosen.
+                empty = [root for root in some if not changes.has_nodes(root)]
+                keep_counts(changes, empty)
+                changes.delete_roots(empty)
 
     def _disk_limit(self) -> int:
         """How large the file may become so that `min_free_bytes` of the disk stay free."""

@@ -7,22 +7,27 @@ a second: a kill loses no more than that. Several processes may add to one recor
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import date
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import Changes
 from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encode_note, note_bytes, note_key
-from diskprefix.store.schema import RootRecord
+from diskprefix.store.schema import RootRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Store
+
+if TYPE_CHECKING:
+    from diskprefix.store.store import Store
 
 _DAYS, _RECENT_HITS = 30, 256
 _MOST_WAITING = 1024
 """Roots whose counts wait to be written. A store that fails for long may not take more and more memory."""
 _TTL_S = 400 * 86400
+_REMOVED = "removed_savings"
+"""The key of the counts of roots that were removed to make room."""
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -76,7 +81,7 @@ class Savings(msgspec.Struct, kw_only=True):
 
 
 class SavingsLog:
-    """The counts of this process that are not in the store yet. `note` and `read` are for any thread; `write` is for
+    """The counts of this process that are not in the store yet. `note` and `total` are for any thread; `write` is for
     the writing thread alone."""
 
     def __init__(self, store: Store) -> None:
@@ -101,15 +106,14 @@ class SavingsLog:
             elif len(self._waiting) < _MOST_WAITING:
                 self._waiting[root] = record, new
 
-    def read(self) -> dict[bytes, Savings]:
-        """Returns the counts of each root, those of this process that are not written yet included. Raises
-        `CacheError`."""
+    def total(self) -> Savings:
+        """Returns `total_savings` with the counts of this process that are not written yet. Raises `CacheError`."""
         with self._writing, self._store.snapshot() as snapshot:
-            found = read_savings(snapshot)
+            total = total_savings(snapshot)
             with self._lock:
-                for root, (_, new) in self._waiting.items():
-                    found.setdefault(root, Savings(since=new.since)).add(new)
-        return found
+                for _, new in self._waiting.values():
+                    total.add(new)
+        return total
 
     def write(self) -> None:
         """Add what waits to the store. Raises `CacheError`."""
@@ -158,15 +162,34 @@ def _stored_hits(snapshot: Snapshot, savings: Savings) -> list[RecentHit]:
     return [hit for hit in savings.hits if snapshot.usage(hit.block) is not None]
 
 
+def keep_counts(changes: Changes, roots: Iterable[bytes]) -> None:
+    """Add what the cache did for roots, which are about to be removed, to the counts of those that were removed
+    before."""
+    total = _read_removed(changes)
+    for root in roots:
+        if (one := _read(changes, root)) is not None:
+            total.add(one)
+    total.hits = []
+    changes.put_meta(_REMOVED, encode_record(_REMOVED.encode(), total))
+
+
+def _read_removed(snapshot: Snapshot) -> Savings:
+    try:
+        return decode_record(Savings, _REMOVED.encode(), snapshot.meta(_REMOVED) or b"")
+    except StoreCorrupt:
+        return Savings(since=float("inf"))
+
+
 def _put(changes: Changes, root: bytes, savings: Savings, now: float) -> None:
     key = _key(root)
     changes.put_note(key, encode_note(key, msgspec.msgpack.encode(savings), NoteTimes(now, now, _TTL_S)))
 
 
-def total_of(savings: Mapping[bytes, Savings]) -> Savings:
-    """Returns the counts of all roots together. `since` is infinite if there are none."""
-    total = Savings(since=float("inf"))
-    for one in savings.values():
+def total_savings(snapshot: Snapshot) -> Savings:
+    """Returns the counts of all roots together, also of those that were removed to make room. `since` is infinite if
+    there are none."""
+    total = _read_removed(snapshot)
+    for one in read_savings(snapshot).values():
         total.add(one)
     return total
 
