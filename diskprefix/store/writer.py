@@ -22,7 +22,7 @@ from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.eviction import expiry_interval_s, recorded_ttl
 from diskprefix.store.note_record import note_bytes
 from diskprefix.store.notes import Notes
-from diskprefix.store.savings import SavingsLog, forget_hits
+from diskprefix.store.savings_log import SavingsLog, forget_hits
 from diskprefix.store.schema import ModelRecord, RootRecord, model_key
 from diskprefix.store.store import Publication, Store
 

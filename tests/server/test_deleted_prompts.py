@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
-from diskprefix.store.note_record import NoteKind
-from diskprefix.store.schema import DATABASES
-from diskprefix.store.store import Store
-from tests.server.daemon_process import DaemonProcess, running_daemon, wait_until
+from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon, serve_flags, wait_until
+from tests.server.remains import family, is_in_memory, left_in, records, traces
 
 FIELDS: dict[str, Any] = {"model": "tiny-chat", "max_output_tokens": 24, "temperature": 0}
 WORDS = "The vixen {0} sleeps under elder {1}, where the miller's {2} lantern hangs. "
-_LEAST_BYTES = 12
-"""A shorter piece of a record may stand in the file by chance."""
 
 
 def text_of(seed: int, num_lines: int = 24) -> str:
@@ -28,32 +27,6 @@ def ask(client: httpx.Client, text: str, **fields: Any) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     reply: dict[str, Any] = answer.json()
     return reply
-
-
-def records(folder: Path) -> set[tuple[str, bytes, bytes]]:
-    """All that is stored, but for counts, which change with each use and say nothing of a prompt."""
-    with closing(Store(folder, read_only=True)) as store, store.snapshot() as snapshot:
-        return {
-            (database, key, bytes(value))
-            for database in DATABASES
-            if database not in ("meta", "usage")
-            for key, value in snapshot.records(database)
-            if database != "notes" or key[16] != NoteKind.SAVINGS
-        }
-
-
-def traces(records: set[tuple[str, bytes, bytes]]) -> set[bytes]:
-    """Pieces of records: what names them, and of what they hold the middle and the end. Checksums and names of others
-    stand at the beginning."""
-    found = {key[16:] if database in ("history", "notes") else key for database, key, _ in records}
-    for _, _, value in records:
-        found |= {value[len(value) // 2 :][:64], value[-64:]}
-    return {trace for trace in found if len(trace) >= _LEAST_BYTES and trace.strip(b"\0")}
-
-
-def left_in(folder: Path, wanted: set[bytes]) -> list[bytes]:
-    content = (folder / "data.mdb").read_bytes()
-    return [trace for trace in wanted if trace in content]
 
 
 def test_after_a_delete_no_byte_of_a_conversation_is_in_the_file(chat_model: Path, tmp_path: Path) -> None:
@@ -109,3 +82,49 @@ def props(client: httpx.Client) -> Any:
 def entries_with(client: httpx.Client, text: str) -> list[dict[str, Any]]:
     listed = client.get("/dashboard/entries").json()
     return [entry for entry in listed["entries"] if text in entry["preview"]]
+
+
+def test_a_purge_beside_a_daemon_leaves_no_byte_in_the_file(chat_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    with running_daemon(chat_model, folder) as daemon, daemon.client() as client:
+        ask(client, text_of(1))
+        daemon.wait_saved()
+        before, content = records(folder), (folder / "data.mdb").read_bytes()
+        gone = ask(client, text_of(2))
+        daemon.wait_saved()
+        wanted = {trace for trace in traces(records(folder) - before) if trace not in content}
+        [entry] = entries_with(client, "vixen 2 ")
+        command = [
+            sys.executable,
+            "-m",
+            "diskprefix",
+            "purge",
+            entry["id"],
+            "--yes",
+            "--json",
+            "--kv-cache-dir",
+            folder,
+        ]
+        purged = subprocess.run(command, capture_output=True, check=True, env=clean_environment())
+        assert json.loads(purged.stdout)["is_wiped"]
+        assert left_in(folder, wanted) == []
+        # The daemon has buffers of its own, which it must not write again.
+        ask(client, "Other words about a lighthouse, its keeper, four gulls and the tide. " * 9)
+        daemon.wait_saved()
+        assert left_in(folder, wanted) == []
+        assert client.get(f"/v1/responses/{gone['id']}").status_code == 404
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_text_of_a_prompt_gets_into_the_supervisor_or_the_spare(chat_model: Path, tmp_path: Path) -> None:
+    """So what is deleted must be looked for in one process alone."""
+    marker = "zephyr-quince-umbrella-" * 20
+    with DaemonProcess(*serve_flags(chat_model, tmp_path / "kv"), "--standby") as daemon:
+        daemon.wait_ready()
+        with daemon.client() as client:
+            daemon.wait_for_line("a spare is ready")
+            ask(client, marker)
+            daemon.wait_saved()
+            processes = list(family(daemon.process.pid))
+            assert len(processes) >= 3
+            assert sum(is_in_memory(pid, marker.encode()) for pid in processes) == 1

@@ -13,7 +13,8 @@ from msgspec import structs
 
 from diskprefix.errors import StoreFull
 from diskprefix.store import evictor
-from diskprefix.store.savings import SavingsLog, Tally, total_savings
+from diskprefix.store.savings import Tally, total_savings
+from diskprefix.store.savings_log import SavingsLog
 from diskprefix.store.schema import node_root
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import root_hash

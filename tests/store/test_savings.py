@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from diskprefix.errors import StoreUnavailable
 from diskprefix.store.note_record import NoteKind, note_key
-from diskprefix.store.savings import Savings, SavingsLog, Tally, read_savings, total_savings
+from diskprefix.store.savings import Savings, Tally, read_savings, total_savings
+from diskprefix.store.savings_log import SavingsLog
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer

@@ -21,7 +21,7 @@ from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, ba
 from diskprefix.store.identity import names_of
 from diskprefix.store.listing import grown_from, has_grown
 from diskprefix.store.note_record import NoteKind, StoredNote
-from diskprefix.store.savings import forget_hits
+from diskprefix.store.savings_log import forget_hits
 from diskprefix.store.schema import NodeRecord, decode_prompt, history_sequence
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store

@@ -14,7 +14,8 @@ from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, p
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
-from diskprefix.store.savings import SavingsLog, Tally, read_savings
+from diskprefix.store.savings import Tally, read_savings
+from diskprefix.store.savings_log import SavingsLog
 from diskprefix.store.schema import EntryRecord, ModelRecord, RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tenant import SHARED, Tenant
