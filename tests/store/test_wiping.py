@@ -3,12 +3,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
+import lmdb
+import numpy as np
+import numpy.typing as npt
 import pytest
 
-from diskprefix.errors import StoreCorrupt
+from diskprefix.errors import CacheError, StoreCorrupt, StoreUnavailable
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.filecheck import check_file
+from diskprefix.store.environment import Environment
+from diskprefix.store.filecheck import Check, check_file
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.schema import RootRecord
@@ -167,3 +172,93 @@ def test_another_process_has_to_wipe_too(store: Store, tmp_path: Path) -> None:
         changes.put_meta("wiped", changes.meta("deleted") or b"")
     assert has_deleted(reopened)
     reopened.close()
+
+
+def test_what_a_killed_process_wrote_behind_the_last_page_goes(store: Store) -> None:
+    path = store.path / "data.mdb"
+    with path.open("ab") as file:
+        file.write(b"half of a prompt" * 1024)
+    delete(store, saved(store, GONE))
+    with path.open("ab") as file:
+        file.write(b"half of a prompt" * 1024)
+    assert store.wipe()
+    assert b"half of a prompt" not in path.read_bytes()
+    assert is_sound(store)
+    assert is_clean(store)
+
+
+def free_page(store: Store) -> int:
+    """Returns a page that is free since long."""
+
+    class Free(Check):
+        pages: ClassVar[list[int]] = []
+
+        def see_free(self, txnid: int, pages: npt.NDArray[np.uint64]) -> None:
+            self.pages += pages.tolist() if txnid < store.environment.last_transactions()[0] - 2 else []
+
+    with (store.path / "data.mdb").open("rb") as file:
+        Free(file.fileno(), (store.path / "data.mdb").stat().st_size).run()
+    return Free.pages[0]
+
+
+def test_free_pages_are_read_once_and_again_after_a_write_that_failed(store: Store) -> None:
+    delete(store, saved(store, GONE))
+    assert store.wipe()
+    path, page = store.path / "data.mdb", free_page(store)
+
+    def write(content: bytes) -> None:
+        with path.open("r+b") as file:
+            file.seek(page * 4096)
+            file.write(content)
+
+    write(b"of a transaction that was rolled back")
+    assert store.wipe()
+    assert b"rolled back" in path.read_bytes(), "nothing was freed since"
+    with pytest.raises(ZeroDivisionError), store.changes():
+        _ = 1 / 0
+    assert store.wipe()
+    assert b"rolled back" not in path.read_bytes()
+
+
+def test_a_file_in_the_place_of_the_open_one_is_not_touched(store: Store, tmp_path: Path) -> None:
+    """The lock that is held is that of the old one."""
+    delete(store, saved(store, GONE))
+    path = store.path / "data.mdb"
+    (tmp_path / "another").write_bytes(path.read_bytes())
+    (tmp_path / "another").rename(path)
+    before = path.read_bytes()
+    for attempt in (lambda: wipe(store.environment), store.wipe):
+        with pytest.raises(StoreUnavailable, match="removed or replaced"):
+            attempt()
+    assert path.read_bytes() == before
+    assert store.reopen()
+    assert store.wipe()
+
+
+def test_a_file_that_was_removed_is_not_opened_again(store: Store) -> None:
+    delete(store, saved(store, GONE))
+    (store.path / "data.mdb").unlink()
+    with pytest.raises(StoreUnavailable, match="removed or replaced"):
+        store.wipe()
+    assert not (store.path / "data.mdb").exists()
+
+
+def test_what_cannot_be_opened_again_is_reported_and_repaired_later(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = saved(store, KEPT)
+    delete(store, saved(store, GONE))
+    with monkeypatch.context() as patch:
+        patch.setattr(Environment, "_opened", failing)
+        with pytest.raises(StoreUnavailable):
+            store.wipe()
+        with pytest.raises(CacheError), store.snapshot():
+            """Closed."""
+    assert "could not be opened again" in str(store.problem)
+    assert store.reopen()
+    assert store.wipe()
+    assert all(is_whole(store, pub) for pub in kept)
+
+
+def failing(_env: Environment, _map_bytes: int) -> lmdb.Environment:
+    raise lmdb.MemoryError("no room")
