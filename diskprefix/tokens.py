@@ -60,7 +60,22 @@ def beginning_hashes(secret: int, parent: bytes, token_ids: bytes, mark: bytes) 
 
 def prompt_digest(secret: int, root: bytes, token_ids: TokenIds) -> bytes:
     """Returns what tells the prompts of a root from each other (16 bytes), whatever of them is stored in blocks."""
-    return block_hash(secret, root, token_ids, b"p")
+    (digest,) = prompt_digests(secret, root, token_ids, [len(token_ids)])
+    return digest
+
+
+def prompt_digests(secret: int, root: bytes, token_ids: TokenIds, lengths: Sequence[int]) -> list[bytes]:
+    """Returns the `prompt_digest` of the beginnings of these lengths, in ascending order. Reads the tokens once."""
+    content, at, digests = token_ids.tobytes(), 0, []
+    hashed = xxhash.xxh3_128(root, secret)
+    for length in lengths:
+        end = ID_BYTES * length
+        hashed.update(content[at:end])
+        at = end
+        whole = hashed.copy()
+        whole.update(b"p")
+        digests.append(whole.digest())
+    return digests
 
 
 def root_hash(identity: str) -> bytes:

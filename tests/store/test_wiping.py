@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -194,7 +195,8 @@ def free_page(store: Store) -> int:
         pages: ClassVar[list[int]] = []
 
         def see_free(self, txnid: int, pages: npt.NDArray[np.uint64]) -> None:
-            self.pages += pages.tolist() if txnid < store.environment.last_transactions()[0] - 2 else []
+            if txnid < store.environment.last_transactions()[0] - 2:
+                self.pages.extend(pages.tolist())
 
     with (store.path / "data.mdb").open("rb") as file:
         Free(file.fileno(), (store.path / "data.mdb").stat().st_size).run()
@@ -227,7 +229,7 @@ def test_a_file_in_the_place_of_the_open_one_is_not_touched(store: Store, tmp_pa
     (tmp_path / "another").write_bytes(path.read_bytes())
     (tmp_path / "another").rename(path)
     before = path.read_bytes()
-    for attempt in (lambda: wipe(store.environment), store.wipe):
+    for attempt in (partial(wipe, store.environment), store.wipe):
         with pytest.raises(StoreUnavailable, match="removed or replaced"):
             attempt()
     assert path.read_bytes() == before

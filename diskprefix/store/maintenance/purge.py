@@ -20,14 +20,14 @@ from diskprefix.printable import shown
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
 from diskprefix.store.identity import names_of
 from diskprefix.store.listing import grown_from, has_grown
-from diskprefix.store.note_record import NoteKind, StoredNote
+from diskprefix.store.note_record import NoteKind
 from diskprefix.store.savings_log import forget_hits
 from diskprefix.store.schema import NodeRecord, decode_prompt, history_sequence
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant import matches
-from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, TokenIds, common_prefix_length, num_common, prompt_digest
+from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, TokenIds, common_prefix_length, num_common, prompt_digests
 
 _ROUNDS = 5
 """A block stays if a daemon continues it during a round. The next round removes both."""
@@ -61,13 +61,13 @@ class GoneText:
     num_kept: int
     is_saved: bool = False
 
-    def begins_with(self, note: StoredNote, secret: int) -> bool:
-        """Whether the prompt that a note came from is a beginning of this one. Of a recent prompt, what a saved prompt
+    def beginnings(self, secret: int, lengths: Iterable[int]) -> Iterator[tuple[bytes, int, bytes]]:
+        """Yields root, length and digest of the beginnings of these lengths. Of a recent prompt, what a saved prompt
         begins with that stays does not count: other turns of that conversation may have come from it."""
-        num_tokens, digest = note.prompt
-        if note.root != self.root or not (0 if self.is_saved else self.num_kept) < num_tokens <= len(self.token_ids):
-            return False
-        return prompt_digest(secret, self.root, self.token_ids[:num_tokens]) == digest
+        least = 0 if self.is_saved else self.num_kept
+        wanted = sorted(length for length in lengths if least < length <= len(self.token_ids))
+        for length, digest in zip(wanted, prompt_digests(secret, self.root, self.token_ids, wanted), strict=True):
+            yield self.root, length, digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,10 +298,15 @@ class _Planner:
     def _notes_of(self, texts: Sequence[GoneText]) -> Iterator[bytes]:
         """Yields the keys of the notes that came from these texts, or from a beginning of one. An encoded text may be a
         part of any of them, so all under their roots go: they only save a moment."""
-        secret, roots = names_of(self._snapshot).secret, {text.root for text in texts}
-        for note in self._snapshot.notes():
-            is_encoding = note.root in roots and note.kind == NoteKind.ENCODING
-            if is_encoding or any(text.begins_with(note, secret) for text in texts):
+        secret, notes = names_of(self._snapshot).secret, list(self._snapshot.notes())
+        lengths: dict[bytes, set[int]] = {text.root: set() for text in texts}
+        for note in notes:
+            if note.root in lengths:
+                lengths[note.root].add(note.prompt.num_tokens)
+        gone = {one for text in texts for one in text.beginnings(secret, lengths[text.root])}
+        for note in notes:
+            is_encoding = note.root in lengths and note.kind == NoteKind.ENCODING
+            if is_encoding or (note.root, *note.prompt) in gone:
                 yield note.key
 
     def _root_of(self, name: bytes) -> bytes | None:
