@@ -181,10 +181,11 @@ class TenantNamespaces:
     def _read_into(self, namespace: TenantNamespace) -> None:
         with self._store.snapshot() as snapshot:
             prompts = snapshot.recent_prompts(namespace.root, MAX_VALUE)
-            expiries = [self.expires_at(when, own_s) for when, own_s in snapshot.prompt_times(namespace.root)]
+            times = list(snapshot.prompt_times(namespace.root))
         if self._on_history is not None:
             self._on_history(namespace.root, (token_ids for _, token_ids in prompts))
         block_size = namespace.record.block_size
+        expires_at = min((self.expires_at(when, own_s) for when, own_s in times), default=math.inf)
         for group, token_ids in prompts:
             nodes = PromptNodes(self._store.secret, namespace.root, token_ids, block_size, self._layout)
-            namespace.remember(token_ids, group, nodes.block_names, min(expiries))
+            namespace.remember(token_ids, group, nodes.block_names, expires_at)
