@@ -148,6 +148,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         opened.callback(cache.close, 0)
         if recorder is not None:
             opened.callback(recorder.close)
+            cache.namespaces.on_forget = recorder.forget
         exactness = {"exact_at": layout.exact_at, "exact_at_reason": found.reason or None}
         identity = found.fingerprint.as_dict() | exactness | {"root": cache.root.hex()}
         draft = None if settings.draft_model is None else load_draft(settings, loaded, cache, progress)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diskprefix.errors import SettingsError
+from diskprefix.private_file import read_private
 
 _LEAST_BYTES, _MOST_BYTES = 16, 4096
 _FLAG = "--namespace-key-file"
@@ -40,15 +41,15 @@ class NamespaceKey:
 
     @classmethod
     def read(cls, path: Path) -> NamespaceKey:
-        """Returns the key in a file, without the white space around it. Raises `SettingsError`."""
+        """Returns the key in a file, without the white space around it. Raises `SettingsError`, also if others may read
+        the file: who has the key can write state that machines believe."""
         try:
-            with path.open("rb") as file:
-                secret = file.read(_MOST_BYTES + 1).strip()
-        except OSError as error:
-            raise SettingsError(f"{_FLAG}: cannot read {path}: {error.strerror}") from error
+            secret = read_private(path, _MOST_BYTES).strip()
+        except SettingsError as error:
+            raise SettingsError(f"{_FLAG}: {error.message}") from error
         if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
             raise SettingsError(
                 f"{_FLAG}: {path} must hold {_LEAST_BYTES} to {_MOST_BYTES} bytes that nobody can guess; write them "
-                f"for example with: openssl rand -base64 32 > {path}"
+                f"for example with: (umask 077; openssl rand -base64 32 > {path})"
             )
         return cls.of(secret)

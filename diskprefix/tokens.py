@@ -58,6 +58,26 @@ def beginning_hashes(secret: int, parent: bytes, token_ids: bytes, mark: bytes) 
     return [xxhash.xxh3_128_digest(whole[:end] + mark, secret) for end in ends]
 
 
+def prompt_digest(secret: int, root: bytes, token_ids: TokenIds) -> bytes:
+    """Returns what tells the prompts of a root from each other (16 bytes), whatever of them is stored in blocks."""
+    (digest,) = prompt_digests(secret, root, token_ids, [len(token_ids)])
+    return digest
+
+
+def prompt_digests(secret: int, root: bytes, token_ids: TokenIds, lengths: Sequence[int]) -> list[bytes]:
+    """Returns the `prompt_digest` of the beginnings of these lengths, in ascending order. Reads the tokens once."""
+    content, at, digests = token_ids.tobytes(), 0, []
+    hashed = xxhash.xxh3_128(root, secret)
+    for length in lengths:
+        end = ID_BYTES * length
+        hashed.update(content[at:end])
+        at = end
+        whole = hashed.copy()
+        whole.update(b"p")
+        digests.append(whole.digest())
+    return digests
+
+
 def root_hash(identity: str) -> bytes:
     """Returns the root (16 bytes) of `identity`, a canonical text. It has no seed, so all stores have the same root."""
     return hashlib.sha256(identity.encode()).digest()[:HASH_BYTES]

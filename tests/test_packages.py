@@ -17,8 +17,8 @@ BELOW: dict[str, frozenset[str]] = {}
 """For each package, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
     "errors identity json_values printable progress trusted_path version",
-    "namespace_key settings tenant tokens",
-    "prompt memo native",
+    "private_file settings tenant tokens",
+    "namespace_key prompt memo native",
     "policy store kv recipes",
     "cache_options cache_report tiers",
     "model prefix_cache",

@@ -20,7 +20,7 @@ from diskprefix.errors import CacheError
 from diskprefix.printable import shown
 from diskprefix.settings import Settings, format_size
 from diskprefix.store.folder import DATA, check_folder
-from diskprefix.store.savings import read_savings
+from diskprefix.store.savings import total_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 
@@ -142,7 +142,7 @@ def store_findings(settings: Settings) -> Iterator[Finding]:
         try:
             with store.snapshot() as snapshot:
                 counts = snapshot.counts()
-                saved = sum(one.total.saved_s for one in read_savings(snapshot).values())
+                saved = total_savings(snapshot).total.saved_s
                 text = f"{counts['entries']:,} saved prompts in {format_size(snapshot.used_bytes())}"
                 yield Finding(check="store", level="ok", text=f"{text}; {saved:,.0f} s of computing saved until now")
                 newest = _newest_use(snapshot)

@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.options import nonempty
+from diskprefix.cli.options import nonempty, setting_option
+from diskprefix.cli.remote import opened_bucket
 from diskprefix.cli.tooling import (
     counted,
     find_entry,
@@ -22,11 +23,10 @@ from diskprefix.cli.tooling import (
     show_first,
     store_options,
 )
-from diskprefix.errors import SettingsError
+from diskprefix.errors import CacheError, SettingsError
 from diskprefix.settings import format_size, parse_duration
 from diskprefix.store.listing import EntryInfo, list_entries
-from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge
-from diskprefix.store.maintenance.purge import purge as purge_store
+from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, erase, plan_purge
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant import matches, short_tenant
@@ -48,6 +48,8 @@ from diskprefix.tenant import matches, short_tenant
 @click.option("--all", "everything", is_flag=True, help="Everything that is stored.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@setting_option("remote_tier")
+@setting_option("namespace_key_file")
 @store_options
 def purge(
     entries: tuple[str, ...],
@@ -57,6 +59,8 @@ def purge(
     everything: bool,
     dry_run: bool,
     yes: bool,
+    remote_tier: str | None,
+    namespace_key_file: Path | None,
     kv_cache_dir: Path,
     as_json: bool,
 ) -> int:
@@ -64,11 +68,11 @@ def purge(
 
     ENTRY is an id, or the beginning of one, as inspect shows it. That of a prompt that has grown since is refused, and
     the error has its present id. The blocks of a prompt are removed with it, except those that other saved prompts or
-    blocks need, and so are the recent prompts that begin with it. --model and --salt also remove all recent prompts,
-    the notes (stored responses) and the record of the model or tenant, so nothing of it can be found any more.
+    blocks need, and so are its recent prompts, replies and stored responses. --model and --salt also remove all recent
+    prompts, the notes (stored responses) and the record of the model or tenant, so nothing of it can be found any more.
 
-    The file keeps its size, and the removed bytes stay in it until their room is used again. `diskprefix compact`
-    writes the file anew without them. A running daemon drops what it remembers of them at its next request.
+    The file keeps its size; the removed bytes are overwritten in it. A running daemon forgets what it remembers of
+    them within seconds. Backups keep what they have. With --remote-tier, the same is removed from the bucket.
 
     \b
     diskprefix purge 3fa9 42d1
@@ -104,12 +108,37 @@ def purge(
                 click.echo("nothing was purged", err=True)
                 return 1
             with progress("purging", plan.stored_bytes) as advance:
-                purged = purge_store(store, purge_filter, now, advance)
+                purged = erase(store, purge_filter, now, advance)
+        if purged is not None and store.names.namespace:
+            _purge_bucket(purged, purge_filter, remote_tier, namespace_key_file)
     if as_json:
         print_json(_report(plan, chosen, purged))
     elif plan and purged is not None:
         _show_purged(kv_cache_dir, purged)
     return 1 if purged is not None and purged.left_blocks else 0
+
+
+def _purge_bucket(
+    purged: Purged, purge_filter: PurgeFilter, remote_tier: str | None, namespace_key_file: Path | None
+) -> None:
+    """Remove the same from the bucket that machines share, and note in `purged` what became of it."""
+    if purge_filter.older_than_s is not None:
+        purged.remote_error = "what is old is removed there by `diskprefix remote sweep`"
+        return
+    if remote_tier is None or namespace_key_file is None:
+        purged.remote_error = "give it with --remote-tier and --namespace-key-file, or use `diskprefix remote purge`"
+        return
+    objects, key = opened_bucket(remote_tier, namespace_key_file)
+    from diskprefix.tiers.remote import upkeep
+
+    try:
+        if purge_filter.entries:
+            purged.remote_objects = len(upkeep.forget(objects, key, purged.texts))
+        else:
+            _, removed = upkeep.purge(objects, key, lambda root: purge_filter.is_of(root.model, root.tenant))
+            purged.remote_objects = removed.objects
+    except CacheError as error:
+        purged.remote_error = str(error)
 
 
 def _confirmed(plan: PurgePlan) -> bool:
@@ -167,9 +196,18 @@ def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:
 def _show_purged(folder: Path, purged: Purged) -> None:
     amounts = _amounts(purged.entries, purged.blocks, purged.stored_bytes)
     click.echo(f"purged {amounts}, {_others(purged.prompts, purged.notes)}")
-    click.echo(
-        "the bytes stay in the file until their room is used again; `diskprefix compact` writes it anew without them"
-    )
+    if not purged.is_wiped:
+        click.echo(
+            "some of its bytes stay in the file, because a reader of before is still open; a daemon overwrites them "
+            "later, and so does another purge",
+            err=True,
+        )
+    if purged.remote_objects is not None:
+        click.echo(
+            f"purged {counted(purged.remote_objects, 'object')} of the bucket; what other machines have fetched stays"
+        )
+    if purged.remote_error is not None:
+        click.echo(f"what was written to a bucket stays there: {purged.remote_error}", err=True)
     if purged.left_blocks:
         click.echo(
             f"{counted(purged.left_blocks, 'block')} could not be removed, because a daemon continues them or their "
@@ -190,4 +228,4 @@ def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> 
         stored_bytes=plan.stored_bytes,
     )
     kept = {name: getattr(plan, name) for name in ("shared_blocks", "continued_blocks", "kept_bytes")}
-    return {"dry_run": purged is None} | asdict(done) | kept | {"entries": [asdict(info) for info in chosen]}
+    return {"dry_run": purged is None} | done.counts() | kept | {"entries": [asdict(info) for info in chosen]}

@@ -27,7 +27,7 @@ def bucket_options(command: Decorated) -> Decorated:
     return setting_option("remote_tier")(setting_option("namespace_key_file")(json_option(command)))
 
 
-def _opened(remote_tier: str | None, namespace_key_file: Path | None) -> tuple[ObjectStore, NamespaceKey]:
+def opened_bucket(remote_tier: str | None, namespace_key_file: Path | None) -> tuple[ObjectStore, NamespaceKey]:
     """Raises `SettingsError`."""
     from diskprefix.tiers.remote.objects import ObjectStore
 
@@ -59,7 +59,7 @@ def remote() -> None:
 @bucket_options
 def ls(remote_tier: str | None, namespace_key_file: Path | None, as_json: bool) -> None:
     """Show what lies in the bucket: one line for each model and tenant."""
-    objects, key = _opened(remote_tier, namespace_key_file)
+    objects, key = opened_bucket(remote_tier, namespace_key_file)
     from diskprefix.tiers.remote.upkeep import roots
 
     found = roots(objects, key)
@@ -103,7 +103,7 @@ def sweep(
         raise SettingsError(
             "--ttl and --budget must be more than 0; `diskprefix remote purge --all` removes everything"
         )
-    objects, key = _opened(remote_tier, namespace_key_file)
+    objects, key = opened_bucket(remote_tier, namespace_key_file)
     from diskprefix.tiers.remote.upkeep import sweep as sweep_bucket
 
     removed = sweep_bucket(objects, key, ttl_s=ttl_s, budget_bytes=budget_bytes, now=time.time(), dry_run=dry_run)
@@ -133,7 +133,7 @@ def purge(
     """
     if everything == (tenant is not None or model is not None):
         raise SettingsError("give --tenant, --model or both, or --all alone; see `diskprefix remote purge --help`")
-    objects, key = _opened(remote_tier, namespace_key_file)
+    objects, key = opened_bucket(remote_tier, namespace_key_file)
     from diskprefix.tiers.remote.upkeep import purge as purge_bucket
 
     def wanted(root: RemoteRoot) -> bool:

@@ -288,8 +288,7 @@ class SchedulerSide:
         return selection
 
     def _remember(self, tracked: Tracked, namespace: TenantNamespace, names: Sequence[bytes]) -> None:
-        namespace.history.add(tracked.prompt)
-        namespace.admission.add(tracked.prompt, names, self._block_size)
+        namespace.remember(tracked.prompt, b"", names, self._namespaces.expires_at(self._shared.store.clock(), None))
         publication = Publication(
             store_id=self._shared.store.store_id,
             root=namespace.root,

@@ -140,7 +140,7 @@ class DraftModel:
             shadow.cached.close()
         options = choice.job.request.cache
         slot.token_ids, slot.num_computed, slot.num_exact = token_ids, len(token_ids), len(token_ids)
-        slot.expires_at = float("inf") if options.ttl_s is None else time.monotonic() + options.ttl_s
+        slot.expires_at = time.monotonic() + self.cache.lasts_s(options)
         self.pool.release(slot, keep=keep and options.save and options.scope.kind != "off")
 
     def give_up(self, choice: Choice, error: Exception) -> None:

@@ -38,6 +38,7 @@ class Loop:
         self._scheduler: Scheduler[Choice] = Scheduler(served.max_rows)
         self._running = Running(served, inbox, self._scheduler)
         self._replies = Replies(served, self._running, self._scheduler)
+        served.cache.writer.on_forget.append(inbox.wake)
         self._num_arrived = 0
         self._fetched: deque[Job] = deque()
         """Jobs whose fetch is over; appended by the fetching thread."""
@@ -71,6 +72,7 @@ class Loop:
         """Everything that happens between two steps."""
         # First, so that what comes later ends the next wait.
         waiting = self._inbox.waiting()
+        self._served.drop_gone()
         for job in [job for job in self._running.jobs if job.ticket.cancelled and not job.is_fetching]:
             with self._running.failing(job):
                 self._running.leave(job)

@@ -59,7 +59,7 @@ class Running:
         slot.num_computed = len(slot.token_ids)
         if kind == "token":
             slot.num_exact = len(slot.token_ids)
-        slot.expires_at = float("inf") if options.ttl_s is None else time.monotonic() + options.ttl_s
+        slot.expires_at = time.monotonic() + self._served.cache.lasts_s(options)
         is_usable = kind in ("token", "sliceable") or choice.num_computed <= choice.prompt_tokens
         keep = keep and is_usable and options.save and options.scope.kind != "off" and slot.num_exact > 0
         self._served.pool.release(slot, keep=keep)

@@ -121,6 +121,12 @@ class ServedModel:
         if self.drafter is not None:
             self.drafter.model.pool.give_way()
 
+    def drop_gone(self) -> None:
+        """Forgets the state of sequences that have expired or were purged. For the engine's thread."""
+        self.pool.drop_gone(self.cache.is_gone)
+        if self.drafter is not None:
+            self.drafter.model.pool.drop_gone(self.drafter.model.cache.is_gone)
+
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""
         self.constraints.close()

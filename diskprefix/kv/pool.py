@@ -115,7 +115,6 @@ class KVPool:
 
     def find(self, owner: Hashable, token_ids: TokenIds) -> Found | None:
         """Returns the slot that holds, or will hold, most of a prompt; None if there is none with a token of it."""
-        self._drop_expired()
         found = [self._found(slot, token_ids) for slot in self.slots if slot.owner == owner]
         now = max(found, key=lambda one: (one.num_tokens, not one.slot.is_busy, one.slot.used_at), default=None)
         later = max(found, key=lambda one: one.later, default=None)
@@ -187,6 +186,17 @@ class KVPool:
         idle = sorted((slot for slot in self.slots if not slot.is_busy), key=_worth)
         for least in idle[: max(0, len(idle) - self.max_idle)]:
             self._forget(least)
+
+    def drop_gone(self, is_gone: Callable[[Hashable], bool]) -> None:
+        """Gives back the memory of sequences that ended and have expired, or whose owner `is_gone`. What they held is
+        not left in memory that is kept for others."""
+        now = time.monotonic()
+        gone = [slot for slot in self.slots if not slot.is_busy and (slot.expires_at <= now or is_gone(slot.owner))]
+        for slot in gone:
+            slot.arena.settle(drop=True)
+            self.slots.remove(slot)
+        if gone:
+            self._spare.clear()
 
     def stats(self) -> dict[str, int]:
         """Sizes in bytes, numbers of sequences, and the tokens of those that ended."""
@@ -292,11 +302,6 @@ class KVPool:
         slot.arena.settle(drop=True)
         self.slots.remove(slot)
         self._spare.append(slot.arena)
-
-    def _drop_expired(self) -> None:
-        now = time.monotonic()
-        for slot in [slot for slot in self.slots if not slot.is_busy and slot.expires_at <= now]:
-            self._forget(slot)
 
     def _new_arena(self) -> KVArena:
         return KVArena(self.layout, self._device, self._room_bytes, block_size=self._block_size)

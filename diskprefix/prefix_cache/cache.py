@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
@@ -23,8 +24,9 @@ from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
+from diskprefix.store.maintenance.purge import Purged, PurgeFilter, delete_entry, purge
 from diskprefix.store.notes import TenantNotes
-from diskprefix.store.savings import Savings, total_of
+from diskprefix.store.savings import Savings
 from diskprefix.store.schema import Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tenant import SHARED, Tenant
@@ -34,6 +36,15 @@ from diskprefix.tokens import TokenIds, root_hash
 log = logging.getLogger("diskprefix")
 
 _REMOTE_CLOSE_S = 5.0
+_PURGE_S = 10.0
+"""What is saved meanwhile is written before, and what was removed is overwritten after."""
+
+
+class Owner(NamedTuple):
+    """Whose state it is that stays in memory when a request ends: the root, and when the store was purged last."""
+
+    root: bytes
+    purged_at: bytes | None
 
 
 class PrefixCache(CacheResources):
@@ -62,7 +73,10 @@ class PrefixCache(CacheResources):
         self._identity = identity
         self._model_name = model_name
         self._tokenizer = tokenizer
-        self.namespaces = TenantNamespaces(store, self.payload_layout, self._root_record, on_history)
+        self.namespaces = TenantNamespaces(
+            store, self.payload_layout, self._root_record, on_history, settings.kv_cache_ttl
+        )
+        self.writer.on_forget.append(self.namespaces.forget_deleted)
         self.load(SHARED).result()
         self.root = self.namespaces.get(SHARED).root
         """What is stored under for callers with neither key nor salt."""
@@ -82,7 +96,33 @@ class PrefixCache(CacheResources):
 
     def owner(self, tenant: Tenant) -> Hashable:
         """Returns what tells a tenant's state in memory from that of others, and from its own before a purge."""
-        return self.namespaces.get(tenant).root, self.namespaces.purged_at
+        return Owner(self.namespaces.get(tenant).root, self.namespaces.purged_at)
+
+    def lasts_s(self, options: CacheOptions) -> float:
+        """Returns for how many seconds the state of a request may stay in memory."""
+        return options.ttl_s or self.settings.kv_cache_ttl or math.inf
+
+    def is_gone(self, owner: Hashable) -> bool:
+        """Whether the state in memory of an `owner` is not found any more."""
+        return isinstance(owner, Owner) and owner.purged_at != self.namespaces.purged_at
+
+    def delete(self, entry_id: str) -> Purged:
+        """Remove a saved prompt; see `purge`. Raises `EntryNotFound`."""
+        return delete_entry(self.store, entry_id, self.purge)
+
+    def purge(self, purge_filter: PurgeFilter) -> Purged:
+        """Remove what a filter selects from the store, from what this process remembers and, if it selects saved
+        prompts, from the shared tier; and overwrite it in the file. Waits for all of that. Raises `CacheError` if the
+        store cannot be written."""
+        self.writer.flush(_PURGE_S)
+        purged = purge(self.store, purge_filter, self.store.clock(), lambda _bytes: None)
+        purged.is_wiped = self.writer.wipe(_PURGE_S)
+        if self.remote is not None:
+            try:
+                purged.remote_objects = self.remote.forget(purged.texts, _PURGE_S)
+            except CacheError as error:
+                purged.remote_error = str(error)
+        return purged
 
     def warm_up(self, arena: KVArena) -> None:
         """Start the reading threads and take their way once, so that the first restore is as fast as any other.
@@ -165,7 +205,7 @@ class PrefixCache(CacheResources):
     def savings(self) -> Savings:
         """Returns what the cache did for all models and tenants of the store since it was created, other processes
         included. Reads the store. Raises `CacheError`."""
-        return total_of(self.writer.savings.read())
+        return self.writer.savings.total()
 
     def close(self, timeout_s: float) -> bool:
         """Flush the writer and close the store; False when time ran out before everything was saved. A cache that is

@@ -7,9 +7,10 @@ millions of tokens, so `load` does that on threads of its own, never on the engi
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -33,7 +34,11 @@ _MAX_TENANTS = 256
 _READING_THREADS = 4
 
 
-@dataclass(frozen=True, eq=False)
+def _nothing() -> None:
+    """What is called when nobody else remembers prompts."""
+
+
+@dataclass(eq=False)
 class TenantNamespace:
     """What one tenant sees of the cache. `root` names all that is stored for it."""
 
@@ -41,6 +46,14 @@ class TenantNamespace:
     record: RootRecord
     history: History
     admission: AdmissionFilter
+    expires_at: float = math.inf
+    """When the first of its prompts expires, in seconds since the epoch."""
+
+    def remember(self, token_ids: TokenIds, group: bytes, block_names: Sequence[bytes], expires_at: float) -> None:
+        """Adds a prompt, which has blocks of these names, as the newest."""
+        self.history.add(token_ids, group)
+        self.admission.add(token_ids, block_names, self.record.block_size)
+        self.expires_at = min(self.expires_at, expires_at)
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +66,7 @@ class TenantNamespaces:
     the engine's thread.
 
     `record_of` returns the record of a tenant's root. `on_history` gets a root and the prompts, oldest first, that were
-    read from the store for it.
+    read from the store for it. `ttl_s` is the daemon's time to live, 0 for none.
     """
 
     def __init__(
@@ -62,16 +75,20 @@ class TenantNamespaces:
         layout: PayloadLayout,
         record_of: Callable[[Tenant], RootRecord],
         on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
+        ttl_s: float = 0.0,
     ) -> None:
         self._store = store
         self._layout = layout
         self._record_of = record_of
         self._on_history = on_history
+        self._ttl_s = ttl_s
         self._loaded: OrderedDict[Tenant, Future[TenantNamespace]] = OrderedDict()
         """Those that are being read too. The one that was used longest ago comes first."""
         self._lock = threading.Lock()
         """Of `_loaded` and `_purged_at`; never held while the store's prompts are read."""
         self._threads = ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="tenant")
+        self.on_forget: Callable[[], None] = _nothing
+        """Called when what `on_history` was told may be gone."""
         self.purged_at: bytes | None = None
         """When `diskprefix purge` removed something last, as the store has it."""
 
@@ -87,6 +104,21 @@ class TenantNamespaces:
             if tenant not in self._loaded:
                 self._loaded[tenant] = self._threads.submit(self._load, tenant)
             return self._use(tenant)
+
+    def expires_at(self, came_at: float, ttl_s: float | None) -> float:
+        """Returns when a prompt expires that came at this time, both in seconds since the epoch, with a time to live of
+        its own or None."""
+        return came_at + (ttl_s or self._ttl_s or math.inf)
+
+    def forget_deleted(self) -> None:
+        """Forget the tenants of whose prompts some were purged or have expired: the others are read anew."""
+        self._forget_what_was_purged()
+        now = self._store.clock()
+        with self._lock:
+            for tenant, one in list(self._loaded.items()):
+                if one.done() and one.result().expires_at <= now:
+                    del self._loaded[tenant]
+                    self.on_forget()
 
     def close(self) -> None:
         """Wait for the tenants that are being read, and end the threads."""
@@ -137,6 +169,7 @@ class TenantNamespaces:
             if purged_at != self.purged_at:
                 self.purged_at = purged_at
                 self._loaded.clear()
+                self.on_forget()
 
     def _new(self, tenant: Tenant) -> TenantNamespace:
         record = self._record_of(tenant)
@@ -148,10 +181,11 @@ class TenantNamespaces:
     def _read_into(self, namespace: TenantNamespace) -> None:
         with self._store.snapshot() as snapshot:
             prompts = snapshot.recent_prompts(namespace.root, MAX_VALUE)
+            times = list(snapshot.prompt_times(namespace.root))
         if self._on_history is not None:
             self._on_history(namespace.root, (token_ids for _, token_ids in prompts))
         block_size = namespace.record.block_size
+        expires_at = min((self.expires_at(when, own_s) for when, own_s in times), default=math.inf)
         for group, token_ids in prompts:
-            namespace.history.add(token_ids, group)
             nodes = PromptNodes(self._store.secret, namespace.root, token_ids, block_size, self._layout)
-            namespace.admission.add(token_ids, nodes.block_names, block_size)
+            namespace.remember(token_ids, group, nodes.block_names, expires_at)

@@ -219,6 +219,7 @@ class Publisher:
             prompt=prompt,
             history_limit=MAX_VALUE,
             prompt_group=self.options.group,
+            prompt_ttl_s=self.ttl_at(len(self.prompt.token_ids)),
             ttl_s=self.ttl_at(num_tokens),
             chain=self.chain,
         )

@@ -134,8 +134,8 @@ class Recorder:
     """Appends requests to a file, from a thread of its own: `note` only hands them over.
 
     Whatever goes wrong with the file later is logged, once until it works again, and never fails a request. A file that
-    was moved away or deleted is begun anew. `secret_of` answers the store's secret. `know` is for any thread, `weigh`,
-    `note` and `close` are for one.
+    was moved away or deleted is begun anew. `secret_of` answers the store's secret. `know` and `forget` are for any
+    thread, `weigh`, `note` and `close` are for one.
     """
 
     def __init__(self, path: Path, settings: Settings, secret_of: Callable[[], int]) -> None:
@@ -171,6 +171,11 @@ class Recorder:
         """Have new prompts be cut where they leave these, which are from before this process, oldest first."""
         with suppress(queue.Full):
             self._waiting.put_nowait(partial(self._learn, root, [token_ids.copy() for token_ids in prompts]))
+
+    def forget(self) -> None:
+        """Forget the prompts that this process knows: some of them were deleted. For any thread."""
+        with suppress(queue.Full):
+            self._waiting.put_nowait(self._forget)
 
     def note(
         self,
@@ -278,6 +283,9 @@ class Recorder:
         if left is not None and left.before is not None and left.digest:
             fields |= {"parted_at": left.before.position, "parted_from": left.digest.hex()}
         return fields | {"cuts": cuts, "hashes": [digest.hex() for digest in hashes]}
+
+    def _forget(self) -> None:
+        self._partings = RadixTree()
 
     def _learn(self, root: bytes, prompts: Sequence[TokenIds]) -> None:
         for token_ids in prompts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +106,11 @@ class CacheResources:
         """Returns the notes of a root, for any thread. `ttl_s` is the time to live of those that are put, in seconds;
         with None the daemon's `--kv-cache-ttl` holds."""
         return TenantNotes(self.writer.notes, root, record, ttl_s or self.settings.kv_cache_ttl or _NOTE_TTL_S)
+
+    def prompt_expires_at(self, ttl_s: float | None) -> float:
+        """Returns when a prompt that comes now expires, in seconds since the epoch, with a time to live of its own or
+        None."""
+        return self.store.clock() + (ttl_s or self.settings.kv_cache_ttl or math.inf)
 
     def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until everything that is to be captured is in the writer's buffer, once that has room. Returns False if

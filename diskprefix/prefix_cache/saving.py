@@ -199,7 +199,7 @@ class Saver:
         notes = self.cache.notes_of(self.namespace.root, self.namespace.record, ttl_s)
 
         def keep() -> None:
-            notes.put(NoteKind.LOGITS, end_id, bytes(content))
+            notes.put(NoteKind.LOGITS, end_id, bytes(content), self.prompt.token_ids)
 
         # Compressing them takes milliseconds, for which the engine's thread does not wait.
         self.cache.capturer.submit(Capture(arena, 0, keep, drop=_nothing))
@@ -259,8 +259,8 @@ class Saver:
         is_too_short = len(token_ids) < self.cache.settings.kv_cache_min_tokens
         if is_too_short or not self.options.save or self.selection.reason == "left_out":
             return None
-        self.namespace.history.add(token_ids, self.options.group)
-        self.namespace.admission.add(token_ids, self.planner.nodes.block_names, self.planner.nodes.block_size)
+        expires_at = self.cache.prompt_expires_at(self.publisher.ttl_at(len(token_ids)))
+        self.namespace.remember(token_ids, self.options.group, self.planner.nodes.block_names, expires_at)
         return token_ids
 
 

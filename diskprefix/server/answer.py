@@ -143,6 +143,7 @@ async def _submitted(request: Request, dialect: Dialect[B], body: B, place: Plac
         prompt_tokens=len(prompt.token_ids),
         request_id=context.request_id,
         clamped_to=_clamped_to(asked, prompt, serving.engine.max_positions),
+        prompt=prompt.token_ids,
     )
     context.generation_id = generate.id
     writer, stream = dialect.writer(body, head), bool(body.stream)
@@ -210,7 +211,7 @@ def _request(
 
     Raises `InvalidRequest` for a constraint that cannot be compiled, which may take seconds.
     """
-    prompt, memory = replayed.prompt, reply_memory(serving, cache, replayed.origin)
+    prompt, memory = replayed.prompt, reply_memory(serving, cache, replayed)
     is_chat, choice = isinstance(asked.prompt, Conversation), asked.tool_choice
     output_format: OutputFormat = serving.renderer.output_format if is_chat else PlainText()
     tools = choice.allowed(asked.prompt.tools or ()) if isinstance(asked.prompt, Conversation) else []

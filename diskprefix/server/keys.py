@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from diskprefix.errors import SettingsError
+from diskprefix.private_file import read_private
 from diskprefix.tenant import SHARED, Tenant, short_tenant
 
 log = logging.getLogger("diskprefix")
@@ -109,39 +108,15 @@ def _name_and_key(words: list[str], where: str) -> tuple[str | None, str]:
 
 def _read_private(path: Path) -> str:
     try:
-        # The open file is checked, not its name, which may lead to another file a moment later.
-        # Without waiting: a named pipe to which nobody writes would block.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            _require_private(path, os.fstat(file.fileno()))
-            content = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise _wrong(f"cannot read {path}: {error.strerror}") from error
+        content = read_private(path, _MAX_FILE_BYTES)
+    except SettingsError as error:
+        raise _wrong(error.message) from error
     if len(content) > _MAX_FILE_BYTES:
         raise _wrong(f"{path} is larger than {_MAX_FILE_BYTES} bytes, so it is not a file of keys")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _wrong(f"{path} is not valid UTF-8 (byte {error.start})") from error
-
-
-def _require_private(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise _wrong(f"{path} is not a file")
-    if status.st_uid not in (0, os.geteuid()):
-        raise _wrong(f"{path} belongs to another user (uid {status.st_uid}); chown it to the daemon's")
-    if status.st_mode & _forbidden_bits(path):
-        mode = stat.S_IMODE(status.st_mode)
-        raise _wrong(f"others may read or write {path} (mode {mode:04o}); run `chmod 600` on it")
-
-
-def _forbidden_bits(path: Path) -> int:
-    """Returns the mode bits that must not be set.
-
-    systemd grants a credential to the service's user by an ACL, whose mask appears as the group's right to read.
-    """
-    credentials = os.environ.get("CREDENTIALS_DIRECTORY")
-    is_credential = credentials is not None and path.resolve().parent == Path(credentials).resolve()
-    return 0o037 if is_credential else 0o077
 
 
 def _wrong(message: str) -> SettingsError:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from diskprefix.cache_options import CacheOptions
 from diskprefix.chat.output.events import OutputDelta, ToolCallBegin
 from diskprefix.chat.output.format import OutputParser
-from diskprefix.chat.replay import Origin, ReplyMemory, Turn
+from diskprefix.chat.replay import Replayed, ReplyMemory, Turn
 from diskprefix.engine.request import Event, FinishEvent, TextEvent
 from diskprefix.server.protocols.reply import CallBegin, DeltaEvent, ReplyDelta, ReplyEvent, ReplyReader
 from diskprefix.store.note_record import NoteKind
+from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
     from diskprefix.server.serving import Serving
@@ -28,13 +29,15 @@ class Stored:
     notes: TenantNotes
     keeps: bool = True
     """Whether `put` keeps anything."""
+    prompt: TokenIds | None = None
+    """What is put goes with this prompt."""
 
     def get(self, id_: str) -> bytes | None:
         return self.notes.get(self.kind, id_)
 
     def put(self, id_: str, record: bytes) -> None:
         if self.keeps:
-            self.notes.put(self.kind, id_, record)
+            self.notes.put(self.kind, id_, record, self.prompt)
 
 
 def stored_turns(serving: Serving, cache: CacheOptions) -> Stored | None:
@@ -54,12 +57,12 @@ def _stored(kind: NoteKind, serving: Serving, cache: CacheOptions) -> Stored | N
     return Stored(kind, notes if cache.ttl_s is None else replace(notes, ttl_s=cache.ttl_s), keeps=cache.save)
 
 
-def reply_memory(serving: Serving, cache: CacheOptions, origin: Origin | None) -> ReplyMemory | None:
+def reply_memory(serving: Serving, cache: CacheOptions, replayed: Replayed) -> ReplyMemory | None:
     """Returns what remembers the replies to a request, None if they are not to be remembered."""
     turns = stored_turns(serving, cache) if cache.save else None
-    if turns is None or origin is None:
+    if turns is None or replayed.origin is None:
         return None
-    return ReplyMemory(turns, origin, serving.renderer.end_ids)
+    return ReplyMemory(replace(turns, prompt=replayed.prompt.token_ids), replayed.origin, serving.renderer.end_ids)
 
 
 class RememberingReader(ReplyReader):

@@ -3,6 +3,7 @@ parent counts its children."""
 
 from __future__ import annotations
 
+import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,7 +35,6 @@ from diskprefix.store.schema import (
     history_sequence,
     is_node,
     model_key,
-    node_root,
     piece_index,
     piece_key,
     prompt_tokens,
@@ -126,6 +126,10 @@ class Changes(Snapshot):
     def note_purge(self) -> None:
         """Tell daemons that what they keep in memory about the store may be gone."""
         self.put_meta("purged_at", struct.pack("<d", self._now))
+
+    def note_deletion(self) -> None:
+        """Note that what was deleted must not stay in the file; see `Store.wipe`."""
+        self.put_meta("deleted", secrets.token_bytes(8))
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
         """Store the record of a root unless there is one."""
@@ -223,8 +227,9 @@ class Changes(Snapshot):
         self._delete_payload(name)
         return found
 
-    def remember(self, root: bytes, prompt: TokenIds, limit: int, group: bytes = b"") -> None:
-        """Add a prompt to the history of a root. `group` has 8 bytes or none.
+    def remember(self, root: bytes, prompt: TokenIds, limit: int, group: bytes = b"", ttl_s: int = 0) -> None:
+        """Add a prompt to the history of a root. `group` has 8 bytes or none, `ttl_s` is in the form of
+        `eviction.recorded_ttl`.
 
         The history holds at most `limit` prompts and `HISTORY_TOKENS` tokens, of all groups together; the oldest go.
         """
@@ -235,7 +240,7 @@ class Changes(Snapshot):
             if number >= limit or num_tokens > HISTORY_TOKENS:
                 surplus.append(key)
         key = history_key(root, max(newest + 1, int(self._now * 1e6)), group)
-        self._put("history", key, encode_prompt(key, prompt))
+        self._put("history", key, encode_prompt(key, prompt, ttl_s))
         for key in surplus:
             self.delete_record("history", key)
 
@@ -246,10 +251,17 @@ class Changes(Snapshot):
 
     def delete_bare_roots(self, roots: set[bytes]) -> int:
         """Remove the records of those of `roots` under which nothing is stored. Returns how many there were."""
-        bare = {root for root in roots if next(self.history(root), None) is None and not self.has_notes(root)}
-        if bare:
-            bare -= {node_root(value) for _, value in self.records("nodes")}
+        under: tuple[str, ...] = ("history", "notes", "children")
+        bare = [root for root in roots if all(next(self.keys_under(one, root), None) is None for one in under)]
         return sum(self.delete_record("roots", root) for root in bare)
+
+    def delete_roots(self, roots: Iterable[bytes]) -> None:
+        """Remove roots without nodes, with all that is stored under them."""
+        for root in roots:
+            for database in ("history", "notes"):
+                for key in list(self.keys_under(database, root)):
+                    self.delete_record(database, key)
+        self.delete_bare_roots(set(roots))
 
     def put_note(self, key: bytes, value: bytes | None) -> None:
         """Store an encoded note in the place of the one before, or remove that one."""

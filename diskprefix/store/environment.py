@@ -45,24 +45,31 @@ class Environment:
         self.has_lock = True
         """Whether readers are in LMDB's lock file. Without a lock file that this process can write, a writer in another
         process does not know of them, and may overwrite the pages that they read."""
+        self.clean_before = 0
+        """Pages that were freed by a transaction before this one hold nothing that was deleted; see `wiping`."""
         self._transactions = 0
         self._closed = False
         self._idle = threading.Condition()
         with self._translated():
             self.has_lock = not read_only or os.access(path / LMDB_LOCK, os.W_OK)
-            self._env = lmdb.open(
-                str(path),
-                # For reading: room for what a daemon may add meanwhile. It takes address space only.
-                map_size=2 * (path / DATA).stat().st_size + 2**30 if read_only else _map_size(path, budget_bytes),
-                max_dbs=max_databases,
-                readonly=read_only,
-                create=not read_only,
-                lock=self.has_lock,
-                mode=0o600,
-                # Otherwise the ends of pages hold what the process had in memory, also of other tenants.
-                meminit=True,
-            )
+            # For reading: room for what a daemon may add meanwhile. It takes address space only.
+            map_bytes = 2 * (path / DATA).stat().st_size + 2**30 if read_only else _map_size(path, budget_bytes)
+            self._max_databases = max_databases
+            self._env = self._opened(map_bytes)
             self._file = os.stat(path / DATA)
+
+    def _opened(self, map_bytes: int) -> lmdb.Environment:
+        return lmdb.open(
+            str(self.path),
+            map_size=map_bytes,
+            max_dbs=self._max_databases,
+            readonly=self.read_only,
+            create=not self.read_only,
+            lock=self.has_lock,
+            mode=0o600,
+            # Otherwise the ends of pages hold what the process had in memory, also of other tenants.
+            meminit=True,
+        )
 
     def open_databases(self, names: Sequence[str]) -> None:
         """Open named databases, creating those that are missing unless the environment is read-only."""
@@ -111,8 +118,49 @@ class Environment:
             try:
                 with txn:
                     yield txn
+            except BaseException:
+                # Some of it may have been written to pages that are free.
+                self.clean_before = 0 if write else self.clean_before
+                raise
             finally:
                 self._count(-1)
+
+    def renew(self) -> bool:
+        """Close the file and open it again. LMDB keeps the buffers of pages that it wrote, and uses them for others
+        without clearing them.
+
+        Returns False, and changes nothing, if a transaction of this process does not end. Raises `StoreUnavailable` if
+        the file in the folder is another one by now; then this environment cannot be used any more.
+        """
+        with self._idle, self._translated():
+            if not self._idle.wait_for(lambda: not self._transactions, _READER_PATIENCE_S):
+                return False
+            if self._closed:
+                raise StoreUnavailable(f"{self.path}: the store was closed meanwhile")
+            if self.is_in_place():
+                map_bytes = self._env.info()["map_size"]
+                self._env.close()
+                try:
+                    self._env = self._opened(map_bytes)
+                    for name in self.databases:
+                        self.databases[name] = self._env.open_db(name.encode(), create=False)
+                except BaseException:
+                    self.broken = f"{self.path / DATA} was closed, and could not be opened again"
+                    raise
+            if not self.is_in_place():
+                self.broken = f"{self.path} was removed or replaced"
+                raise StoreUnavailable(self.broken)
+        return True
+
+    def is_file(self, fd: int) -> bool:
+        """Whether a descriptor is one of the open file."""
+        return os.path.samestat(os.fstat(fd), self._file)
+
+    def last_transactions(self) -> tuple[int, int]:
+        """Returns the number of the last transaction that was committed, and that of the oldest one that a reader, of
+        any process, still sees."""
+        last = self._env.info()["last_txnid"]
+        return last, min([last, *self._seen_by_readers()])
 
     def wait_for_readers(self) -> bool:
         """Wait until no reader from before the last commit is open. Returns False if one stays open for seconds.
@@ -186,9 +234,13 @@ class Environment:
 
     def _has_old_readers(self) -> bool:
         """Whether LMDB's table of readers has a read transaction, of any process, older than the last commit."""
-        last = self._env.info()["last_txnid"]
+        last, oldest = self.last_transactions()
+        return oldest < last
+
+    def _seen_by_readers(self) -> list[int]:
+        """Returns the transactions that the read transactions in LMDB's table see."""
         rows = [line.split() for line in self._env.readers().splitlines()[1:]]
-        return any(row[-1].isdigit() and int(row[-1]) < last for row in rows if row)
+        return [int(row[-1]) for row in rows if row and row[-1].isdigit()]
 
 
 def _map_size(path: Path, budget_bytes: int) -> int:

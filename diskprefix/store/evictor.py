@@ -13,11 +13,16 @@ from diskprefix.settings import format_size
 from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
 from diskprefix.store.folder import file_errors
+from diskprefix.store.note_record import SHORT_TTL_S
+from diskprefix.store.savings import keep_counts
+from diskprefix.store.schema import history_sequence, prompt_ttl_s
 from diskprefix.store.store_file import StoreFile
 
 _F64 = struct.Struct("<d")
 _HISTORY_SHARE = 16
 """The recent prompts of all roots may take this part of the budget. Clients who choose salts make many roots."""
+_ROOTS_SHARE = 16
+"""The same of the records of roots, as far as nothing but recent prompts and notes is stored under them."""
 
 
 class Evictor:
@@ -65,6 +70,7 @@ class Evictor:
             if not wanted:
                 return 0
             prompts = snapshot.prompts_beyond(budget // _HISTORY_SHARE)
+            roots = snapshot.roots_beyond(budget // _ROOTS_SHARE)
             table = snapshot.usages()
             victims = choose_victims(
                 table,
@@ -81,24 +87,30 @@ class Evictor:
                     "raise --kv-cache-budget"
                 )
         self._forget(prompts, "history")
+        self._drop_roots(roots)
         self._evict(victims)
         return len(victims)
 
     def expire(self, ttl_s: float) -> int:
         """Remove nodes and remembered prompts that were not used for `ttl_s` seconds; with 0 they stay.
 
-        A node that a request asked to keep for another time goes after that time, and so does each note. Returns the
-        number of removed nodes.
+        What a request asked to keep for another time goes after that time, and so does each note. Returns the number of
+        removed nodes.
         """
         with self._file.snapshot() as snapshot:
             table, now = snapshot.usages(), self._file.clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)
-            prompts = snapshot.prompts_before(now - ttl_s) if ttl_s else []
-            notes = [note.key for note in snapshot.notes() if note.times.is_expired(now)]
-        self.may_have_own_ttls = table.has_own_ttls
-        self._evict(names)
-        self._forget(prompts, "history")
-        self._forget(notes, "notes")
+            came = [
+                (key, history_sequence(key) / 1e6, prompt_ttl_s(value)) for key, value in snapshot.records("history")
+            ]
+            times = [(note.key, note.times) for note in snapshot.notes()]
+        prompts = [key for key, when, own_s in came if 0 < (own_s or ttl_s) < now - when]
+        notes = [key for key, one in times if one.is_expired(now)]
+        self.may_have_own_ttls = table.has_own_ttls or any(own_s for _, _, own_s in came)
+        self.may_have_own_ttls |= any(one.ttl_s < SHORT_TTL_S for _, one in times)
+        self._evict(names, is_expired=True)
+        self._forget(prompts, "history", is_expired=True)
+        self._forget(notes, "notes", is_expired=True)
         return len(names)
 
     def check_fits(self, need_bytes: int) -> None:
@@ -119,22 +131,38 @@ class Evictor:
         with self._file.changes() as changes:
             changes.put_meta("evicted_at", _F64.pack(self._file.clock()))
 
-    def _evict(self, victims: list[bytes]) -> None:
-        """Delete nodes, children first. A node that was continued or pinned since it was chosen stays; see `pin`."""
+    def _evict(self, victims: list[bytes], *, is_expired: bool = False) -> None:
+        """Delete nodes, children first. A node that was continued or pinned since it was chosen stays; see `pin`. What
+        has expired must not stay in the file either."""
         for some in batches(victims, NODES_AT_ONCE):
             with self._file.changes() as changes:
+                if is_expired:
+                    changes.note_deletion()
+                roots = set()
                 for name in some:
                     usage = changes.usage(name)
                     if usage is not None and not usage.children and name not in self._pins:
+                        roots.add(changes.parent(name))
                         changes.delete_node(name, changes.parent(name))
+                changes.delete_bare_roots(roots)
         if victims:
             self.let_freed_pages_age()
 
-    def _forget(self, keys: list[bytes], database: Literal["history", "notes"]) -> None:
-        """See `Changes.forget`."""
+    def _forget(self, keys: list[bytes], database: Literal["history", "notes"], *, is_expired: bool = False) -> None:
+        """See `Changes.forget` and `_evict`."""
         if keys:
             with self._file.changes() as changes:
+                if is_expired:
+                    changes.note_deletion()
                 changes.forget(keys, database)
+
+    def _drop_roots(self, roots: list[bytes]) -> None:
+        for some in batches(roots, NODES_AT_ONCE):
+            with self._file.changes() as changes:
+                # Some may have got nodes since they were chosen.
+                empty = [root for root in some if not changes.has_nodes(root)]
+                keep_counts(changes, empty)
+                changes.delete_roots(empty)
 
     def _disk_limit(self) -> int:
         """How large the file may become so that `min_free_bytes` of the disk stay free."""

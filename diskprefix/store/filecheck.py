@@ -50,6 +50,8 @@ _TREE = struct.Struct("<IHHQQQQQ")
 _PAGE_HEADER = struct.Struct("<Q2xHHH")
 _RUN_HEADER = struct.Struct("<Q2xHI")
 _NODE_HEADER = struct.Struct("<IHH")
+_GAP = struct.Struct("<12xHH")
+RUN_HEADER_BYTES = _RUN_HEADER.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ def _check(fd: int) -> FileReport:
         raise StoreCorrupt("it is not a regular file")
     if status.st_size == 0:
         return FileReport(state="empty")
-    return _Check(fd, status.st_size).run()
+    return Check(fd, status.st_size).run()
 
 
 class _Tree(NamedTuple):
@@ -140,7 +142,7 @@ class _Meta(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Page:
+class Page:
     """A branch or leaf page. Its nodes are columns, in the order of the keys.
 
     `data_at` is the offset of a leaf node's data in the page. `data_bytes` is the size of the data, which are in an
@@ -153,6 +155,12 @@ class _Page:
     flags: tuple[int, ...]
     data_at: list[int]
     data_bytes: tuple[int, ...]
+
+    @property
+    def gap(self) -> tuple[int, int]:
+        """Where in the page nothing is kept."""
+        lower, upper = _GAP.unpack_from(self.content)
+        return lower, upper
 
     @property
     def children(self) -> list[int]:
@@ -185,16 +193,40 @@ class _Walk:
                 raise StoreCorrupt(f"{self.name} has {found} {what.replace('_', ' ')}, the file says {recorded}")
 
 
-class _Check:
-    """One pass over one snapshot of the file."""
+class Check:
+    """One pass over one snapshot of the file. The methods that begin with `see_` are told what it comes by."""
 
     def __init__(self, fd: int, size: int) -> None:
         self._fd = fd
-        self._page_bytes = _page_bytes()
+        self.page_bytes = _page_bytes()
         self._meta = self._choose_meta()
         # The owner of each page of the file. Pages behind its end can only be free.
-        self._owner = bytearray(min(self._meta.last_page + 1, size // self._page_bytes))
+        self._owner = bytearray(min(self._meta.last_page + 1, size // self.page_bytes))
         self._owner[:_NUM_METAS] = bytes([_IN_TREE]) * _NUM_METAS
+        self._last_key = b""
+
+    @property
+    def txnid(self) -> int:
+        """The transaction that the file is checked at."""
+        return self._meta.txnid
+
+    @property
+    def end(self) -> int:
+        """Where the last page ends."""
+        return (self._meta.last_page + 1) * self.page_bytes
+
+    def see_page(self, page: Page) -> None:
+        """A branch or leaf page of a tree."""
+
+    def see_separator(self, page: Page, index: int, before: bytes | None) -> None:
+        """The key of a node of a branch page, before what is below that node. `before` is the last key below the node
+        before it, None if that is the first one."""
+
+    def see_run(self, number: int, num_pages: int, data_bytes: int) -> None:
+        """An overflow run."""
+
+    def see_free(self, txnid: int, pages: npt.NDArray[np.uint64]) -> None:
+        """Pages within the file that a transaction freed."""
 
     def run(self) -> FileReport:
         free = _Walk("the free list", self._meta.free, is_free_list=True)
@@ -209,7 +241,7 @@ class _Check:
                     raise StoreCorrupt(f"page {page.number} has a database within a database")
         return FileReport(
             state="sound",
-            used_bytes=self._owner.count(_IN_TREE) * self._page_bytes,
+            used_bytes=self._owner.count(_IN_TREE) * self.page_bytes,
             entries={name: tree.entries for name, tree in databases.items()},
         )
 
@@ -220,26 +252,26 @@ class _Check:
             raise StoreCorrupt(f"meta page {number} claims a map of {meta.map_bytes} bytes")
         if meta.free.flags not in _FREE_FLAGS:
             raise StoreCorrupt(f"meta page {number} has the wrong flags {meta.free.flags:#x} for the free list")
-        if not _NUM_METAS - 1 <= meta.last_page < _MAX_MAP_BYTES // self._page_bytes:
+        if not _NUM_METAS - 1 <= meta.last_page < _MAX_MAP_BYTES // self.page_bytes:
             raise StoreCorrupt(f"meta page {number} claims {meta.last_page} pages")
         meta.main.require_plain(f"meta page {number}")
         return meta
 
     def _read_meta(self, number: int) -> tuple[int, _Meta]:
-        fields = _META_PAGE.unpack(self._read(number * self._page_bytes, _META_PAGE.size))
+        fields = _META_PAGE.unpack(self.read(number * self.page_bytes, _META_PAGE.size))
         page, kind, magic, version, _, map_bytes, free, main, last_page, txnid = fields
         if (page, kind, magic) != (number, _META, _MAGIC):
             raise StoreCorrupt(f"page {number} is not a meta page of LMDB")
         if version != _DATA_VERSION:
             raise StoreCorrupt(f"meta page {number} has data version {version} of LMDB instead of {_DATA_VERSION}")
         meta = _Meta(map_bytes, _Tree(*_TREE.unpack(free)), _Tree(*_TREE.unpack(main)), last_page, txnid)
-        if meta.free.pad != self._page_bytes:
-            raise StoreCorrupt(f"meta page {number} claims pages of {meta.free.pad} bytes, not {self._page_bytes}")
+        if meta.free.pad != self.page_bytes:
+            raise StoreCorrupt(f"meta page {number} claims pages of {meta.free.pad} bytes, not {self.page_bytes}")
         if txnid > _MAX_TXNID or (txnid and txnid % _NUM_METAS != number):
             raise StoreCorrupt(f"meta page {number} has the impossible transaction {txnid}")
         return number, meta
 
-    def _leaves(self, walk: _Walk) -> Iterator[_Page]:
+    def _leaves(self, walk: _Walk) -> Iterator[Page]:
         """Check a whole tree. Yields its leaf pages in key order."""
         tree = walk.tree
         if tree.root == _NO_PAGE:
@@ -251,44 +283,49 @@ class _Check:
             yield from self._subtree(walk, tree.root, tree.depth, b"", None)
         walk.require_counts()
 
-    def _subtree(self, walk: _Walk, number: int, height: int, low: bytes, high: bytes | None) -> Iterator[_Page]:
+    def _subtree(self, walk: _Walk, number: int, height: int, low: bytes, high: bytes | None) -> Iterator[Page]:
         """Check a page and the pages below it. Their keys must be at least `low` and less than `high`."""
         kind = _LEAF if height == 1 else _BRANCH
         what = f"page {number} ({'leaf' if kind == _LEAF else 'branch'} page of {walk.name})"
         self._claim(number, 1, what)
-        content = self._read(number * self._page_bytes, self._page_bytes)
+        content = self.read(number * self.page_bytes, self.page_bytes)
         try:
             page = _parse_page(content, number, kind, is_free_list=walk.is_free_list)
             keys = page.keys if kind == _LEAF else [low, *page.keys[1:]]
             _require_order(keys, low, high)
         except StoreCorrupt as error:
             raise StoreCorrupt(f"{what} {error}") from None
+        self.see_page(page)
         if kind == _LEAF:
+            self._last_key = keys[-1]
             walk.leaf_pages += 1
             walk.entries += len(keys)
             self._check_runs(walk, page)
             yield page
         else:
             walk.branch_pages += 1
-            self._read_ahead(page.children, self._page_bytes)
-            for child, first, end in zip(page.children, keys, [*keys[1:], high], strict=True):
+            self._read_ahead(page.children, self.page_bytes)
+            for index, (child, first, end) in enumerate(zip(page.children, keys, [*keys[1:], high], strict=True)):
+                if not walk.is_free_list:
+                    self.see_separator(page, index, self._last_key if index else None)
                 yield from self._subtree(walk, child, height - 1, first, end)
 
-    def _check_runs(self, walk: _Walk, page: _Page) -> None:
+    def _check_runs(self, walk: _Walk, page: Page) -> None:
         """Check and claim the overflow runs that a leaf page refers to."""
         runs = list(page.runs())
         self._read_ahead([number for number, _ in runs], _RUN_HEADER.size)
         for number, data_bytes in runs:
             what = f"page {number} (overflow run of {walk.name})"
             self._require_in_file(number, 1, what)
-            found, kind, num_pages = _RUN_HEADER.unpack(self._read(number * self._page_bytes, _RUN_HEADER.size))
+            found, kind, num_pages = _RUN_HEADER.unpack(self.read(number * self.page_bytes, _RUN_HEADER.size))
             if (found, kind) != (number, _OVERFLOW):
                 raise StoreCorrupt(f"{what} is not the first page of an overflow run")
             # A value that a shorter one replaced in the same transaction keeps its pages.
-            if num_pages * self._page_bytes < _RUN_HEADER.size + data_bytes:
+            if num_pages * self.page_bytes < _RUN_HEADER.size + data_bytes:
                 raise StoreCorrupt(f"{what} has {num_pages} pages, which are too few for {data_bytes} bytes")
             self._claim(number, num_pages, what)
             walk.overflow_pages += num_pages
+            self.see_run(number, num_pages, data_bytes)
 
     def _check_free_lists(self, walk: _Walk) -> None:
         """Check the tree of the free lists and claim the pages in them."""
@@ -301,8 +338,9 @@ class _Check:
                     raise StoreCorrupt(f"{what} is impossible")
                 data = page.content[at : at + size]
                 if flags == _NODE_IN_OVERFLOW:
-                    data = self._read(next(runs)[0] * self._page_bytes + _RUN_HEADER.size, size)
+                    data = self.read(next(runs)[0] * self.page_bytes + _RUN_HEADER.size, size)
                 pages = self._claim_free(data, what)
+                self.see_free(int.from_bytes(key, "big"), pages[pages < len(self._owner)])
                 beyond.append(pages[pages >= len(self._owner)])
         # A page in use has been written, so a page behind the end of the file must be free.
         missing, found = self._meta.last_page + 1 - len(self._owner), np.concatenate(beyond)
@@ -340,15 +378,15 @@ class _Check:
             raise StoreCorrupt(f"{what} is also free, or is referred to twice")
         self._owner[number : number + count] = bytes([_IN_TREE]) * count
 
-    def _read(self, start: int, size: int) -> bytes:
+    def read(self, start: int, size: int) -> bytes:
         """Read a range of the file. A read that fails or is short is damage: LMDB would get a signal there."""
-        page = start // self._page_bytes
+        page = start // self.page_bytes
         try:
             data = os.pread(self._fd, size, start)
         except OSError as error:
             raise StoreCorrupt(f"page {page} cannot be read: {error.strerror}") from error
         if len(data) < size:
-            raise StoreCorrupt(f"the file ends within page {page + len(data) // self._page_bytes}: it was truncated")
+            raise StoreCorrupt(f"the file ends within page {page + len(data) // self.page_bytes}: it was truncated")
         return data
 
     def _read_ahead(self, pages: Iterable[int], size: int) -> None:
@@ -356,10 +394,10 @@ class _Check:
         if sys.platform == "linux":
             for number in pages:
                 if number < len(self._owner):
-                    os.posix_fadvise(self._fd, number * self._page_bytes, size, os.POSIX_FADV_WILLNEED)
+                    os.posix_fadvise(self._fd, number * self.page_bytes, size, os.POSIX_FADV_WILLNEED)
 
 
-def _parse_page(content: bytes, number: int, kind: int, *, is_free_list: bool) -> _Page:
+def _parse_page(content: bytes, number: int, kind: int, *, is_free_list: bool) -> Page:
     """Returns a branch or leaf page. Raises `StoreCorrupt` if LMDB cannot have written it."""
     size = len(content)
     found_number, found_kind, lower, upper = _PAGE_HEADER.unpack_from(content)
@@ -393,7 +431,7 @@ def _parse_page(content: bytes, number: int, kind: int, *, is_free_list: bool) -
     # Integer keys compare like their big-endian bytes.
     step = -1 if is_free_list else 1
     keys = [content[at + _NODE_HEADER.size : end][::step] for at, end in zip(offsets, data_at, strict=True)]
-    return _Page(number, content, keys, flags, data_at, data_bytes)
+    return Page(number, content, keys, flags, data_at, data_bytes)
 
 
 def _require_order(keys: list[bytes], low: bytes, high: bytes | None) -> None:
@@ -403,7 +441,7 @@ def _require_order(keys: list[bytes], low: bytes, high: bytes | None) -> None:
         raise StoreCorrupt("has a key that belongs to another page")
 
 
-def _databases(page: _Page) -> dict[bytes, _Tree]:
+def _databases(page: Page) -> dict[bytes, _Tree]:
     """Returns the trees of the named databases in a leaf page of the main tree, which holds nothing else."""
     trees = {}
     for key, flags, at, data_bytes in zip(page.keys, page.flags, page.data_at, page.data_bytes, strict=True):

@@ -68,6 +68,11 @@ def _create(changes: Changes, now: float, namespace: NamespaceKey | None) -> Non
     changes.put_meta(_NAMES, encode_record(_NAMES.encode(), names))
 
 
+def names_of(snapshot: Snapshot) -> NamesRecord:
+    """Returns what the names of an open store are made with. Raises `StoreCorrupt`."""
+    return decode_record(NamesRecord, _NAMES.encode(), snapshot.meta(_NAMES) or b"")
+
+
 def _read(path: Path, snapshot: Snapshot) -> NamesRecord:
     version, names = snapshot.meta(_FORMAT), snapshot.meta(_NAMES)
     if version is None and names is None:

@@ -27,10 +27,15 @@ _NOTE_SHARE = 4
 """The part of its root's share that one note may take."""
 _KEPT = 0.75
 """The part of a share that is left when it was exceeded, so that notes are not counted again at every write."""
+SHORT_TTL_S = 86400
+"""Notes with a shorter time to live than this are looked for as often as what a request asked to keep for its own
+time."""
 _RECORD_HOLDS = 1 / 16
 """The part of its time to live for which a note's recorded last use holds. Later uses are recorded: an agent uses the
 notes of all its turns in each one."""
-_TIMES = struct.Struct("<ddI4x")
+_TIMES = struct.Struct("<ddI")
+_PROMPT = struct.Struct(f"<I{HASH_BYTES}s")
+_HEADER = _TIMES.size + _PROMPT.size
 _CHECKSUM_BYTES = 8
 _PAGE_BYTES, _OWN_PAGE_BYTES, _HEADER_BYTES = 4096, 2000, 16
 _KEY_BYTES = 2 * HASH_BYTES + 1
@@ -59,6 +64,17 @@ def note_key(root: bytes, kind: NoteKind, id_: str) -> bytes:
     return root + bytes([kind]) + hashlib.sha256(id_.encode("utf-8", "surrogatepass")).digest()[:HASH_BYTES]
 
 
+class NotePrompt(NamedTuple):
+    """The prompt that a note came from: its number of tokens, and its digest (`tokens.prompt_digest`)."""
+
+    num_tokens: int
+    digest: bytes
+
+
+NO_PROMPT = NotePrompt(0, bytes(HASH_BYTES))
+"""Of a note that belongs to no prompt, or to several."""
+
+
 class NoteTimes(NamedTuple):
     """When a note was used and written, seconds since the epoch, and its time to live after the last use, seconds."""
 
@@ -78,16 +94,16 @@ class NoteTimes(NamedTuple):
         return self._replace(last_used=max(self.last_used, when))
 
 
-def encode_note(key: bytes, content: bytes, times: NoteTimes) -> bytes:
-    return sealed(key, _TIMES.pack(*times) + compress(content))
+def encode_note(key: bytes, content: bytes, times: NoteTimes, prompt: NotePrompt = NO_PROMPT) -> bytes:
+    return sealed(key, _TIMES.pack(*times) + _PROMPT.pack(*prompt) + compress(content))
 
 
 def decode_note(key: bytes, value: bytes | memoryview) -> tuple[NoteTimes, bytes]:
     """Returns the times and the content of a note. Raises `StoreCorrupt`."""
     packed = unsealed(key, value)
-    if len(key) != _KEY_BYTES or key[HASH_BYTES] not in _KINDS or len(packed) < _TIMES.size:
+    if len(key) != _KEY_BYTES or key[HASH_BYTES] not in _KINDS or len(packed) < _HEADER:
         raise StoreCorrupt(f"a note of {len(value)} bytes under a key of {len(key)} bytes cannot be")
-    return NoteTimes(*_TIMES.unpack_from(packed)), decompress(packed[_TIMES.size :], max_bytes=MAX_NOTE_BYTES)
+    return NoteTimes(*_TIMES.unpack_from(packed)), decompress(packed[_HEADER:], max_bytes=MAX_NOTE_BYTES)
 
 
 def used_note(key: bytes, value: bytes | memoryview, when: float) -> bytes:
@@ -105,13 +121,16 @@ class StoredNote:
     times: NoteTimes
     num_bytes: int
     """What it takes in the file."""
+    prompt: NotePrompt = NO_PROMPT
 
     @classmethod
     def of(cls, key: bytes, value: bytes | memoryview) -> StoredNote:
         """A record that is too short has expired."""
-        is_whole = len(value) >= _CHECKSUM_BYTES + _TIMES.size
-        times = NoteTimes(*_TIMES.unpack_from(value, _CHECKSUM_BYTES)) if is_whole else NoteTimes(0.0, 0.0, 0)
-        return cls(key, times, note_bytes(len(value)))
+        if len(value) < _CHECKSUM_BYTES + _HEADER:
+            return cls(key, NoteTimes(0.0, 0.0, 0), note_bytes(len(value)))
+        times = NoteTimes(*_TIMES.unpack_from(value, _CHECKSUM_BYTES))
+        prompt = NotePrompt(*_PROMPT.unpack_from(value, _CHECKSUM_BYTES + _TIMES.size))
+        return cls(key, times, note_bytes(len(value)), prompt)
 
     @property
     def root(self) -> bytes:

@@ -15,7 +15,10 @@ from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import RECORDS_AT_ONCE, batches
 from diskprefix.store.note_record import (
     MAX_NOTE_BYTES,
+    NO_PROMPT,
+    SHORT_TTL_S,
     NoteKind,
+    NotePrompt,
     NoteTimes,
     decode_note,
     encode_note,
@@ -28,7 +31,7 @@ from diskprefix.store.note_record import (
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
-from diskprefix.tokens import HASH_BYTES
+from diskprefix.tokens import HASH_BYTES, TokenIds, prompt_digest
 
 log = logging.getLogger("diskprefix")
 
@@ -65,13 +68,24 @@ class Notes:
         """Whether there is something that nobody has tried to write yet, or that is being written."""
         return self._is_new or self._is_being_written
 
-    def put(self, root: bytes, record: RootRecord, kind: NoteKind, id_: str, content: bytes, ttl_s: float) -> bool:
-        """Keep a note, in the place of one with the same kind and id. Returns False if it is too large, or if the store
-        fails and too much waits already."""
+    def put(
+        self,
+        root: bytes,
+        record: RootRecord,
+        kind: NoteKind,
+        id_: str,
+        content: bytes,
+        ttl_s: float,
+        prompt: TokenIds | None = None,
+    ) -> bool:
+        """Keep a note, in the place of one with the same kind and id; it goes with the `prompt` that it came from.
+        Returns False if it is too large, or if the store fails and too much waits already."""
         key, now = note_key(root, kind, id_), self._store.clock()
         times = NoteTimes(now, now, max(1, min(round(ttl_s), 2**31 - 1)))
-        value = encode_note(key, content, times) if len(content) <= MAX_NOTE_BYTES else b""
+        came_from = NO_PROMPT if prompt is None else self._named(root, prompt)
+        value = encode_note(key, content, times, came_from) if len(content) <= MAX_NOTE_BYTES else b""
         fits = 0 < note_bytes(len(value)) <= note_limit(self._store.budget_bytes) if value else False
+        self._store.evictor.may_have_own_ttls |= times.ttl_s < SHORT_TTL_S
         with self._lock:
             if not fits or self.waiting_bytes + len(value) > _MAX_WAITING_BYTES:
                 self.dropped += 1
@@ -137,8 +151,13 @@ class Notes:
                 changes.put_note(key, value)
             for key, when in used.items():
                 changes.use_note(key, when)
+            if None in waiting.values():
+                changes.note_deletion()
         self._forget(waiting)
         self._make_fit(sizes)
+
+    def _named(self, root: bytes, prompt: TokenIds) -> NotePrompt:
+        return NotePrompt(len(prompt), prompt_digest(self._store.secret, root, prompt))
 
     def _value(self, key: bytes) -> bytes | None:
         with self._lock:
@@ -211,8 +230,8 @@ class TenantNotes:
     ttl_s: float
     """Time to live of the notes that are put, after their last use, in seconds."""
 
-    def put(self, kind: NoteKind, id_: str, content: bytes) -> bool:
-        return self.notes.put(self.root, self.record, kind, id_, content, self.ttl_s)
+    def put(self, kind: NoteKind, id_: str, content: bytes, prompt: TokenIds | None = None) -> bool:
+        return self.notes.put(self.root, self.record, kind, id_, content, self.ttl_s, prompt)
 
     def get(self, kind: NoteKind, id_: str) -> bytes | None:
         return self.notes.get(self.root, kind, id_)
@@ -237,7 +256,7 @@ class ReadOnlyNotes:
         except StoreCorrupt:
             return None
 
-    def put(self, _kind: NoteKind, _id: str, _content: bytes) -> bool:
+    def put(self, _kind: NoteKind, _id: str, _content: bytes, _prompt: TokenIds | None = None) -> bool:
         return False
 
     def delete(self, _kind: NoteKind, _id: str) -> bool:

@@ -6,22 +6,21 @@ a second: a kill loses no more than that. Several processes may add to one recor
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterable
 from datetime import date
 
 import msgspec
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encode_note, note_bytes, note_key
-from diskprefix.store.schema import RootRecord
+from diskprefix.store.changes import Changes
+from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encode_note, note_key
+from diskprefix.store.schema import decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Store
 
 _DAYS, _RECENT_HITS = 30, 256
-_MOST_WAITING = 1024
-"""Roots whose counts wait to be written. A store that fails for long may not take more and more memory."""
 _TTL_S = 400 * 86400
+_REMOVED = "removed_savings"
+"""The key of the counts of roots that were removed to make room."""
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -63,7 +62,7 @@ class Savings(msgspec.Struct, kw_only=True):
     hits: list[RecentHit] = msgspec.field(default_factory=list)
 
     def today(self, now: float) -> Tally:
-        return self.days.get(_day(now), Tally())
+        return self.days.get(day_of(now), Tally())
 
     def add(self, other: Savings) -> None:
         self.since = min(self.since, other.since)
@@ -74,84 +73,46 @@ class Savings(msgspec.Struct, kw_only=True):
         self.hits = sorted([*self.hits, *other.hits], key=lambda hit: hit.when)[-_RECENT_HITS:]
 
 
-class SavingsLog:
-    """The counts of this process that are not in the store yet. `note` and `read` are for any thread; `write` is for
-    the writing thread alone."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        self._writing = threading.Lock()
-        """Held while counts are on their way to the store: whoever reads would find them in neither place."""
-        self._waiting: dict[bytes, tuple[RootRecord, Savings]] = {}
-        self.saved_s = 0.0
-        """What was saved since the start of this process, in seconds."""
-
-    def note(self, root: bytes, record: RootRecord, counts: Tally, block: bytes | None) -> None:
-        """Count a request. `block` is the last full block that it restored, None if it restored none."""
-        now = self._store.clock()
-        hits = [RecentHit(now, block, counts.restored_tokens)] if block is not None else []
-        new = Savings(since=now, days={_day(now): counts}, hits=hits)
-        new.total.add(counts)
-        with self._lock:
-            self.saved_s += counts.saved_s
-            if root in self._waiting:
-                self._waiting[root][1].add(new)
-            elif len(self._waiting) < _MOST_WAITING:
-                self._waiting[root] = record, new
-
-    def read(self) -> dict[bytes, Savings]:
-        """Returns the counts of each root, those of this process that are not written yet included. Raises
-        `CacheError`."""
-        with self._writing, self._store.snapshot() as snapshot:
-            found = read_savings(snapshot)
-            with self._lock:
-                for root, (_, new) in self._waiting.items():
-                    found.setdefault(root, Savings(since=new.since)).add(new)
-        return found
-
-    def write(self) -> None:
-        """Add what waits to the store. Raises `CacheError`."""
-        if not self._waiting:
-            return
-        with self._writing:
-            with self._lock:
-                waiting, self._waiting = self._waiting, {}
-            try:
-                self._add(waiting)
-            except BaseException:
-                with self._lock:
-                    for root, (record, new) in self._waiting.items():
-                        waiting.setdefault(root, (record, Savings(since=new.since)))[1].add(new)
-                    self._waiting = waiting
-                raise
-
-    def _add(self, waiting: Mapping[bytes, tuple[RootRecord, Savings]]) -> None:
-        now = self._store.clock()
-        self._store.evictor.make_room(len(waiting) * note_bytes(1 << 13), frozenset())
-        with self._store.changes() as changes:
-            for root, (record, new) in waiting.items():
-                changes.put_root(root, record)
-                stored = _read(changes, root) or Savings(since=new.since)
-                stored.add(new)
-                key = _key(root)
-                changes.put_note(key, encode_note(key, msgspec.msgpack.encode(stored), NoteTimes(now, now, _TTL_S)))
-
-
 def read_savings(snapshot: Snapshot) -> dict[bytes, Savings]:
     """Returns the counts of each root as far as they are in the store. A damaged record is left out."""
-    return {root: found for root in snapshot.keys("roots") if (found := _read(snapshot, root)) is not None}
+    return {root: found for root in snapshot.keys("roots") if (found := savings_of(snapshot, root)) is not None}
 
 
-def total_of(savings: Mapping[bytes, Savings]) -> Savings:
-    """Returns the counts of all roots together. `since` is infinite if there are none."""
-    total = Savings(since=float("inf"))
-    for one in savings.values():
+def keep_counts(changes: Changes, roots: Iterable[bytes]) -> None:
+    """Add what the cache did for roots, which are about to be removed, to the counts of those that were removed
+    before."""
+    total = _read_removed(changes)
+    for root in roots:
+        if (one := savings_of(changes, root)) is not None:
+            total.add(one)
+    total.hits = []
+    changes.put_meta(_REMOVED, encode_record(_REMOVED.encode(), total))
+
+
+def _read_removed(snapshot: Snapshot) -> Savings:
+    try:
+        return decode_record(Savings, _REMOVED.encode(), snapshot.meta(_REMOVED) or b"")
+    except StoreCorrupt:
+        return Savings(since=float("inf"))
+
+
+def put_savings(changes: Changes, root: bytes, savings: Savings, now: float) -> None:
+    """Store the counts of a root in the place of those before."""
+    key = _key(root)
+    changes.put_note(key, encode_note(key, msgspec.msgpack.encode(savings), NoteTimes(now, now, _TTL_S)))
+
+
+def total_savings(snapshot: Snapshot) -> Savings:
+    """Returns the counts of all roots together, also of those that were removed to make room. `since` is infinite if
+    there are none."""
+    total = _read_removed(snapshot)
+    for one in read_savings(snapshot).values():
         total.add(one)
     return total
 
 
-def _read(snapshot: Snapshot, root: bytes) -> Savings | None:
+def savings_of(snapshot: Snapshot, root: bytes) -> Savings | None:
+    """Returns the counts of a root, None if there are none or they are damaged."""
     value = snapshot.record("notes", _key(root))
     try:
         return None if value is None else msgspec.msgpack.decode(decode_note(_key(root), value)[1], type=Savings)
@@ -163,5 +124,6 @@ def _key(root: bytes) -> bytes:
     return note_key(root, NoteKind.SAVINGS, "")
 
 
-def _day(now: float) -> int:
+def day_of(now: float) -> int:
+    """Returns the ordinal of the local date at a time in seconds since the epoch."""
     return date.fromtimestamp(now).toordinal()

@@ -24,7 +24,7 @@ HISTORY_TOKENS = 1 << 22
 """The most tokens that the history of a root holds (16 MiB of token ids), however many prompts a request asks for."""
 GROUP_BYTES = 8
 MODEL_MARK = b"model "
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 MAX_PREFILL_S = 1e6
 """Computing no node takes longer, in seconds."""
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "history", "notes")
@@ -44,6 +44,8 @@ _MAX_KEY_BYTES = 511
 CHILD_PART_BYTES = (_MAX_KEY_BYTES - 2 * HASH_BYTES) // 4 * 4
 """Of token ids in one key of the database `children`."""
 _HISTORY_SEQUENCE = struct.Struct(">Q")
+_HISTORY_TTL = struct.Struct("<I")
+_PROMPT_AT = _CHECKSUM.size + _HISTORY_TTL.size
 HISTORY_KEY_BYTES = tuple(HASH_BYTES + _HISTORY_SEQUENCE.size + size for size in (0, GROUP_BYTES))
 """Lengths of a key of the history: of a prompt without a group, and with one."""
 
@@ -296,19 +298,25 @@ def encode_record(key: bytes, record: msgspec.Struct) -> bytes:
     return sealed(key, msgspec.msgpack.encode(record))
 
 
-def encode_prompt(key: bytes, token_ids: TokenIds) -> bytes:
-    """Returns a prompt of the history as it is stored: a checksum, which covers `key` too, and the encoded tokens."""
-    return sealed(key, encode_tokens(token_ids))
+def encode_prompt(key: bytes, token_ids: TokenIds, ttl_s: int = 0) -> bytes:
+    """Returns a prompt of the history as it is stored: a checksum, which covers `key` too, its time to live in seconds
+    (0: the daemon's holds), and the encoded tokens."""
+    return sealed(key, _HISTORY_TTL.pack(ttl_s) + encode_tokens(token_ids))
 
 
 def decode_prompt(key: bytes, value: bytes | memoryview) -> TokenIds:
     """Inverse of `encode_prompt`. Raises `StoreCorrupt`."""
-    return decode_tokens(unsealed(key, value), max_tokens=HISTORY_TOKENS)
+    return decode_tokens(unsealed(key, value)[_HISTORY_TTL.size :], max_tokens=HISTORY_TOKENS)
+
+
+def prompt_ttl_s(value: bytes | memoryview) -> int:
+    """Returns the time to live of a prompt of the history, without verifying it."""
+    return int(_HISTORY_TTL.unpack_from(value, _CHECKSUM.size)[0]) if len(value) >= _PROMPT_AT else 0
 
 
 def prompt_tokens(value: bytes | memoryview) -> int:
     """Returns the number of tokens that a prompt of the history claims to hold, without verifying it; 0 if unknown."""
-    return encoded_tokens(value[_CHECKSUM.size :])
+    return encoded_tokens(value[_PROMPT_AT:])
 
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)

@@ -37,6 +37,7 @@ from diskprefix.store.schema import (
     node_root,
     piece_index,
     piece_key,
+    prompt_ttl_s,
 )
 from diskprefix.tokens import HASH_BYTES, TokenIds, num_common
 
@@ -233,13 +234,43 @@ class Snapshot:
         for key, value in self.records("notes"):
             yield StoredNote.of(key, value)
 
-    def has_notes(self, root: bytes) -> bool:
-        cursor = self._txn.cursor(self._databases["notes"])
-        return bool(cursor.set_range(root)) and bytes(cursor.key()).startswith(root)
+    def keys_under(self, database: str, root: bytes) -> Iterator[bytes]:
+        """Yields the keys that begin with a root: of its history, its notes, or its first blocks (`children`)."""
+        cursor = self._txn.cursor(self._databases[database])
+        found = cursor.set_range(root)
+        while found and bytes(cursor.key()).startswith(root):
+            yield bytes(cursor.key())
+            found = cursor.next()
 
-    def prompts_before(self, when: float) -> list[bytes]:
-        """Returns the keys of the remembered prompts that are older than time `when`."""
-        return [key for key in self.keys("history") if history_sequence(key) < when * 1e6]
+    def has_nodes(self, root: bytes) -> bool:
+        return next(self.keys_under("children", root), None) is not None
+
+    def roots_beyond(self, limit_bytes: int) -> list[bytes]:
+        """Returns the roots that must go if the records of roots take more than the limit: those without nodes, first
+        the ones that were used longest ago. The rest takes at most three quarters of it, unless it has nodes."""
+        excess = self._bytes_in("roots") - limit_bytes * 3 // 4
+        if self._bytes_in("roots") <= limit_bytes:
+            return []
+        used: dict[bytes, float] = {}
+        for note in self.notes():
+            used[note.root] = max(used.get(note.root, 0.0), note.times.last_used)
+        for key in self.keys("history"):
+            root = key[:HASH_BYTES]
+            used[root] = max(used.get(root, 0.0), history_sequence(key) / 1e6)
+        sizes = {root: len(value) for root, value in self.records("roots") if not self.has_nodes(root)}
+        gone = []
+        for root in sorted(sizes, key=lambda root: used.get(root, 0.0)):
+            if excess <= 0:
+                break
+            gone.append(root)
+            excess -= sizes[root]
+        return gone
+
+    def prompt_times(self, root: bytes) -> Iterator[tuple[float, int]]:
+        """Yields of the remembered prompts of a root the time at which it came, and its own time to live in seconds (0:
+        the daemon's holds)."""
+        for key, value in self.history(root):
+            yield history_sequence(key) / 1e6, prompt_ttl_s(value)
 
     def prompts_beyond(self, limit_bytes: int) -> list[bytes]:
         """Returns the keys of the oldest remembered prompts that must go if the history takes more than the limit. The

@@ -24,6 +24,7 @@ from diskprefix.store.evictor import Evictor
 from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.store.store_file import StoreFile
 from diskprefix.store.tree import PrefixTree
+from diskprefix.store.wiping import wipe
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
@@ -76,6 +77,7 @@ class Publication:
     `store_id` names the store whose secret named the nodes. `tip` is the last node of the request's path, whether it is
     new or already stored. `ttl_s` is how long the path is to be kept after its last use, in seconds; with None, the
     daemon's setting holds. `prompt_group` is the group in which the prompt is remembered: 8 bytes, or empty.
+    `prompt_ttl_s` is how long it is remembered, in seconds, in the same form.
     """
 
     store_id: bytes
@@ -87,6 +89,7 @@ class Publication:
     prompt: TokenIds | None = None
     history_limit: int = 0
     prompt_group: bytes = b""
+    prompt_ttl_s: float | None = None
     ttl_s: float | None = None
     chain: Chain = field(default_factory=Chain)
 
@@ -195,6 +198,32 @@ class Store(StoreFile):
             room = 2 * room + 2**20
             evicted += self.evictor.make_room(room, publication.used_names)
 
+    @property
+    def has_deleted(self) -> bool:
+        """Whether something was deleted, by any process, that may still stand in the file. Raises `CacheError`."""
+        with self.snapshot() as snapshot:
+            return snapshot.meta("deleted") != self.wiped
+
+    def wipe(self) -> bool:
+        """Overwrite in the file what was deleted. Returns False if some of it must wait for a reader that is open.
+
+        No other thread of this process may write. Raises `CacheError`.
+        """
+        with self.snapshot() as snapshot:
+            deleted = snapshot.meta("deleted")
+        if not self.environment.renew():
+            return False
+        self.mapped.clear()
+        # Pages that the next transaction frees are clean then.
+        wipe(self.environment)
+        self.evictor.let_freed_pages_age()
+        is_clean = wipe(self.environment)
+        if is_clean:
+            with self.changes() as changes:
+                changes.put_meta("wiped", deleted or b"")
+            self.wiped = deleted
+        return is_clean
+
     def touch(self, uses: Mapping[bytes, Use]) -> None:
         """Record the use of nodes, given by their names, and of their ancestors. Missing nodes are ignored."""
         with self.changes() as changes:
@@ -269,8 +298,10 @@ class Store(StoreFile):
                         changes.put_entry(tip, publication.entry)
                 if publication.prompt is not None:
                     limit, group = publication.history_limit, publication.prompt_group
-                    changes.remember(publication.root, publication.prompt, limit, group)
+                    ttl_s = recorded_ttl(publication.prompt_ttl_s)
+                    changes.remember(publication.root, publication.prompt, limit, group, ttl_s)
         except StoreFull:
             return False
-        self.evictor.may_have_own_ttls |= any(node.ttl_s is not None for node in publication.nodes)
+        own_ttls = [publication.prompt_ttl_s, *(node.ttl_s for node in publication.nodes)]
+        self.evictor.may_have_own_ttls |= any(ttl_s is not None for ttl_s in own_ttls)
         return True

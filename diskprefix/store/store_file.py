@@ -38,7 +38,8 @@ class StoreFile:
 
     `names` is replaced as a whole when another store is opened. `budget_bytes` is the daemon's budget; a tool that gave
     none uses the one of the last daemon. `mapped` holds the names of nodes whose pages this process has read since the
-    file was opened. `clock` returns the time in seconds since the epoch.
+    file was opened. `wiped` is the last deletion after which this process wiped the file. `clock` returns the time in
+    seconds since the epoch.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class StoreFile:
         self.clock = clock
         self.names = NamesRecord(store_id=b"", secret=0, created_at=0.0)
         self.mapped: set[bytes] = set()
+        self.wiped: bytes | None = None
         self._has_budget = budget_bytes > 0
         self._is_reader = read_only
         self._is_serving = serving
@@ -181,6 +183,8 @@ class StoreFile:
             lock.close()
             raise
         self.names, self._env, self._lock, self.mapped = names, env, lock, set()
+        with env.transaction() as txn:
+            self.wiped = Snapshot(env.databases, txn).meta("wiped")
 
     def _agree_on_budget(self, env: Environment) -> None:
         """Store a daemon's budget in the file; for a tool, which has none, use the one in the file."""

@@ -22,7 +22,7 @@ from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.eviction import expiry_interval_s, recorded_ttl
 from diskprefix.store.note_record import note_bytes
 from diskprefix.store.notes import Notes
-from diskprefix.store.savings import SavingsLog
+from diskprefix.store.savings_log import SavingsLog, forget_hits
 from diskprefix.store.schema import ModelRecord, RootRecord, model_key
 from diskprefix.store.store import Publication, Store
 
@@ -31,6 +31,10 @@ log = logging.getLogger("diskprefix")
 _TOUCH_INTERVAL_S = 1.0
 """Uses of nodes and counts of requests wait so long to be written together. A kill loses at most that much of them. The
 folder is checked at the same interval."""
+_WIPE_AGAIN_S = 10.0
+"""After a reader that stayed open, or a failure, kept deleted bytes from being overwritten."""
+_WIPE_REST = 50
+"""Nothing can be written meanwhile, so what expires is overwritten for at most one part in so many of the time."""
 _LAST_WRITE_S = 10.0
 _MOST_HELD_S = 10.0
 """A kill loses what was computed in that time."""
@@ -76,6 +80,13 @@ class Writer:
         self._changed = threading.Condition()
         self.notes = Notes(store, self._wake)
         self.savings = SavingsLog(store)
+        self.on_forget: list[Callable[[], None]] = []
+        """Called when something was deleted, here or by another process, or may have expired: it must not be remembered
+        either."""
+        self._wipes_from = 0.0
+        """When it is looked for deletions again, on the clock of `time.monotonic`."""
+        self._wants_wiping = False
+        """Whether somebody waits for the file to be wiped."""
         self._held_at: float | None = None
         """Since when the writing is held back, on the clock of `time.monotonic`."""
         self._num_waiting = 0
@@ -175,6 +186,16 @@ class Writer:
             finally:
                 self._num_waiting -= 1
 
+    def wipe(self, timeout_s: float) -> bool:
+        """Wait until what was deleted from the store stands nowhere in its file. Returns False if the time runs out
+        first."""
+        with self._changed:
+            self._wants_wiping, self._wipes_from = True, 0.0
+            self._changed.notify_all()
+            is_wiped = self._changed.wait_for(lambda: not self._wants_wiping, timeout_s)
+            self._wants_wiping = False
+            return is_wiped
+
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, then stop. Returns False if the time ran out and publications were lost."""
         with self._changed:
@@ -220,13 +241,17 @@ class Writer:
             if publication is not None:
                 self._attempt(partial(self._write, publication))
                 self._forget(publication)
+            self._attempt(self._wipe)
             if publication is None and closing:
                 return
             if publication is None:
                 self._attempt(self._maintain)
 
     def _has_work(self) -> bool:
-        return bool(self._next() or self._damaged or self._is_told or self._closing or self.notes.is_waiting)
+        wants_wiping = self._wants_wiping and time.monotonic() >= self._wipes_from
+        return bool(
+            self._next() or self._damaged or self._is_told or self._closing or self.notes.is_waiting or wants_wiping
+        )
 
     def _wake(self) -> None:
         with self._changed:
@@ -332,6 +357,28 @@ class Writer:
         if now >= self._expired_at + expiry_interval_s(self._ttl_s, has_own_ttls=self._store.evictor.may_have_own_ttls):
             self._expired_at = now
             self.expired += self._store.evictor.expire(self._ttl_s)
+            self._have_forgotten()
+
+    def _wipe(self) -> None:
+        """Have what was deleted forgotten and overwritten, at intervals, or at once if somebody waits for it."""
+        started = time.monotonic()
+        if self._store.problem is not None or started < self._wipes_from:
+            return
+        self._wipes_from = started + (_TOUCH_INTERVAL_S if self._wants_wiping else _WIPE_AGAIN_S)
+        if self._store.has_deleted:
+            forget_hits(self._store)
+            self._have_forgotten()
+            if not self._store.wipe():
+                return
+        now = time.monotonic()
+        self._wipes_from = now + max(_TOUCH_INTERVAL_S, _WIPE_REST * (now - started))
+        with self._changed:
+            self._wants_wiping = False
+            self._changed.notify_all()
+
+    def _have_forgotten(self) -> None:
+        for forget in self.on_forget:
+            forget()
 
     def _look(self) -> None:
         """Report what is wrong with the folder, once."""

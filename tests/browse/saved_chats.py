@@ -8,7 +8,8 @@ from typing import Any
 
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.cli.request_bodies import parse_body
-from diskprefix.store.savings import SavingsLog, Tally
+from diskprefix.store.savings import Tally
+from diskprefix.store.savings_log import SavingsLog
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tenant import SHARED, Tenant

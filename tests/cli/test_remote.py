@@ -25,6 +25,7 @@ def flags(tmp_path: Path) -> list[str]:
     """A bucket with a prompt of everybody's and one of alice's."""
     key_file, bucket = tmp_path / "key", (tmp_path / "bucket").as_uri()
     key_file.write_bytes(SECRET)
+    key_file.chmod(0o600)
     with machine(tmp_path / "kv", bucket, key=NamespaceKey.of(SECRET)) as one:
         for number, tenant in enumerate(("", ALICE)):
             root = ROOT[:-1] + bytes([number])
@@ -92,6 +93,7 @@ def test_who_lists_or_purges_is_warned_of_what_is_nobodys(run: Run, flags: list[
 def test_wrong_usage_is_one_line(args: tuple[str, ...], message: str, run: Run, tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     key_file.write_bytes(SECRET)
+    key_file.chmod(0o600)
     (tmp_path / "bucket").mkdir()
     flags = ["--remote-tier", (tmp_path / "bucket").as_uri(), "--namespace-key-file", str(key_file)]
     given = [part for arg in args for part in (flags if arg == "FLAGS" else [arg])]

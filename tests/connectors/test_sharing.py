@@ -23,6 +23,7 @@ def machine(tmp_path: Path) -> Iterator[Make]:
     """Makes engines with a store each, by a number, that share a folder in the place of a bucket."""
     key = tmp_path / "namespace.key"
     key.write_bytes(b"the key of the tests' fleet")
+    key.chmod(0o600)
     made: dict[int, Engine] = {}
 
     def make(number: int, **changes: Any) -> Engine:

@@ -14,11 +14,13 @@ from tests.examples import thorough
 from tests.faults.crash import ledger, prompts
 from tests.faults.crash.check import Finding, check_entries, verify
 from tests.faults.crash.ledger import Account, Ledger
-from tests.faults.crash.phases import CompactPhase, EvictPhase, ImportPhase, SavePhase, StorePhase, fill
+from tests.faults.crash.phases import CompactPhase, DeletePhase, EvictPhase, ImportPhase, SavePhase, StorePhase, fill
 from tests.faults.crash.servers import ServerPhase
 
 
-@pytest.mark.parametrize(("phase", "kills"), [(SavePhase, 3), (EvictPhase, 3), (CompactPhase, 2), (ImportPhase, 2)])
+@pytest.mark.parametrize(
+    ("phase", "kills"), [(SavePhase, 3), (EvictPhase, 3), (CompactPhase, 2), (ImportPhase, 2), (DeletePhase, 3)]
+)
 def test_what_was_acknowledged_survives_sigkill_and_nothing_half_done_is_seen(
     phase: type[StorePhase], kills: int, tmp_path: Path
 ) -> None:

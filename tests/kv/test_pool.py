@@ -261,11 +261,22 @@ def test_nobody_finds_what_is_anothers_or_has_expired(pool: KVPool, monkeypatch:
     slot = ended(pool, tokens(300), owner="a")
     assert pool.find("b", tokens(300)) is None
     slot.expires_at = time.monotonic() + 60
+    pool.drop_gone(lambda _owner: False)
     assert pool.find("a", tokens(300)) is not None
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    pool.drop_gone(lambda _owner: False)
     assert pool.find("a", tokens(300)) is None
     assert pool.slots == []
+
+
+def test_what_was_purged_is_in_no_memory_that_is_kept(pool: KVPool) -> None:
+    for owner in ("purged", "purged", "kept"):
+        ended(pool, tokens(300), owner=owner)
+    pool.release(pool.take(100) or pytest.fail("there is room"), keep=False)
+    pool.drop_gone(lambda owner: owner == "purged")
+    assert [slot.owner for slot in pool.slots] == ["kept"]
+    assert pool.used_bytes == pool.slots[0].arena.num_bytes, "no spare memory, which may hold anything"
 
 
 @pytest.mark.parametrize(

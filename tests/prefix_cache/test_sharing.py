@@ -43,6 +43,7 @@ def make(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("diskprefix.tiers.remote.bundle._TARGET_BYTES", 2 * block_bytes - 1)
     key = tmp_path / "key"
     key.write_text("the key of the tests' fleet")
+    key.chmod(0o600)
     number = 0
     with ExitStack() as opened:
 

@@ -34,6 +34,7 @@ from diskprefix.settings import Settings
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
 from diskprefix.tenant import Tenant
+from diskprefix.tokens import TokenIds
 from tests.engine.driving import Cancelled, serve_one_at_a_time
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import wait_until
@@ -214,7 +215,7 @@ class ScriptedNotes:
     tenant: Tenant
     ttl_s: float = 1.0
 
-    def put(self, kind: NoteKind, id_: str, content: bytes) -> bool:
+    def put(self, kind: NoteKind, id_: str, content: bytes, _prompt: TokenIds | None = None) -> bool:
         # The tokens of scripted replies are made up, so they must not stand in a prompt.
         if kind is not NoteKind.TURN:
             self.noted[self.tenant, kind, id_] = content

@@ -12,6 +12,7 @@ import pytest
 from diskprefix.app import load_engine
 from diskprefix.prefix_cache.cache import PrefixCache
 from tests.server.daemon_process import wait_until
+from tests.server.remains import left_in, records_in, traces
 from tests.server.scripted import AppServer, started_app
 
 BLOCK = 16
@@ -58,9 +59,18 @@ def test_an_entry_with_a_time_to_live_expires_although_it_was_reused(
     assert ask(server)["restored"] > 0
     wait_until(lambda: (records(cache)["restores"] == 1).all(), "the reuse is recorded")
     assert (records(cache)["ttl_s"] == TTL_S).all(), "every node of it, still"
+    assert cache.settle(30)
+    assert cache.writer.flush(30)
+    with cache.store.snapshot() as snapshot:
+        # The record of the tenant stays: it has counts.
+        wanted = traces({one for one in records_in(snapshot) if one[0] != "roots"})
+    assert left_in(cache.store.path, wanted)
     later = time.time() + TTL_S - 60
     monkeypatch.setattr(cache.store, "clock", lambda: later)
     assert cache.store.evictor.expire(0) == 0, "not before its time"
     monkeypatch.setattr(cache.store, "clock", lambda: later + 120)
     assert cache.store.evictor.expire(0) == num_nodes
+    assert cache.store.counts()["prompts"] == 0, "nor is the prompt remembered"
+    assert cache.writer.wipe(60)
+    assert left_in(cache.store.path, wanted) == [], "nor has the file a byte of it"
     assert ask(server)["miss_reason"] == "not_stored"

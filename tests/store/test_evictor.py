@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from diskprefix.errors import StoreFull
 from diskprefix.store import evictor
+from diskprefix.store.savings import Tally, total_savings
+from diskprefix.store.savings_log import SavingsLog
+from diskprefix.store.schema import node_root
 from diskprefix.store.store import Publication, Store
-from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
+from diskprefix.tokens import root_hash
+from tests.store.building import BLOCK, Clock, is_clean, is_whole, open_store, prompt, publication
 
 Then = Callable[[list[bytes]], object]
 
@@ -123,4 +129,27 @@ def test_where_free_pages_are_too_scattered_for_a_payload_more_is_evicted_each_t
         assert store.publish(fresh) > 0
         assert is_whole(store, fresh)
         assert any(is_whole(store, pub) for pub in pubs)
+    store.close()
+
+
+def test_roots_without_blocks_are_evicted_and_their_counts_stay_in_the_sum(store: Store, clock: Clock) -> None:
+    """A client who chooses salts makes many."""
+    log = SavingsLog(store)
+    for number in range(250):
+        clock.now += 11
+        identity = f"{number:04000}"
+        pub = publication(store, prompt(number, BLOCK + 1), payload_bytes=100_000, root=root_hash(identity))
+        record = structs.replace(pub.root_record, identity=identity, tenant=f"{number:032x}")
+        store.publish(replace(pub, root_record=record))
+        log.note(pub.root, record, Tally(requests=1), None)
+        log.write()
+    with store.snapshot() as snapshot:
+        with_nodes = {node_root(value) for _, value in snapshot.records("nodes")}
+        roots = set(snapshot.keys("roots"))
+        assert with_nodes < roots, "the others still have recent prompts and counts"
+        bare = len(roots - with_nodes)
+        assert bare * 2 * 4096 <= store.budget_bytes / 16 + 64 * 2 * 4096
+        assert {key[:16] for key in [*snapshot.keys("history"), *snapshot.keys("notes")]} <= roots
+        assert total_savings(snapshot).total.requests == 250
+    assert is_clean(store)
     store.close()

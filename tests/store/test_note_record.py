@@ -11,6 +11,7 @@ from diskprefix.store.codec.codec import compress
 from diskprefix.store.note_record import (
     MAX_NOTE_BYTES,
     NoteKind,
+    NotePrompt,
     NoteTimes,
     StoredNote,
     decode_note,
@@ -40,7 +41,11 @@ def test_a_note_has_the_documented_bytes() -> None:
     assert len(KEY) == 33
     assert int.from_bytes(value[:8], "little") == checksum(KEY + value[8:])
     assert value[8:32] == (b"\0\0\0\0\0\0\x34\x40" + b"\0\0\0\0\0\0\x24\x40" + b"\x3c\0\0\0" + b"\0\0\0\0")
-    assert value[32:] == compress(b"content")
+    assert value[32:48] == bytes(16)
+    assert value[48:] == compress(b"content")
+    of_prompt = encode_note(KEY, b"content", TIMES, NotePrompt(258, b"d" * 16))
+    assert of_prompt[28:48] == b"\2\1\0\0" + b"d" * 16
+    assert StoredNote.of(KEY, of_prompt).prompt == NotePrompt(258, b"d" * 16)
     assert decode_note(KEY, value) == (TIMES, b"content")
 
 
@@ -88,7 +93,7 @@ def test_a_size_that_is_read_is_not_allocated() -> None:
     bomb = compress(b"\0" * (MAX_NOTE_BYTES + 1))
     assert len(bomb) < 10_000
     with pytest.raises(StoreCorrupt, match="claims 16777217 bytes"):
-        decode_note(KEY, sealed(KEY, b"\0" * 24 + bomb))
+        decode_note(KEY, sealed(KEY, b"\0" * 40 + bomb))
 
 
 def test_a_use_renews_a_note_and_a_clock_that_jumps_back_does_not_age_it() -> None:

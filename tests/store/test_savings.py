@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from diskprefix.errors import StoreUnavailable
 from diskprefix.store.note_record import NoteKind, note_key
-from diskprefix.store.savings import Savings, SavingsLog, Tally, read_savings, total_of
+from diskprefix.store.savings import Savings, Tally, read_savings, total_savings
+from diskprefix.store.savings_log import SavingsLog
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
@@ -50,7 +51,8 @@ def test_counts_outlive_the_process_and_those_of_several_add_up(tmp_path: Path) 
     assert (found[ROOT].total.requests, found[ROOT].total.saved_s, found[ROOT].since) == (2, 2.0, 1e9)
     assert [recent.block for recent in found[ROOT].hits] == [BLOCK_NAME, BLOCK_NAME]
     assert (found[OTHER].total.requests, found[OTHER].total.hits, found[OTHER].hits) == (2, 0, [])
-    assert total_of(found).total.prompt_tokens == 2 * 120 + 2 * 7
+    with store.snapshot() as snapshot:
+        assert total_savings(snapshot).total.prompt_tokens == 2 * 120 + 2 * 7
     assert is_clean(store)
     store.close()
 
@@ -87,7 +89,7 @@ def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(tmp_pa
     log.note(ROOT, RECORD, hit(), BLOCK_NAME)
     assert stored(store) == {}
     for _ in range(2):
-        assert log.read()[ROOT].total.requests == 1
+        assert log.total().total.requests == 1
         log.write()
         assert stored(store)[ROOT].total.requests == 1
     store.close()
@@ -98,7 +100,7 @@ def test_counts_that_are_being_written_are_read_too(tmp_path: Path, monkeypatch:
     log = SavingsLog(store)
     log.note(ROOT, RECORD, hit(), BLOCK_NAME)
     add, found = log._add, list[int]()
-    reader = threading.Thread(target=lambda: found.append(log.read()[ROOT].total.requests))
+    reader = threading.Thread(target=lambda: found.append(log.total().total.requests))
 
     def slow(waiting: Any) -> None:
         reader.start()

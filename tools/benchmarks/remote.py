@@ -63,6 +63,7 @@ class FaultResult:
 def two_daemons(folder: Path, server: ObjectServer) -> Iterator[tuple[LiveServer, LiveServer]]:
     key_file = folder / "namespace.key"
     key_file.write_text("a key for this benchmark alone")
+    key_file.chmod(0o600)
     flags: tuple[str, ...] = ("--disk-prefix-cache", "full", "--kv-memory-entries", "0", "--kv-cache-gate", "off")
     flags += ("--remote-tier", server.url, "--namespace-key-file", str(key_file), "--remote-write", "all")
     flags += ("--remote-deadline", "3s")

@@ -92,6 +92,7 @@ def _two_vllms(
     """Without vLLM's own cache, so that each prompt asks the store."""
     key = workspace / "vllm.key"
     key.write_text("a key for this check alone")
+    key.chmod(0o600)
     made = []
     for name in ("one", "other"):
         (workspace / f"vllm-{name}").mkdir()

@@ -158,6 +158,7 @@ def measure(folder: Path, console: Console) -> dict[str, Any]:
     model, bucket, key = write_chat_model(folder / "model"), folder / "bucket", folder / "namespace.key"
     bucket.mkdir()
     key.write_text("a secret of all machines here")
+    key.chmod(0o600)
     shared = ("--remote-tier", bucket.as_uri(), "--remote-write", "all", "--namespace-key-file", str(key))
     flags = ("--model", str(model), "--disk-prefix-cache", "full", *_FLAGS, *shared)
     other = LiveServer(kv_cache_dir=folder / "other", log_path=folder / "other.log", flags=flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from diskprefix.browse.outline import outline
 from diskprefix.cli.tooling import opened_store
 from diskprefix.cli.warm_target import Answer, Call, running_daemon
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError, StoreUnavailable
-from diskprefix.store.maintenance.purge import delete_entry
+from diskprefix.store.maintenance.purge import delete_entry, erase
 
 
 class Source(Protocol):
@@ -69,7 +70,8 @@ class StoreSource:
 
     def delete(self, entry_id: str) -> int:
         with opened_store(self._folder, write=True) as store:
-            return delete_entry(store, entry_id).stored_bytes
+            remove = partial(erase, store, now=store.clock())
+            return delete_entry(store, entry_id, remove).stored_bytes
 
 
 def chosen_source(url: str, api_key: str | None, folder: Path) -> Source:

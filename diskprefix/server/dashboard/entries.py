@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from diskprefix.browse.flat import listing
 from diskprefix.browse.outline import Outline, outline
-from diskprefix.store.maintenance.purge import Purged, delete_entry
+from diskprefix.store.maintenance.purge import Purged
 from diskprefix.store.store import Store
 
 _REST = 100
@@ -40,11 +41,12 @@ class Browser:
             ages = {"age_s": asked_at - self._read_at, "again_s": max(0.0, self._again_at - time.monotonic())}
             return ages | await asyncio.to_thread(listing, self._outline, with_texts=with_texts)
 
-    async def delete(self, store: Store, entry_id: str) -> Purged:
-        """Raises `EntryNotFound`, and `CacheError` if the store cannot be written."""
+    async def delete(self, delete: Callable[[str], Purged], entry_id: str) -> Purged:
+        """Have the saved prompt with this id deleted. Raises `EntryNotFound`, and `CacheError` if the store cannot be
+        written."""
         async with self._lock:
-            purged = await asyncio.to_thread(delete_entry, store, entry_id)
-            self._again_at = 0.0
+            purged = await asyncio.to_thread(delete, entry_id)
+            self._outline = None
         return purged
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
@@ -138,8 +137,8 @@ async def delete_entry(request: Request, entry_id: str) -> DeletedEntry:
             403, "a daemon without API keys that other machines reach deletes nothing: use `diskprefix purge` there"
         )
     serving = await dashboard.daemon.ready()
-    purged = await dashboard.browser.delete(serving.engine.cache.store, entry_id)
-    return DeletedEntry(id=entry_id, **asdict(purged))
+    purged = await dashboard.browser.delete(serving.engine.cache.delete, entry_id)
+    return DeletedEntry(id=entry_id, **purged.counts())
 
 
 @_admin.post("/simulation", summary="What other scopes would have done", **described(SimulationBody, Simulated))

@@ -173,7 +173,8 @@ class Entries(BaseModel):
 
 
 class DeletedEntry(BaseModel):
-    """What was deleted. `left_blocks` are those that others continue, or that are damaged."""
+    """What was deleted. `left_blocks` are those that others continue, or that are damaged. `is_wiped`: its bytes are
+    overwritten in the file of the store; if not, that is tried again until it can be done."""
 
     id: str
     deleted: Literal[True] = True
@@ -184,6 +185,9 @@ class DeletedEntry(BaseModel):
     roots: int
     stored_bytes: int
     left_blocks: int
+    is_wiped: bool
+    remote_objects: int | None = Field(description="Removed from the bucket that machines share.")
+    remote_error: str | None = Field(description="Why nothing was removed there.")
 
 
 class SimulationBody(Body):

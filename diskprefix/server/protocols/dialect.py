@@ -21,6 +21,7 @@ from diskprefix.server.protocols.fields import RequestBody
 from diskprefix.server.protocols.reply import Reply, ReplyEvent
 from diskprefix.server.protocols.structured_outputs import TextFormat
 from diskprefix.tenant import Tenant
+from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
     from diskprefix.server.serving import Serving
@@ -135,6 +136,8 @@ class Head:
     request_id: str
     clamped_to: int | None = None
     """Most tokens of a choice, if the request asked for more than the model has positions for."""
+    prompt: TokenIds | None = None
+    """The prompt's tokens, for what is stored of a reply: it goes with its prompt."""
 
 
 def json_text(value: object) -> bytes:

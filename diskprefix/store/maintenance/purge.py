@@ -7,23 +7,27 @@ so what others have continued or saved meanwhile stays, and a kill leaves the st
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
 from diskprefix.errors import EntryNotFound, StoreCorrupt
 from diskprefix.printable import shown
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
+from diskprefix.store.identity import names_of
 from diskprefix.store.listing import grown_from, has_grown
 from diskprefix.store.note_record import NoteKind
+from diskprefix.store.savings_log import forget_hits
 from diskprefix.store.schema import NodeRecord, decode_prompt, history_sequence
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant import matches
-from diskprefix.tokens import HASH_BYTES, TokenIds, common_prefix_length
+from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, TokenIds, common_prefix_length, num_common, prompt_digests
 
 _ROUNDS = 5
 """A block stays if a daemon continues it during a round. The next round removes both."""
@@ -41,12 +45,39 @@ class PurgeFilter:
     salt: str | None = None
     older_than_s: float | None = None
 
+    def is_of(self, model: str, tenant: str) -> bool:
+        """Returns whether the model and the tenant of a root meet the conditions on them."""
+        return (self.model is None or model == self.model) and (self.salt is None or matches(tenant, self.salt))
+
+
+@dataclass(frozen=True, eq=False)
+class GoneText:
+    """A saved or a recent prompt that a purge removes under a root, which has blocks of `block_size` tokens (0: not
+    known). Its first `num_kept` tokens are those of a saved prompt that stays, too."""
+
+    root: bytes
+    block_size: int
+    token_ids: TokenIds
+    num_kept: int
+    is_saved: bool = False
+
+    def beginnings(self, secret: int, lengths: Iterable[int]) -> Iterator[tuple[bytes, int, bytes]]:
+        """Yields root, length and digest of the beginnings of these lengths. Of a recent prompt, what a saved prompt
+        begins with that stays does not count: other turns of that conversation may have come from it."""
+        least = 0 if self.is_saved else self.num_kept
+        wanted = sorted(length for length in lengths if least < length <= len(self.token_ids))
+        for length, digest in zip(wanted, prompt_digests(secret, self.root, self.token_ids, wanted), strict=True):
+            yield self.root, length, digest
+
 
 @dataclass(frozen=True, kw_only=True)
 class PurgePlan:
     """What a purge removes. `nodes` are in the order children first. `prompts` are keys of the history, `notes` those
     of notes, `models` those of the models to forget. `roots` are those that become empty. `stored_bytes` is the size
     of the nodes in the file.
+
+    `texts` are those of the chosen entries and of the recent prompts that go with them; none where everything goes that
+    is under a root.
 
     The blocks of the chosen entries that stay: `shared_blocks`, because other saved prompts need them, and
     `continued_blocks`, because blocks of no saved prompt continue them; `kept_bytes` is the size of both in the file.
@@ -62,6 +93,7 @@ class PurgePlan:
     shared_blocks: int
     continued_blocks: int
     kept_bytes: int
+    texts: tuple[GoneText, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.nodes or self.prompts or self.notes or self.roots or self.models)
@@ -70,7 +102,10 @@ class PurgePlan:
 @dataclass(kw_only=True)
 class Purged:
     """What a purge removed. `left_blocks` is the number of blocks that it could not remove: another process kept
-    continuing them, or they are damaged."""
+    continuing them, or they are damaged. For `texts` see `PurgePlan`.
+    `is_wiped`: the bytes of what was removed are overwritten in the file; see `Store.wipe`. `remote_objects` is the
+    number of objects that were removed from the bucket that machines share, None if there is none or `remote_error`
+    says why nothing could be removed."""
 
     entries: int = 0
     blocks: int = 0
@@ -79,6 +114,14 @@ class Purged:
     roots: int = 0
     stored_bytes: int = 0
     left_blocks: int = 0
+    is_wiped: bool = False
+    remote_objects: int | None = None
+    remote_error: str | None = None
+    texts: list[GoneText] = field(default_factory=list)
+
+    def counts(self) -> dict[str, Any]:
+        """Returns all fields but the texts, for people and programs."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "texts"}
 
 
 @contextmanager
@@ -107,18 +150,30 @@ def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable
         gone.left_blocks = len(plan.nodes)
         if not (plan and rounds_left):
             break
+        gone.texts += plan.texts
         _carry_out(store, plan, gone, advance)
     return gone
 
 
-def delete_entry(store: Store, entry_id: str) -> Purged:
-    """Remove the saved prompt with this id. Raises `EntryNotFound`, which names what has grown out of it; also what
-    `purge` raises."""
+def erase(
+    store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None] = lambda _bytes: None
+) -> Purged:
+    """Do what `purge` does, and overwrite in the file what it removed. For a process without a `Writer`."""
+    gone = purge(store, purge_filter, now, advance)
+    # A reader of before may need some of it.
+    store.environment.wait_for_readers()
+    gone.is_wiped = store.wipe()
+    return gone
+
+
+def delete_entry(store: Store, entry_id: str, remove: Callable[[PurgeFilter], Purged]) -> Purged:
+    """Have the saved prompt with this id removed. Raises `EntryNotFound`, which names what has grown out of it; also
+    what `remove` raises."""
     try:
         chosen = PurgeFilter(entries=frozenset({bytes.fromhex(entry_id)}))
     except ValueError:
         chosen = None
-    purged = purge(store, chosen, store.clock(), lambda _bytes: None) if chosen is not None else Purged()
+    purged = remove(chosen) if chosen is not None else Purged()
     if not purged.entries:
         with store.snapshot() as snapshot:
             ids = grown_from(snapshot, store.secret, entry_id)
@@ -149,8 +204,8 @@ class _Planner:
         chosen = {name for name in self._filter.entries & self._entry_names if self._is_wanted(name)}
         nodes = self._removable(chosen)
         doomed = frozenset(nodes)
-        prompts, notes = self._prompts(chosen), self._notes(chosen)
         entries = chosen | (self._entry_names & doomed)
+        texts, prompts, notes = self._of_entries(entries) if self._filter.entries else self._of_roots()
         on_other_paths = {node for name in self._entry_names - entries for node in self._tree.entry(name)}
         kept = {node for name in chosen for node in self._tree.entry(name)} - doomed
         return PurgePlan(
@@ -164,21 +219,17 @@ class _Planner:
             shared_blocks=len(kept & on_other_paths),
             continued_blocks=len(kept - on_other_paths),
             kept_bytes=self._bytes_of(kept),
+            texts=tuple(texts),
         )
 
     def _bytes_of(self, nodes: Iterable[bytes]) -> int:
         return sum(self._sizes.get(name, 0) for name in nodes)
 
     def _is_wanted_root(self, root: bytes) -> bool:
-        model, salt = self._filter.model, self._filter.salt
-        if model is None and salt is None:
+        if self._filter.model is None and self._filter.salt is None:
             return True
         record = self._records.get(root)
-        return (
-            record is not None
-            and (model is None or record.model == model)
-            and (salt is None or matches(record.tenant, salt))
-        )
+        return record is not None and self._filter.is_of(record.model, record.tenant)
 
     def _is_wanted(self, name: bytes) -> bool:
         """Returns whether a node meets the conditions on its root and its age."""
@@ -204,30 +255,20 @@ class _Planner:
                 found[name] = None
         return list(found)
 
-    def _prompts(self, chosen: Collection[bytes]) -> list[bytes]:
-        """Returns the keys of the recent prompts to remove: those under the wanted roots, or those that begin with a
-        chosen entry."""
-        if self._filter.entries:
-            return sorted({key for name in chosen for key in self._prompts_of(name)})
-        return [
+    def _of_roots(self) -> tuple[list[GoneText], list[bytes], list[bytes]]:
+        """Returns the keys of the recent prompts and the notes under the wanted roots. Of their texts nobody asks."""
+        prompts = [
             key
             for key in self._snapshot.keys("history")
             if self._is_wanted_root(key[:HASH_BYTES])
             and (self._cutoff is None or history_sequence(key) < self._cutoff * 1e6)
         ]
-
-    def _notes(self, chosen: Collection[bytes]) -> list[bytes]:
-        """Returns the keys of the notes to remove: those under the wanted roots. None belongs to an entry, but an
-        encoded text may be a part of one, so all of those go that are under the roots of chosen entries."""
-        if self._filter.entries:
-            roots = {self._nodes[name].root for name in chosen}
-            notes = (note for note in self._snapshot.notes() if note.kind == NoteKind.ENCODING)
-            return [note.key for note in notes if note.root in roots]
-        return [
+        notes = [
             note.key
             for note in self._snapshot.notes()
             if self._is_wanted_root(note.root) and (self._cutoff is None or note.times.last_used < self._cutoff)
         ]
+        return [], prompts, notes
 
     def _models(self) -> tuple[bytes, ...]:
         """Returns the keys of the models that are to be forgotten as a whole."""
@@ -235,13 +276,45 @@ class _Planner:
             return ()
         return tuple(key for key, model in self._snapshot.models() if self._filter.model in (None, model.model))
 
-    def _prompts_of(self, entry: bytes) -> Iterator[bytes]:
-        nodes = list(self._tree.path(entry).values())
-        token_ids: TokenIds = np.concatenate([node.token_ids for node in nodes])
-        for key, value in self._snapshot.history(nodes[0].root):
-            prompt = decode_prompt(key, value)
-            if common_prefix_length(prompt, token_ids) == len(token_ids):
-                yield key
+    def _of_entries(self, gone: Collection[bytes]) -> tuple[list[GoneText], list[bytes], list[bytes]]:
+        """Returns the texts of the entries that are `gone`, those of the recent prompts that go with them included, and
+        the keys of these prompts and of the notes that came from any of them."""
+        texts: list[GoneText] = []
+        prompts: list[bytes] = []
+        for root in {self._nodes[name].root for name in gone}:
+            size = self._records[root].block_size if root in self._records else 0
+            of_root = {name: self._text(name) for name in self._entry_names if self._root_of(name) == root}
+            kept = _Texts([token_ids for name, token_ids in of_root.items() if name not in gone])
+            deleted = [of_root[name] for name in gone if name in of_root]
+            texts += [GoneText(root, size, token_ids, kept.shared(token_ids), is_saved=True) for token_ids in deleted]
+            for key, value in self._snapshot.history(root):
+                prompt = decode_prompt(key, value)
+                num_kept = kept.shared(prompt)
+                if num_kept < len(prompt) and any(_is_of(prompt, text, num_kept) for text in deleted):
+                    prompts.append(key)
+                    texts.append(GoneText(root, size, prompt, num_kept))
+        return texts, sorted(prompts), list(self._notes_of(texts))
+
+    def _notes_of(self, texts: Sequence[GoneText]) -> Iterator[bytes]:
+        """Yields the keys of the notes that came from these texts, or from a beginning of one. An encoded text may be a
+        part of any of them, so all under their roots go: they only save a moment."""
+        secret, notes = names_of(self._snapshot).secret, list(self._snapshot.notes())
+        lengths: dict[bytes, set[int]] = {text.root: set() for text in texts}
+        for note in notes:
+            if note.root in lengths:
+                lengths[note.root].add(note.prompt.num_tokens)
+        gone = {one for text in texts for one in text.beginnings(secret, lengths[text.root])}
+        for note in notes:
+            is_encoding = note.root in lengths and note.kind == NoteKind.ENCODING
+            if is_encoding or (note.root, *note.prompt) in gone:
+                yield note.key
+
+    def _root_of(self, name: bytes) -> bytes | None:
+        return self._nodes[name].root if name in self._nodes else None
+
+    def _text(self, entry: bytes) -> TokenIds:
+        text: TokenIds = np.concatenate([node.token_ids for node in self._tree.path(entry).values()])
+        return text
 
     def _emptied_roots(
         self, nodes: Collection[bytes], prompts: Collection[bytes], notes: Collection[bytes]
@@ -256,30 +329,65 @@ class _Planner:
         return frozenset((touched & self._records.keys()) - left)
 
 
+def _is_of(prompt: TokenIds, text: TokenIds, num_kept: int) -> bool:
+    """Whether a recent prompt goes with a deleted text: one begins with the other, or it shares more with that text
+    than with any saved prompt that stays, with which it shares `num_kept` tokens. A template begins every prompt with
+    a few tokens."""
+    common = common_prefix_length(prompt, text)
+    return common == min(len(prompt), len(text)) or common >= max(LEAST_TOKENS, num_kept + 1)
+
+
+class _Texts:
+    """Several texts, to find the one that shares most with another."""
+
+    def __init__(self, texts: Iterable[TokenIds]) -> None:
+        self._sorted = sorted(map(_ordered, texts))
+
+    def shared(self, token_ids: TokenIds) -> int:
+        """Returns how many leading tokens are also those of one of the texts."""
+        wanted = _ordered(token_ids)
+        place = bisect_left(self._sorted, wanted)
+        # Sorted, so none has more in common than its neighbours.
+        return max((num_common(wanted, text) for text in self._sorted[max(0, place - 1) : place + 1]), default=0)
+
+
+def _ordered(token_ids: TokenIds) -> bytes:
+    return token_ids.astype(">i4").tobytes()
+
+
+@contextmanager
+def _deletion(store: Store) -> Iterator[Changes]:
+    """One transaction of a purge. If the next one never comes, what this one removed is overwritten all the same."""
+    with store.changes() as changes:
+        yield changes
+        changes.note_deletion()
+
+
 @_repair_hint()
 def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[int], None]) -> None:
     """Carry out a plan as far as it still holds, and count what is removed."""
     nodes, entries = frozenset(plan.nodes), frozenset(plan.entries)
+    # The entries go last: after a kill, the same purge finds them again, and what is left of the rest.
+    for some in batches(plan.prompts, RECORDS_AT_ONCE):
+        with _deletion(store) as changes:
+            gone.prompts += sum(changes.delete_record("history", key) for key in some)
+    for some in batches(plan.notes, RECORDS_AT_ONCE):
+        with _deletion(store) as changes:
+            gone.notes += sum(changes.delete_record("notes", key) for key in some)
     for some in batches([name for name in plan.entries if name not in nodes], RECORDS_AT_ONCE):
-        with store.changes() as changes:
+        with _deletion(store) as changes:
             gone.entries += sum(changes.delete_record("entries", name) for name in some)
     for some in batches(plan.nodes, NODES_AT_ONCE):
         before = gone.stored_bytes
-        with store.changes() as changes:
+        with _deletion(store) as changes:
             _delete_nodes(changes, some, entries, gone)
         advance(gone.stored_bytes - before)
-    for some in batches(plan.prompts, RECORDS_AT_ONCE):
-        with store.changes() as changes:
-            gone.prompts += sum(changes.delete_record("history", key) for key in some)
-    for some in batches(plan.notes, RECORDS_AT_ONCE):
-        with store.changes() as changes:
-            gone.notes += sum(changes.delete_record("notes", key) for key in some)
-    with store.changes() as changes:
+    with _deletion(store) as changes:
         gone.roots += changes.delete_bare_roots(set(plan.roots))
         for key in plan.models:
             changes.delete_record("meta", key)
-        # This makes daemons read the recent prompts again.
         changes.note_purge()
+    forget_hits(store)
 
 
 def _delete_nodes(changes: Changes, names: Sequence[bytes], entries: Collection[bytes], gone: Purged) -> None:

@@ -27,6 +27,8 @@ from diskprefix.tiers.remote.sealing import (
 ABOUT = "about"
 """The name of the object that says what a root is."""
 ABOUT_MOST_BYTES = 64 << 10
+REST = "-rest"
+"""What the name of an object with a partial block ends with."""
 _TARGET_BYTES = 4 << 20
 _MOST_BLOCKS = 16
 """What a shorter prompt of another machine ends with may be any block of a bundle: all of them are asked for."""
@@ -118,7 +120,7 @@ def slot_path(key: NamespaceKey, nodes: PromptNodes, slot: Slot) -> str:
     """Returns the path of the bundle in this place: it is named by its last node, and ends with how many blocks stand
     before its end."""
     if slot.is_rest:
-        name = f"{rest_parent(nodes, slot).hex()}-rest"
+        name = f"{rest_parent(nodes, slot).hex()}{REST}"
     else:
         *_, last = slot_nodes(nodes, slot)
         name = last.name.hex()

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 from diskprefix.tiers.remote.sealing import ObjectRefused, RefusalReason
@@ -58,6 +58,13 @@ class Ledger:
         self.count("missing")
         with self._lock:
             self._known.pop(path, None)
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Objects were removed."""
+        with self._lock:
+            for path in paths:
+                self._known.pop(path, None)
+                self._bad.pop(path, None)
 
     def refuse(self, path: str, error: ObjectRefused) -> None:
         log.warning("[remote] %s is refused (%s): %s", path, error.reason, error)

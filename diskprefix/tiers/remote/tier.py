@@ -21,6 +21,7 @@ import numpy as np
 from diskprefix.errors import CacheError
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode
+from diskprefix.store.maintenance.purge import GoneText
 from diskprefix.store.schema import Kind
 from diskprefix.tiers.nodes import PromptNodes
 from diskprefix.tiers.remote.breaker import Breaker
@@ -31,6 +32,7 @@ from diskprefix.tiers.remote.ledger import Ledger
 from diskprefix.tiers.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.tiers.remote.reading import read_bundle
 from diskprefix.tiers.remote.sealing import ObjectRefused
+from diskprefix.tiers.remote.upkeep import forget
 from diskprefix.tiers.remote.upload import Offer, upload
 from diskprefix.tiers.tier import Tier, first_blocks
 
@@ -126,6 +128,14 @@ class RemoteTier:
                 self.ledger.count("dropped")
             self._offers.append(work)
             self._has_offer.notify_all()
+
+    def forget(self, texts: Sequence[GoneText], timeout_s: float) -> int:
+        """Remove what the bucket has of deleted texts; see `upkeep.forget`. What is being written is waited for, up to
+        `timeout_s` seconds. Returns the number of objects. Raises `RemoteUnavailable`."""
+        self.flush(timeout_s)
+        gone = forget(self.objects, self.key, texts)
+        self.ledger.forget(gone)
+        return len(gone)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all offers are written or given up. Returns False if the time runs out first."""

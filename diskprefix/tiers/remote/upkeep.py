@@ -12,10 +12,12 @@ import msgspec
 
 from diskprefix.errors import CacheError
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.store.schema import RootRecord
-from diskprefix.tiers.remote.bundle import ABOUT, ABOUT_MOST_BYTES
+from diskprefix.store.maintenance.purge import GoneText
+from diskprefix.store.schema import Kind, RootRecord, node_name
+from diskprefix.tiers.remote.bundle import ABOUT, ABOUT_MOST_BYTES, REST, object_path
 from diskprefix.tiers.remote.objects import ObjectInfo, ObjectStore
 from diskprefix.tiers.remote.sealing import ObjectRefused, unsealed
+from diskprefix.tokens import ID_BYTES
 
 LEASE_S = 900.0
 """A sweep that was killed keeps others out for so long."""
@@ -103,6 +105,43 @@ def purge(
     if not dry_run:
         _delete(objects, [*gone, *abouts])
     return chosen, _removed(found, gone)
+
+
+def forget(objects: ObjectStore, key: NamespaceKey, texts: Iterable[GoneText]) -> list[str]:
+    """Remove the objects that hold what is in these texts and in no saved prompt that stays. Returns their paths.
+    Raises `RemoteUnavailable`.
+
+    Objects are named by what they end with, so those are not found that go on where a text ends. An object with a
+    partial block may hold that of another prompt; it goes too.
+    """
+    names: dict[bytes, set[str]] = {}
+    for text in texts:
+        # Without the record of its root, the size of its blocks is not known.
+        if text.block_size:
+            names.setdefault(text.root, set()).update(_names(key.names_seed, text))
+    gone = [
+        one
+        for root, wanted in names.items()
+        for one in objects.list(f"{object_path(key, root, '')}")
+        if one.path.rpartition("/")[2].partition(".")[0] in wanted
+    ]
+    _delete(objects, gone)
+    return [one.path for one in gone]
+
+
+def _names(secret: int, text: GoneText) -> Iterator[str]:
+    """Yields the names of all objects that may end with a part of a text that is not kept."""
+    token_ids, size, parent = text.token_ids.tobytes(), ID_BYTES * text.block_size, text.root
+    kept = ID_BYTES * text.num_kept
+    for start in range(0, len(token_ids) + 1, size):
+        part = token_ids[start : start + size]
+        if start + size > kept:
+            yield f"{parent.hex()}{REST}"
+            for end in range(max(0, kept - start), len(part) + 1, ID_BYTES):
+                yield node_name(secret, parent, part[:end], Kind.TAIL).hex()
+        parent = node_name(secret, parent, part, Kind.BLOCK)
+        if len(part) == size and start + size > kept:
+            yield parent.hex()
 
 
 def _swept(

@@ -56,8 +56,8 @@ def check_entries(
 ) -> None:
     """Open the store, and restore every entry that it has as the daemon does.
 
-    What was acknowledged must be there, unless a deed that evicts was going on. What is there must be whole, whether it
-    was acknowledged or not.
+    What was acknowledged must be there, unless it was being deleted, or a deed that evicts was going on. What is there
+    must be whole, whether it was acknowledged or not.
     """
     try:
         with opened(folder) as store:
@@ -67,6 +67,24 @@ def check_entries(
     left = {path.name for path in folder.glob("*")} - _FILES
     if left:
         finding.fail(f"left behind in the folder: {sorted(left)}")
+
+
+def check_remains(folder: Path, account: Account, finding: Finding) -> None:
+    """Overwrite what was deleted, as a daemon does when it starts, and look for the rest of it in the file."""
+    try:
+        with opened(folder) as store:
+            with store.snapshot() as snapshot:
+                present = set(snapshot.keys("entries"))
+            if not store.wipe():
+                finding.fail("not wiped, though nobody reads")
+            gone = {number: prompts.tip(store.secret, number) for number in account.tried}
+    except CacheError as error:
+        finding.fail(f"not wiped: {error}")
+        return
+    content = (folder / DATA).read_bytes()
+    left = [number for number, name in gone.items() if name not in present and name in content]
+    if left:
+        finding.fail(f"the file still has the names of prompts {left}")
 
 
 @contextmanager
@@ -84,8 +102,10 @@ def _check_entries(store: Store, account: Account, finding: Finding, may_evict: 
     names = {number: prompts.tip(store.secret, number) for number in account.tried | account.saved}
     if unknown := present - set(names.values()):
         finding.fail(f"entries that nobody saved: {[name.hex() for name in unknown]}")
-    missing = sorted(number for number in account.saved if names[number] not in present)
-    evicting = may_evict and account.doing is not None and account.doing[0] in EVICTING
+    deed, about = account.doing or ("", -1)
+    kept = account.saved - ({about} if deed == "delete" else set())
+    missing = sorted(number for number in kept if names[number] not in present)
+    evicting = may_evict and deed in EVICTING
     # An eviction that is killed has begun to take what it wanted, and that is never as much as this.
     if missing and not (evicting and len(missing) <= max(2, len(account.saved) // 2)):
         finding.fail(f"acknowledged and lost: prompts {missing}, while {account.doing}")

@@ -8,14 +8,14 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diskprefix.errors import CacheError
 from diskprefix.store.store import Store
 from tests import forked
 from tests.faults.crash import ledger, prompts, worker
-from tests.faults.crash.check import Finding, check_entries, opened, verify
+from tests.faults.crash.check import Finding, check_entries, check_remains, opened, verify
 from tests.faults.crash.ledger import Account
 from tests.faults.crash.worker import WorkerPlan
 
@@ -179,9 +179,7 @@ class StorePhase:
             self._span_s = min(self._span_s, 1.1 * sum(durations))
 
     def _note_what_is_left(self, account: Account) -> None:
-        """Find what the interrupted deed evicted and note it, so that the next check does not report it as lost."""
-        if not self.may_evict:
-            return
+        """Find what the interrupted deed removed and note it, so that the next check does not report it as lost."""
         # A store that does not open was reported by the check.
         with contextlib.suppress(CacheError), opened(self._store) as store, store.snapshot() as snapshot:
             present = set(snapshot.keys("entries"))
@@ -269,6 +267,40 @@ class ImportPhase(StorePhase):
             names = {number: prompts.tip(store.secret, number).hex() for number in self.imported}
         for number, file in self._files().items():
             worker.command("export", names[int(number)], "-o", file, "--kv-cache-dir", str(source))
+
+
+class DeletePhase(StorePhase):
+    """Publications and deletions, beside a second process that overwrites what was deleted; both are killed. Then no
+    byte of a deleted prompt may be left once the file was wiped."""
+
+    deed = "delete"
+    awaited = "delete"
+    times = 3
+    _same_store = 10
+
+    def _prepare(self, index: int) -> None:
+        if index % self._same_store == 0:
+            shutil.rmtree(self._store, ignore_errors=True)
+            self._ledger.unlink(missing_ok=True)
+
+    def _awaits(self, index: int) -> tuple[str, float]:
+        return ("wipe" if index % 2 else self.awaited), self._span_s
+
+    def _kill_one(self, plan: WorkerPlan, awaited: str, moment_s: float) -> None:
+        beside = self._folder / "beside"
+        beside.mkdir(exist_ok=True)
+        running = Worker(plan, self._folder)
+        running.wait_begun(awaited)
+        wiping = Worker(replace(plan, deed="wipe", ledger=str(beside / "ledger.jsonl")), beside)
+        wiping.wait_begun("wipe")
+        time.sleep(moment_s)
+        for one in self._rng.sample([running, wiping], 2):
+            one.kill()
+
+    def _check(self, account: Account, finding: Finding) -> None:
+        super()._check(account, finding)
+        check_remains(self._store, account, finding)
+        super()._check(account, finding)
 
 
 def fill(folder: Path, numbers: range) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from diskprefix.cli import cli
 from diskprefix.store.changes import Use, batches
 from diskprefix.store.codec.codec import Codec
+from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.store import Publication, Store
 from tests.faults.crash import ledger, prompts
 from tests.faults.crash.ledger import Ledger
@@ -106,6 +107,21 @@ class Loop:
         store.touch({prompts.tip(store.secret, number): Use(self.clock.now)})
         self.ledger.end("touch", number)
 
+    def delete(self, store: Store, rng: np.random.Generator) -> None:
+        """Delete one of the prompts, as `purge ENTRY` does."""
+        number = int(rng.choice(sorted(self._saved)))
+        self.ledger.begin("delete", number)
+        purge(
+            store, PurgeFilter(entries=frozenset({prompts.tip(store.secret, number)})), self.clock.now, lambda _: None
+        )
+        self._end(store, "delete", number, look=True)
+        self.wipe(store)
+
+    def wipe(self, store: Store) -> None:
+        self.ledger.begin("wipe")
+        store.wipe()
+        self.ledger.end("wipe")
+
     def _end(self, store: Store, deed: str, number: int = -1, *, look: bool) -> None:
         """Record the end of a deed and the entries that it removed."""
         gone: set[int] = set()
@@ -162,11 +178,29 @@ def command(*arguments: str) -> None:
     assert not code, f"diskprefix {' '.join(arguments)}: exit code {code}"
 
 
+def delete(loop: Loop) -> None:
+    """Saves, and after every second one a deletion: the records first, then their bytes."""
+    rng = np.random.default_rng(loop.plan.first)
+    with loop.opened() as store:
+        for number in loop.publish_all(store):
+            if number % 2:
+                loop.delete(store, rng)
+
+
+def wipe(loop: Loop) -> None:
+    """Has bytes overwritten without end, beside another process that saves and deletes."""
+    with loop.opened() as store:
+        while True:
+            loop.wipe(store)
+
+
 DEEDS: dict[str, Callable[[Loop], None]] = {
     "save": save,
     "evict": evict,
     "compact": compact,
     "import": import_,
+    "delete": delete,
+    "wipe": wipe,
 }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from diskprefix.errors import EntryNotFound
 from diskprefix.server.dashboard import entries
 from diskprefix.server.dashboard.entries import Browser
+from diskprefix.store.maintenance.purge import Purged, delete_entry, erase
 from diskprefix.store.store import Store
 from tests.store.building import BLOCK, open_store, prompt, publication
 
@@ -73,7 +75,7 @@ def test_after_something_was_deleted_it_is_read_at_once(
     async def delete() -> list[Any]:
         browser = Browser()
         [[entry]] = await looked(browser, store)
-        purged = await browser.delete(store, entry["id"])
+        purged = await browser.delete(deleting(store), entry["id"])
         assert purged.entries == 1
         [left] = await looked(browser, store)
         return list(left)
@@ -82,10 +84,14 @@ def test_after_something_was_deleted_it_is_read_at_once(
     assert len(readings) == 2
 
 
+def deleting(store: Store) -> Callable[[str], Purged]:
+    return lambda entry_id: delete_entry(store, entry_id, partial(erase, store, now=store.clock()))
+
+
 @pytest.mark.parametrize("entry_id", ["", "zz", "00", "é", "00" * 16])
 def test_what_is_no_saved_prompt_is_not_found(store: Store, entry_id: str) -> None:
     with pytest.raises(EntryNotFound):
-        asyncio.run(Browser().delete(store, entry_id))
+        asyncio.run(Browser().delete(deleting(store), entry_id))
     assert len(asyncio.run(looked(Browser(), store))[0]) == 1
 
 
@@ -103,5 +109,5 @@ def test_what_has_grown_is_not_deleted_by_its_former_id_and_the_error_has_the_pr
     store.publish(former)
     store.publish(present)
     with pytest.raises(EntryNotFound, match=f"{former.tip.hex()} has grown; its id is now {present.tip.hex()}"):
-        asyncio.run(Browser().delete(store, former.tip.hex()))
+        asyncio.run(Browser().delete(deleting(store), former.tip.hex()))
     assert len(asyncio.run(looked(Browser(), store))[0]) == 2

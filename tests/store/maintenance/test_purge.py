@@ -14,6 +14,8 @@ from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, p
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
+from diskprefix.store.savings import Tally, read_savings
+from diskprefix.store.savings_log import SavingsLog
 from diskprefix.store.schema import EntryRecord, ModelRecord, RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tenant import SHARED, Tenant
@@ -287,7 +289,7 @@ def noted(store: Store, pub: Publication, *ids: str) -> TenantNotes:
     return notes
 
 
-def test_notes_go_with_their_tenant_and_model_and_not_with_an_entry(store: Store) -> None:
+def test_notes_go_with_their_tenant_and_model_and_not_with_an_entry_of_another_prompt(store: Store) -> None:
     pubs = {name: saved(store, prompt(1, 2 * BLOCK), tenant=tenant) for name, tenant in (("a", ALICE), ("b", BOB))}
     alice, bob = (noted(store, pub, "resp_1", "resp_2") for pub in pubs.values())
     assert purge_now(store, PurgeFilter(entries=frozenset({tip(pubs["a"])}))).notes == 0
@@ -301,7 +303,7 @@ def test_notes_go_with_their_tenant_and_model_and_not_with_an_entry(store: Store
     store.close()
 
 
-def test_no_text_of_an_entry_is_left_among_the_notes(store: Store) -> None:
+def test_encoded_texts_go_with_any_entry_of_their_tenant(store: Store) -> None:
     """Which of its tenant's texts are its own is not known."""
     pubs = {name: saved(store, prompt(1, 2 * BLOCK), tenant=tenant) for name, tenant in (("a", ALICE), ("b", BOB))}
     alice, bob = (noted(store, pub, "resp_1") for pub in pubs.values())
@@ -312,6 +314,64 @@ def test_no_text_of_an_entry_is_left_among_the_notes(store: Store) -> None:
     assert alice.get(NoteKind.ENCODING, "Hello.") is None
     assert alice.get(NoteKind.RESPONSE, "resp_1") == bob.get(NoteKind.RESPONSE, "resp_1") == b"content"
     assert bob.get(NoteKind.ENCODING, "Hello.") == b"1234"
+    store.close()
+
+
+def test_replies_go_with_the_conversation_that_they_are_a_part_of_and_those_of_others_stay(store: Store) -> None:
+    turns = prompt(1, 4 * BLOCK)
+    pub, other = saved(store, turns), saved(store, fork(turns, BLOCK))
+    notes = noted(store, pub)
+    first, last, of_other = turns[: BLOCK + 3], turns[: 3 * BLOCK], fork(turns, BLOCK)[: 2 * BLOCK]
+    for kind in (NoteKind.RESPONSE, NoteKind.TURN, NoteKind.LOGITS):
+        for id_, token_ids in (("first", first), ("last", last), ("other", of_other), ("longer", prompt(1, 5 * BLOCK))):
+            notes.put(kind, id_, b"content", token_ids)
+    notes.notes.write()
+    assert purge_now(store, PurgeFilter(entries=frozenset({tip(pub)}))).notes == 6
+    assert is_whole(store, other)
+    for kind in (NoteKind.RESPONSE, NoteKind.TURN, NoteKind.LOGITS):
+        assert notes.get(kind, "first") is notes.get(kind, "last") is None
+        assert notes.get(kind, "other") == notes.get(kind, "longer") == b"content"
+    store.close()
+
+
+def test_recent_prompts_that_are_a_beginning_of_a_purged_one_go_with_what_came_from_them(store: Store) -> None:
+    """A saved prompt ends with its reply, and the turns before are recent prompts."""
+    turns = prompt(1, 4 * BLOCK)
+    entry = replace(publication(store, turns), prompt=turns[: 3 * BLOCK])
+    store.publish(entry)
+    forgotten = [turns[:BLOCK], fork(turns, 3 * BLOCK)]
+    for token_ids in (*forgotten, prompt(2, 2 * BLOCK)):
+        store.publish(replace(publication(store, token_ids), nodes=(), tip=None, entry=None))
+    assert purge_now(store, PurgeFilter(entries=frozenset({tip(entry)}))).prompts == 3
+    with store.snapshot() as snapshot:
+        assert [p.tolist() for _, p in snapshot.recent_prompts(entry.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
+    store.close()
+
+
+def test_a_recent_prompt_that_a_saved_one_begins_with_stays_with_that_one(store: Store) -> None:
+    long = prompt(1, 4 * BLOCK)
+    system, conversation = saved(store, long[: 2 * BLOCK]), saved(store, long)
+    notes = noted(store, conversation)
+    notes.put(NoteKind.RESPONSE, "resp_1", b"content", long[: 3 * BLOCK])
+    notes.notes.write()
+    purged = purge_now(store, PurgeFilter(entries=frozenset({tip(system)})))
+    assert (purged.prompts, purged.notes) == (0, 0)
+    assert notes.get(NoteKind.RESPONSE, "resp_1") == b"content"
+    assert is_whole(store, conversation)
+    store.close()
+
+
+def test_the_last_hits_of_a_purged_prompt_are_not_remembered(store: Store) -> None:
+    gone, kept = saved(store, prompt(1, 2 * BLOCK)), saved(store, prompt(2, 2 * BLOCK))
+    log = SavingsLog(store)
+    for pub in (gone, kept):
+        log.note(pub.root, pub.root_record, Tally(requests=1, hits=1), pub.nodes[1].name)
+    log.write()
+    purge_now(store, PurgeFilter(entries=frozenset({tip(gone)})))
+    with store.snapshot() as snapshot:
+        [found] = read_savings(snapshot).values()
+    assert [hit.block for hit in found.hits] == [kept.nodes[1].name]
+    assert found.total.hits == 2
     store.close()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diskprefix.store.maintenance.purge import GoneText
 from diskprefix.store.schema import RootRecord
 from diskprefix.tiers.remote.objects import ObjectInfo
 from diskprefix.tiers.remote.upkeep import LEASE_S, LeaseHeld, _to_sweep, purge, roots, sweep
@@ -66,6 +67,31 @@ def test_a_purge_of_a_tenant_leaves_the_others(make: MakeMachine) -> None:
     assert removed == would
     (left,) = roots(objects, KEY)
     assert (left.tenant, len(left.objects)) == ("", 3)
+
+
+def test_a_deleted_prompt_leaves_the_objects_that_another_needs(make: MakeMachine, bucket: Path) -> None:
+    machine, other = make(), PROMPT.copy()
+    other[5 * BLOCK :] += 1
+    for token_ids in (PROMPT, other):
+        machine.save(token_ids)
+        machine.share(token_ids)
+    before = {path.name for path in bucket.rglob("*.*")}
+    text = GoneText(ROOT, BLOCK, PROMPT, num_kept=5 * BLOCK)
+    assert machine.remote.forget([text], 20) == 2, "the bundle and the end of the prompt that are its own"
+    assert len(before) - len({path.name for path in bucket.rglob("*.*")}) == 2
+    assert len(make().bring(other)[1]) == 8
+    # What it knew of the objects that are gone does not keep it from writing them again.
+    machine.share(PROMPT)
+    assert {path.name for path in bucket.rglob("*.*")} == before
+
+
+def test_of_a_whole_prompt_nothing_is_left(make: MakeMachine, bucket: Path) -> None:
+    machine = make()
+    machine.save(PROMPT)
+    machine.share(PROMPT)
+    machine.share(PROMPT, 4 * BLOCK)
+    assert machine.remote.forget([GoneText(ROOT, BLOCK, PROMPT, num_kept=0)], 20) >= 3
+    assert [path.name for path in bucket.rglob("*") if path.is_file()] == ["about"]
 
 
 def test_a_daemon_describes_its_root_again_after_a_purge(make: MakeMachine, bucket: Path) -> None:

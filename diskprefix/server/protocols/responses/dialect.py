@@ -81,7 +81,7 @@ class Responses:
     def writer(self, body: ResponseRequest, head: Head) -> ResponseWriter:
         keep = None
         if self._store is not None and self._input is not None:
-            keep = partial(self._store.put, input_json=self._input)
+            keep = partial(self._store.put, input_json=self._input, prompt=head.prompt)
         return ResponseWriter(head, self._echo, reasoning_is_summary=body.summary is not None, keep=keep)
 
     def _items(self, body: ResponseRequest, store: ResponseStore) -> list[Said]:

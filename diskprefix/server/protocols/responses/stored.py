@@ -20,6 +20,7 @@ from diskprefix.server.protocols.responses.items import Item, ReferenceItem, Spo
 from diskprefix.settings import format_size
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes, TenantNotes
+from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
 
@@ -78,11 +79,15 @@ class ResponseStore:
         if not self.notes.delete(NoteKind.RESPONSE, id_):
             raise ResponseNotFound(f"response {shown(id_)!r} is not stored here")
 
-    def put(self, response: Json, input_json: bytes) -> None:
-        """Store a response. `input_json` is the JSON text of the items of its input."""
+    def put(self, response: Json, input_json: bytes, prompt: TokenIds | None = None) -> None:
+        """Store a response. `input_json` is the JSON text of the items of its input, `prompt` what was made of the
+        whole conversation: the response goes with it."""
         head = json_text({"response": response, "previous": response["previous_response_id"]})
         content = head[:-1] + b',"input":' + input_json + b"}"
-        if len(content) > MAX_STORED_BYTES or not self.notes.put(NoteKind.RESPONSE, response["id"], content):
+        is_kept = len(content) <= MAX_STORED_BYTES and self.notes.put(
+            NoteKind.RESPONSE, response["id"], content, prompt
+        )
+        if not is_kept:
             log.warning("[server] %s is not stored: it is too large, or the store fails", response["id"])
 
     def items_of(self, id_: str) -> list[Json]:

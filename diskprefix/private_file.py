@@ -1,0 +1,42 @@
+"""Reading files with secrets: only those that nobody else can read or write."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from diskprefix.errors import SettingsError
+
+
+def read_private(path: Path, most_bytes: int) -> bytes:
+    """Returns the content of a file, up to one byte more than `most_bytes`. Raises `SettingsError` if it cannot be
+    read, or if others than its owner may read or write it."""
+    try:
+        # The open file is checked, not its name, which may lead to another file a moment later.
+        # Without waiting: a named pipe to which nobody writes would block.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            _require_private(path, os.fstat(file.fileno()))
+            return file.read(most_bytes + 1)
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _require_private(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise SettingsError(f"{path} is not a file")
+    if status.st_uid not in (0, os.geteuid()):
+        raise SettingsError(f"{path} belongs to another user (uid {status.st_uid}); chown it to the daemon's")
+    if status.st_mode & _forbidden_bits(path):
+        mode = stat.S_IMODE(status.st_mode)
+        raise SettingsError(f"others may read or write {path} (mode {mode:04o}); run `chmod 600` on it")
+
+
+def _forbidden_bits(path: Path) -> int:
+    """Returns the mode bits that must not be set.
+
+    systemd grants a credential to the service's user by an ACL, whose mask appears as the group's right to read.
+    """
+    credentials = os.environ.get("CREDENTIALS_DIRECTORY")
+    is_credential = credentials is not None and path.resolve().parent == Path(credentials).resolve()
+    return 0o037 if is_credential else 0o077

@@ -1,0 +1,130 @@
+"""What a user deletes is gone: from the file of the store, byte by byte, and from what the daemon remembers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon, serve_flags, wait_until
+from tests.server.remains import family, is_in_memory, left_in, records, traces
+
+FIELDS: dict[str, Any] = {"model": "tiny-chat", "max_output_tokens": 24, "temperature": 0}
+WORDS = "The vixen {0} sleeps under elder {1}, where the miller's {2} lantern hangs. "
+
+
+def text_of(seed: int, num_lines: int = 24) -> str:
+    return "".join(WORDS.format(7 * line + seed, 11 * line + seed, 13 * line + seed) for line in range(num_lines))
+
+
+def ask(client: httpx.Client, text: str, **fields: Any) -> dict[str, Any]:
+    answer = client.post("/v1/responses", json=FIELDS | {"input": text} | fields)
+    assert answer.status_code == 200, answer.text
+    reply: dict[str, Any] = answer.json()
+    return reply
+
+
+def test_after_a_delete_no_byte_of_a_conversation_is_in_the_file(chat_model: Path, tmp_path: Path) -> None:
+    folder, bucket, key = tmp_path / "kv", tmp_path / "bucket", tmp_path / "key"
+    key.write_text("a key that machines share")
+    key.chmod(0o600)
+    shared = {"remote_tier": f"file://{bucket}", "namespace_key_file": key, "remote_write": "all"}
+    with running_daemon(chat_model, folder, **shared) as daemon, daemon.client() as client:
+        kept = ask(client, text_of(1))
+        wait_shared(daemon, client)
+        objects_of_kept = objects_in(bucket)
+        before, content = records(folder), (folder / "data.mdb").read_bytes()
+        secret = text_of(2)
+        first = ask(client, secret)
+        second = ask(client, "And then?", previous_response_id=first["id"])
+        wait_shared(daemon, client)
+        assert objects_in(bucket) > objects_of_kept
+        # Equal tokens at equal places have the same state in the first layer, so some of it is that of the other text.
+        wanted = {trace for trace in traces(records(folder) - before) if trace not in content}
+        assert len(wanted) > 100
+        assert len(left_in(folder, wanted)) == len(wanted)
+        [entry] = entries_with(client, "vixen 2 ")
+        deleted = client.delete(f"/dashboard/entries/{entry['id']}").json()
+        assert deleted["is_wiped"]
+        assert (deleted["remote_error"], deleted["remote_objects"] > 0) == (None, True)
+        assert left_in(folder, wanted) == []
+        assert not {(database, key) for database, key, _ in records(folder) - before}
+        assert objects_in(bucket) == objects_of_kept
+        wait_until(lambda: kv_memory(client)["entries"] == 0, "no sequence stays in memory")
+        for gone in (first, second):
+            assert client.get(f"/v1/responses/{gone['id']}").status_code == 404
+        assert client.get(f"/v1/responses/{kept['id']}").status_code == 200
+
+
+def objects_in(bucket: Path) -> set[str]:
+    return {path.name for path in bucket.rglob("*") if path.is_file()}
+
+
+def wait_shared(daemon: DaemonProcess, client: httpx.Client) -> None:
+    daemon.wait_saved()
+    wait_until(lambda: not props(client)["full_cache"]["state"]["remote"]["offered"], "it is shared")
+
+
+def kv_memory(client: httpx.Client) -> dict[str, Any]:
+    memory: dict[str, Any] = props(client)["kv_memory"]
+    return memory
+
+
+def props(client: httpx.Client) -> Any:
+    return client.get("/props").json()
+
+
+def entries_with(client: httpx.Client, text: str) -> list[dict[str, Any]]:
+    listed = client.get("/dashboard/entries").json()
+    return [entry for entry in listed["entries"] if text in entry["preview"]]
+
+
+def test_a_purge_beside_a_daemon_leaves_no_byte_in_the_file(chat_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    with running_daemon(chat_model, folder) as daemon, daemon.client() as client:
+        ask(client, text_of(1))
+        daemon.wait_saved()
+        before, content = records(folder), (folder / "data.mdb").read_bytes()
+        gone = ask(client, text_of(2))
+        daemon.wait_saved()
+        wanted = {trace for trace in traces(records(folder) - before) if trace not in content}
+        [entry] = entries_with(client, "vixen 2 ")
+        command = [
+            sys.executable,
+            "-m",
+            "diskprefix",
+            "purge",
+            entry["id"],
+            "--yes",
+            "--json",
+            "--kv-cache-dir",
+            folder,
+        ]
+        purged = subprocess.run(command, capture_output=True, check=True, env=clean_environment())
+        assert json.loads(purged.stdout)["is_wiped"]
+        assert left_in(folder, wanted) == []
+        # The daemon has buffers of its own, which it must not write again.
+        ask(client, "Other words about a lighthouse, its keeper, four gulls and the tide. " * 9)
+        daemon.wait_saved()
+        assert left_in(folder, wanted) == []
+        assert client.get(f"/v1/responses/{gone['id']}").status_code == 404
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_text_of_a_prompt_gets_into_the_supervisor_or_the_spare(chat_model: Path, tmp_path: Path) -> None:
+    """So what is deleted must be looked for in one process alone."""
+    marker = "zephyr-quince-umbrella-" * 20
+    with DaemonProcess(*serve_flags(chat_model, tmp_path / "kv"), "--standby") as daemon:
+        daemon.wait_ready()
+        with daemon.client() as client:
+            daemon.wait_for_line("a spare is ready")
+            ask(client, marker)
+            daemon.wait_saved()
+            processes = list(family(daemon.process.pid))
+            assert len(processes) >= 3
+            assert sum(is_in_memory(pid, marker.encode()) for pid in processes) == 1
