@@ -116,9 +116,9 @@ async def _submitted(request: Request, dialect: Dialect[B], body: B, place: Plac
             # What is read may be a hundred times the body: one such request a caller at a time.
             await turn.enter_async_context(daemon.turns.of(place.caller))
         arrival = Arrival(serving=serving, tenant=cache.tenant)
-        asked = await daemon.threads.run("rendering", dialect.read, body, arrival)
+        asked = await daemon.threads.run(place.rendering, dialect.read, body, arrival)
         began, trace = time.perf_counter(), context.trace
-        replayed = await prompt_of(asked.prompt, daemon, serving, cache)
+        replayed = await prompt_of(asked.prompt, daemon, serving, cache, place)
         # A constraint is compiled when its caller's turn comes; others' bodies do not wait for that.
         place.memory.close()
         if trace is not None:
@@ -128,7 +128,7 @@ async def _submitted(request: Request, dialect: Dialect[B], body: B, place: Plac
         if asked.is_constrained:
             made = await daemon.threads.compile(context.caller.tenant, request.is_disconnected, make_request)
         else:
-            made = await daemon.threads.run("rendering", make_request)
+            made = await daemon.threads.run(place.rendering, make_request)
         if made is None:
             raise ClientDisconnect
         reader, generate = made
@@ -173,7 +173,7 @@ def cache_options_of(body: CacheFields, request: Request) -> CacheOptions:
 
 
 async def prompt_of(
-    wanted: Conversation | str | list[int], daemon: Daemon, serving: Serving, cache: CacheOptions
+    wanted: Conversation | str | list[int], daemon: Daemon, serving: Serving, cache: CacheOptions, place: Place
 ) -> Replayed:
     """Renders the prompt in a thread, and waits until the tenant's stored prompts are known."""
     has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)
@@ -186,7 +186,7 @@ async def prompt_of(
             replayed = Replayed(renderer.completion(wanted, encodings))
         return replayed, None if replayed.prompt.media else serving.engine.cache.load(cache.tenant)
 
-    replayed, loading = await daemon.threads.run("media" if has_media else "rendering", make_prompt)
+    replayed, loading = await daemon.threads.run("media" if has_media else place.rendering, make_prompt)
     if loading is not None:
         # It takes long for a tenant who was not here lately. Others may wait for it too when this client goes away.
         await asyncio.shield(asyncio.wrap_future(loading))

@@ -20,7 +20,7 @@ from diskprefix.json_values import count_values
 from diskprefix.printable import shown
 from diskprefix.server.place import Place
 from diskprefix.server.protocols.strict import REFUSED
-from diskprefix.server.threads import Threads
+from diskprefix.server.threads import Kind, Threads
 from diskprefix.settings import format_size
 from diskprefix.tenant import Tenant
 
@@ -32,8 +32,11 @@ _BODY_S, _BODY_BYTES_PER_S = 30.0, 16 * 1024
 time is limited because the request has a place in the queue meanwhile."""
 
 
-_SMALL_BYTES = 64 * 1024
-"""Of a body. The memory of smaller ones is bounded by the length of the queue, and they never wait for others."""
+_SMALL_BYTES, _LARGE_BYTES = 64 * 1024, 1 << 20
+"""Of a body. The memory of smaller ones is bounded by the length of the queue, and they never wait for others. Larger
+ones than those of agents let all others go first."""
+_LARGE_BYTES_PER_S = 64 << 20
+"""At which large bodies are read, all together: reading them takes the event loop's time."""
 _BODIES_ARRIVING, _BODIES_OF_ONE, _BODIES_IN_MEMORY = 8, 4, 8
 """Bodies of the largest size that may be arriving or wait for memory, those of one caller, and the memory of those that
 are parsed and rendered: 256, 128 and 256 MiB, if a body may have 32."""
@@ -52,6 +55,8 @@ class Bodies:
         self._arriving_bytes: Counter[Tenant] = Counter()
         self._memory = _Budget(_BODIES_IN_MEMORY * max_bytes)
         self._pacing = _HalfTime()
+        self._read_until = 0.0
+        """When the last large bodies that arrived may have, on the loop's clock."""
 
     async def read_json(self, request: Request, model: type[Model], place: Place) -> Model:
         """Returns the body as `model`. Its memory counts until `place.memory` is closed.
@@ -62,11 +67,13 @@ class Bodies:
         _check_content_type(request)
         with ExitStack() as arriving:
             body = await self._read(request, arriving, place.caller)
+            place.is_large = len(body) > _LARGE_BYTES
+            kind: Kind = "large" if place.is_large else "parsing"
             if len(body) > _SMALL_BYTES:
-                await self._memory.take(await self._threads.run("parsing", _memory_of, body), place)
+                await self._memory.take(await self._threads.run(kind, _memory_of, body), place)
             # In a thread, because a large body would block the event loop.
-            parsing = self._threads.run("parsing", parse_json, body, model)
-            return await (self._pacing.run(parsing) if len(body) > _SMALL_BYTES else parsing)
+            parsing = self._threads.run(kind, parse_json, body, model)
+            return await (self._pacing.run(parsing) if place.is_large else parsing)
 
     async def _read(self, request: Request, arriving: ExitStack, caller: Tenant) -> bytes:
         too_large = HTTPException(
@@ -87,11 +94,19 @@ class Bodies:
                         raise too_large
                     if len(body) > _SMALL_BYTES:
                         self._require_room(caller)
+                    if len(body) > _LARGE_BYTES:
+                        await self._pause(len(chunk))
                     limit.reschedule(started + _BODY_S + len(body) / _BODY_BYTES_PER_S)
         except TimeoutError as error:
             message = f"the body did not arrive in time; {len(body)} bytes of it did"
             raise HTTPException(408, message, {"Connection": "close"}) from error
         return bytes(body)
+
+    async def _pause(self, num_bytes: int) -> None:
+        """Waits until large bodies may have so many bytes more. The client waits too: the socket is not read."""
+        now = asyncio.get_running_loop().time()
+        self._read_until = max(now, self._read_until) + num_bytes / _LARGE_BYTES_PER_S
+        await asyncio.sleep(max(0.0, self._read_until - now))
 
     def _require_room(self, caller: Tenant) -> None:
         total, own = self._arriving_bytes.total(), self._arriving_bytes[caller]

@@ -73,6 +73,6 @@ async def _length(request: Request, model: type[B], conversation: Callable[[B, A
         cache = cache_options_of(body, request)
         arrival = Arrival(serving=serving, tenant=cache.tenant)
         async with daemon.turns.of(place.caller) if body.reads_more else nullcontext():
-            wanted = await daemon.threads.run("rendering", conversation, body, arrival)
-            replayed = await prompt_of(wanted, daemon, serving, cache)
+            wanted = await daemon.threads.run(place.rendering, conversation, body, arrival)
+            replayed = await prompt_of(wanted, daemon, serving, cache, place)
     return len(replayed.prompt.token_ids)

@@ -5,17 +5,25 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+from diskprefix.server.threads import Kind
 from diskprefix.tenant import Tenant
 
 
-@dataclass(frozen=True)
+@dataclass
 class Place:
     """A context, at whose end all is given back. `memory` may be closed before: when the prompt is rendered."""
 
     caller: Tenant
     """The user of the API key, whatever salt the request has."""
+    is_large: bool = False
+    """Whether the body is much larger than those of agents: then its threads let others go first."""
     taken: ExitStack = field(default_factory=ExitStack)
     memory: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def rendering(self) -> Kind:
+        """The threads in which the prompt is rendered."""
+        return "large" if self.is_large else "rendering"
 
     def __enter__(self) -> Place:
         return self

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -11,11 +14,21 @@ from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 
-Kind: TypeAlias = Literal["parsing", "rendering", "media", "compiling", "stopping"]
+Kind: TypeAlias = Literal["parsing", "rendering", "large", "media", "compiling", "stopping"]
 
-_NUM_THREADS: dict[Kind, int] = {"parsing": 2, "rendering": 2, "media": 1, "compiling": 16, "stopping": 2}
+_NUM_THREADS: dict[Kind, int] = {"parsing": 2, "rendering": 2, "large": 2, "media": 1, "compiling": 16, "stopping": 2}
 """Images and sounds take seconds and hundreds of megabytes, so they are prepared one request after the other. A thread
 that compiles waits for a process."""
+_BEHIND: tuple[Kind, ...] = ("large", "media")
+"""These threads let the engine go first: its own wait for each other many times in a step, and where another has the
+processor of one of them, all wait for that."""
+_NICE = 10
+
+
+def _let_others_first() -> None:
+    """Lowers the priority of this thread, which only Linux can."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class Turns:
@@ -34,7 +47,8 @@ class Threads:
 
     def __init__(self) -> None:
         self._of: dict[Kind, ThreadPoolExecutor] = {
-            kind: ThreadPoolExecutor(number, thread_name_prefix=kind) for kind, number in _NUM_THREADS.items()
+            kind: ThreadPoolExecutor(number, kind, initializer=_let_others_first if kind in _BEHIND else None)
+            for kind, number in _NUM_THREADS.items()
         }
         self._turns = Turns()
         self._begun: set[Future[Any]] = set()

@@ -68,7 +68,7 @@ async def _answer(request: Request, body: type[B], work: Callable[[PromptRendere
     with daemon.arriving(log_context(request).caller.tenant) as place:
         read = await daemon.bodies.read_json(request, body, place)
         serving = await daemon.ready()
-        content = await daemon.threads.run("rendering", lambda: json_text(work(serving.renderer, read)))
+        content = await daemon.threads.run(place.rendering, lambda: json_text(work(serving.renderer, read)))
     return Response(content, media_type="application/json")
 
 
