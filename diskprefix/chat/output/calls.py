@@ -63,7 +63,7 @@ class CallReader:
     def group(self) -> Step[bool]:
         """Reads the calls behind a tag that opens them, with the tag that ends them, which may be missing.
 
-        Returns False, and has read nothing, if there is no call.
+        Returns False if there is no call.
         """
         start = self._calls.count
         if self._syntax.body == "python":
@@ -86,7 +86,7 @@ class CallReader:
         else:
             done = yield from self.objects(known_only=False)
         if not done:
-            self._reader.at = start
+            self._reader.back_to(start)
         return done
 
     def _behind_head(self, name: str) -> Step[bool]:
@@ -126,7 +126,7 @@ class CallReader:
                 reader.at += 1
             is_object = (yield from reader.peek()) == "{"
             if not is_object or not (yield from self._object(known_only)):
-                reader.at = start
+                reader.back_to(start)
                 break
             found = True
         if found and in_array and (yield from reader.peek()) == "]":
@@ -190,7 +190,7 @@ class CallReader:
         reader = self._reader
         reader.forget()
         if (yield from reader.peek()) == "{":
-            yield from reader.json(self._calls.arguments)
+            yield from reader.json(self._calls.arguments, forgets=True)
         else:
             pieces: list[str] = []
             yield from reader.json(pieces.append)

@@ -85,7 +85,7 @@ class ChannelParser(StreamParser):
         first = yield from self.reader.peek()
         is_whole = False
         if first == "{":
-            is_whole = yield from self.reader.json(self.made.arguments)
+            is_whole = yield from self.reader.json(self.made.arguments, forgets=True)
             yield from self.reader.space()
         elif not first or (yield from self.reader.looks_at(self._end)):
             self.made.arguments("{}")

@@ -33,7 +33,8 @@ class StreamParser(ABC):
     def __init__(self) -> None:
         self.reader = Reader()
         self._out: list[OutputDelta] = []
-        self._space: tuple[Callable[[str], OutputDelta], str] = (ContentDelta, "")
+        self._space: list[str] = []
+        self._space_is: Callable[[str], OutputDelta] = ContentDelta
         self._running = self.reply()
 
     @abstractmethod
@@ -42,12 +43,11 @@ class StreamParser(ABC):
 
     def feed(self, text: str) -> list[OutputDelta]:
         """See `OutputParser`."""
-        self.reader.text += text
-        return self._run()
+        return self._run() if self.reader.add(text) else []
 
     def finish(self) -> list[OutputDelta]:
         """See `OutputParser`."""
-        self.reader.ended = True
+        self.reader.end()
         return self._run()
 
     def _run(self) -> list[OutputDelta]:
@@ -70,21 +70,21 @@ class StreamParser(ABC):
         self._text(ReasoningDelta, text)
 
     def _text(self, delta: Callable[[str], OutputDelta], text: str) -> None:
-        text = self._space[1] + text
         shown = text.rstrip()
-        self._space = delta, text[len(shown) :]
         if shown:
-            self.emit(delta(shown))
+            self.emit(delta("".join([*self._space, shown])))
+            self._space.clear()
+        self._space.append(text[len(shown) :])
+        self._space_is = delta
 
     def drop_space(self) -> None:
         """Drops the white space that is held."""
-        self._space = ContentDelta, ""
+        self._space.clear()
 
     def end(self) -> None:
         """The reply has ended. White space that is held belongs to it."""
-        delta, space = self._space
-        if space:
-            self.emit(delta(space))
+        if space := "".join(self._space):
+            self.emit(self._space_is(space))
 
 
 class FamilyParser(StreamParser):
@@ -154,8 +154,8 @@ class FamilyParser(StreamParser):
         if done:
             yield from self._behind_tag()
         else:
-            self.reader.at = found.end()
-            otherwise(found[0])
+            self.reader.give_up(found.end())
+            otherwise(self.reader.text[found.start() : self.reader.at])
         return done
 
     def _wrapper_ends(self, done: bool) -> Step[None]:
