@@ -18,7 +18,7 @@ from starlette.responses import Response
 from diskprefix.cache_options import CacheOptions
 from diskprefix.chat.content import holds_media
 from diskprefix.chat.messages import Conversation
-from diskprefix.chat.output.format import OutputFormat, OutputParser
+from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.replay import Replayed
 from diskprefix.engine.request import DoneEvent, GenerateRequest, Stage
@@ -218,8 +218,6 @@ def _request(
         reports_progress=asked.return_progress,
         on_stage=on_stage,
     )
-
-    def new_parser() -> OutputParser:
-        return output_format.parser(tools, prompt_end)
-
-    return RememberingReader(new_parser, dialect.call_id_prefix, memory, many_calls=choice.many), generate
+    # Made here, in a thread: many names of tools take long.
+    parsers = [output_format.parser(tools, prompt_end) for _ in range(asked.sampling.n)]
+    return RememberingReader(parsers.pop, dialect.call_id_prefix, memory, many_calls=choice.many), generate

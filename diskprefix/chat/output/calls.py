@@ -20,7 +20,12 @@ _OTHER_KEYS = {"id", "type", "tool_call_id", "call_id", "index"}
 
 def any_of(texts: Iterable[str]) -> regex.Pattern[str]:
     """Returns a pattern of literal texts, the longest first; one that never matches if there are none."""
-    return regex.compile("|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
+    return regex.compile(alternatives(texts))
+
+
+def alternatives(texts: Iterable[str]) -> str:
+    """Returns the source of `any_of`."""
+    return "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)"
 
 
 class Calls:
@@ -40,10 +45,15 @@ class Calls:
         if text:
             self._emit(ToolCallDelta(self.count - 1, text))
 
-    def whole(self, call: Call) -> None:
-        """A call that was read as a whole."""
+    def whole(self, call: Call) -> bool:
+        """A call that was read as a whole. Returns False if its arguments are nested too deeply."""
+        try:
+            arguments = _json(call.arguments)
+        except RecursionError:
+            return False
         self.begin(call.name)
-        self.arguments(_json(call.arguments))
+        self.arguments(arguments)
+        return True
 
 
 class CallReader:
@@ -231,7 +241,12 @@ class CallReader:
         found = yield from self._reader.until(self._argument_end, pieces.append)
         if found is not None:
             self._reader.at = found.end()
-        self._calls.arguments(_json(self._tools.value(name, key, "".join(pieces))))
+        text = "".join(pieces)
+        try:
+            value = _json(self._tools.value(name, key, text))
+        except RecursionError:
+            value = _json(text)
+        self._calls.arguments(value)
         return found is not None
 
     def _braces(self, name: str) -> Step[bool]:
@@ -239,8 +254,7 @@ class CallReader:
         arguments = None if text is None else braces(text, self._syntax.quotes)
         if arguments is None:
             return False
-        self._calls.whole(Call(name, arguments))
-        return True
+        return self._calls.whole(Call(name, arguments))
 
     def _elements(self, name: str) -> Step[bool]:
         text = yield from self._reader.before(self._tail)
@@ -248,8 +262,7 @@ class CallReader:
         arguments = elements(text or "", self._syntax.quotes, schema)
         if not (yield from self._reader.match(self._tail)) or not isinstance(arguments, dict):
             return False
-        self._calls.whole(Call(name, arguments))
-        return True
+        return self._calls.whole(Call(name, arguments))
 
     def _python_call(self, name: str) -> Step[bool]:
         source = yield from self._reader.brackets()

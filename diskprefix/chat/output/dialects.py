@@ -124,7 +124,10 @@ def elements(text: str, mark: str, schema: JsonObject) -> object:
             open_ones[-1].text = behind
         elif open_ones.pop().key != key or not open_ones:
             return None
-    return open_ones[0].value(schema) if len(open_ones) == 1 and not before.strip() else None
+    try:
+        return open_ones[0].value(schema) if len(open_ones) == 1 and not before.strip() else None
+    except RecursionError:
+        return None
 
 
 def braces(text: str, quote: str) -> JsonObject | None:
