@@ -143,8 +143,11 @@ class CallReader:
             reader.at += 1
         return found
 
-    def _object(self, known_only: bool) -> Step[bool]:
-        """Reads one call that is an object. Returns whether a call has begun; from then on everything is part of it."""
+    def _object(self, known_only: bool, *, is_inner: bool = False) -> Step[bool]:
+        """Reads one call that is an object. Returns whether a call has begun; from then on everything is part of it.
+
+        `is_inner`: it stands in another one, {"function": {…}}, and no third one in it.
+        """
         reader = self._reader
         name, early, begun = "", "", False
         reader.at += 1
@@ -160,8 +163,8 @@ class CallReader:
             elif self._syntax.name_is_key:
                 begun = yield from self._begin(key)
             elif key in _NAME_KEYS and not name:
-                if (yield from reader.peek()) == "{":
-                    begun = yield from self._object(known_only)
+                if not is_inner and (yield from reader.peek()) == "{":
+                    begun = yield from self._object(known_only, is_inner=True)
                     if not begun:
                         return False
                     continue

@@ -96,6 +96,11 @@ def test_harmony_drops_a_line_end_behind_a_call_and_shows_a_tag_that_begins_no_m
     assert read(format_named("harmony"), ["What is <|channel|> for?"], TOOLS).content == "What is <|channel|> for?"
 
 
+def test_calls_that_stand_in_calls_without_end_are_content() -> None:
+    text = '{"function": ' * 5000
+    assert read(format_named("json"), [text], TOOLS).content == text
+
+
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES])
 def test_the_names_of_tools_are_not_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand long ones take a second."""
