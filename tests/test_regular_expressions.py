@@ -245,6 +245,14 @@ def test_calls_in_calls_that_are_none_are_not_read_again_and_again(name: str, si
         require_linear(parsed, "", f"\n{begin}", "!")
 
 
+@pytest.mark.parametrize("channels", CHANNELS, ids=lambda channels: channels.name)
+def test_many_tags_in_a_long_text_are_read_in_one_pass(channels: OutputFormat) -> None:
+    for tag in (*channels.special_tokens, ">>>all\n"):
+        short, long = (tag * (count // len(tag)) for count in (8000, 8000 * FACTOR))
+        grown = measured(Parsed(channels), short, long, first=1)
+        assert any(one <= 2 * FACTOR for one in grown), f"many {tag!r} are not read in one pass"
+
+
 class PythonCall:
     """Reads a call in Python with many texts."""
 

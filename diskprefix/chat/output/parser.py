@@ -17,6 +17,8 @@ from diskprefix.chat.output.tools import Tools
 Thoughts = Sequence[tuple[str, str]]
 """Pairs of tags around reasoning."""
 
+_PIECE = 2048
+"""Characters of a long text that are read at a time."""
 _INLINE = r'\{(?=\s*"(?:name|type|function|arguments|parameters)"\s*:)'
 _FENCE = r"```\w*"
 _WRAPPERS = (
@@ -43,7 +45,9 @@ class StreamParser(ABC):
 
     def feed(self, text: str) -> list[OutputDelta]:
         """See `OutputParser`."""
-        return self._run() if self.reader.add(text) else []
+        # Each step may look at all that has come.
+        pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
+        return [delta for piece in pieces if self.reader.add(piece) for delta in self._run()]
 
     def finish(self) -> list[OutputDelta]:
         """See `OutputParser`."""
