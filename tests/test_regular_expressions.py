@@ -9,7 +9,7 @@ import ast
 import importlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
@@ -19,10 +19,17 @@ import pytest
 import regex
 
 import diskprefix
+from diskprefix.chat.output.dialects import python_calls
+from diskprefix.chat.output.events import ContentDelta
 from diskprefix.chat.output.families import FAMILIES
 from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.output.formats import CHANNELS, FamilyFormat
 from diskprefix.chat.output.syntax import Written
+from diskprefix.chat.output.tools import Tools
+from diskprefix.server.protocols.anthropic_stream import MessageWriter
+from diskprefix.server.protocols.dialect import Head
+from diskprefix.server.protocols.reply import DeltaEvent
+from diskprefix.server.protocols.responses.output import OutputItems
 
 PACKAGE = Path(diskprefix.__file__).parent
 USES = ("match", "fullmatch", "search", "sub", "split", "finditer", "findall")
@@ -112,10 +119,10 @@ def hostile_units(pattern: str) -> list[str]:
     return [*characters, *(f"{first}{second}" for first, second in permutations(characters, 2))]
 
 
-def work(used: Work, text: str) -> float:
+def work(used: Work, text: str, runs: int = 3) -> float:
     """CPU time of this thread in seconds: the least of several runs, as what disturbs only adds to it."""
     times = []
-    for _ in range(3):
+    for _ in range(runs):
         began = time.thread_time()
         used.run(text)
         times.append(time.thread_time() - began)
@@ -136,9 +143,9 @@ def growth(used: Used) -> tuple[float, str]:
     return worst
 
 
-def measured(used: Work, short: str, long: str) -> Iterator[float]:
-    for _ in range(3):
-        yield work(used, long) / max(work(used, short), LEAST_S)
+def measured(used: Work, short: str, long: str, first: int = 3) -> Iterator[float]:
+    for runs in (first, 3, 3):
+        yield work(used, long, runs) / max(work(used, short, runs), LEAST_S)
 
 
 def largest_count(pattern: str) -> int:
@@ -179,12 +186,17 @@ def is_constant(pattern: ast.expr) -> bool:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A format of replies, whose parser reads a text. Its patterns are made of what the family writes."""
+    """A format of replies, whose parser reads a text in pieces of `size`, whole if that is None. Its patterns are
+    made of what the family writes."""
 
     format: OutputFormat
+    size: int | None = None
 
     def run(self, text: str) -> None:
-        self.format.parser(TOOLS, "<|im_start|>assistant\n").feed(text)
+        parser = self.format.parser(TOOLS, "<|im_start|>assistant\n")
+        for at in range(0, len(text), self.size or len(text)):
+            parser.feed(text[at : at + (self.size or len(text))])
+        parser.finish()
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"text": {"type": "string"}}}}}]
@@ -207,12 +219,81 @@ def beginnings(call: str) -> list[str]:
     return [call[: found.start()] for found in re.finditer(r"(?<=\w)\b|(?<=\W)\b|\B(?=\s)|\Z", call)]
 
 
+def require_linear(parsed: Parsed, begin: str, unit: str, end: str) -> None:
+    short, long = (begin + unit * (count // len(unit)) + end for count in (SHORT, SHORT * FACTOR))
+    grown = measured(parsed, short, long, first=1)
+    assert any(one <= MOST_GROWTH for one in grown), f"behind {begin!r}, many {unit!r} are not read in one pass"
+
+
+@pytest.mark.parametrize("size", [None, 4], ids=["whole", "in tokens"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_work_of_every_parser_of_replies_grows_as_the_reply(name: str) -> None:
+def test_the_work_of_every_parser_of_replies_grows_as_the_reply(name: str, size: int | None) -> None:
     """What a model writes can be chosen: a request may demand it."""
-    parsed, call = Parsed(FORMATS[name][0]), written_call(FORMATS[name][1])
-    for begin in beginnings(call):
-        for unit, end in ((" ", "<z"), ("a", "!")):
-            short, long = (begin + unit * count + end for count in (SHORT, SHORT * FACTOR))
-            found = next((one for one in measured(parsed, short, long) if one <= MOST_GROWTH), MOST_GROWTH + 1)
-            assert found <= MOST_GROWTH, f"behind {begin!r}, many {unit!r} are not read in one pass"
+    parsed, call = Parsed(FORMATS[name][0], size), written_call(FORMATS[name][1])
+    for begin in [*beginnings(call), "```", '{"arguments": "']:
+        require_linear(parsed, begin, " ", "<z")
+        require_linear(parsed, begin, "a", "!")
+
+
+@pytest.mark.parametrize("size", [None, 4], ids=["whole", "in tokens"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_in_calls_that_are_none_are_not_read_again_and_again(name: str, size: int | None) -> None:
+    parsed, call = Parsed(FORMATS[name][0], size), written_call(FORMATS[name][1])
+    for begin, end in (("", ""), ("", "`"), ("", "}" * 2000), (call[: len(call) // 2], "")):
+        require_linear(parsed, begin, '{"id":\n', end)
+    for begin in dict.fromkeys(beginnings(call)[-6:]):
+        require_linear(parsed, "", f"\n{begin}", "!")
+
+
+@pytest.mark.parametrize("channels", CHANNELS, ids=lambda channels: channels.name)
+def test_many_tags_in_a_long_text_are_read_in_one_pass(channels: OutputFormat) -> None:
+    for tag in (*channels.special_tokens, ">>>all\n"):
+        short, long = (tag * (count // len(tag)) for count in (8000, 8000 * FACTOR))
+        grown = measured(Parsed(channels), short, long, first=1)
+        assert any(one <= 2 * FACTOR for one in grown), f"many {tag!r} are not read in one pass"
+
+
+class PythonCall:
+    """Reads a call in Python with many texts."""
+
+    def run(self, text: str) -> None:
+        assert python_calls(f"f(text=[{text}])", Tools(TOOLS))
+
+
+def test_the_work_of_a_call_in_python_grows_as_its_texts() -> None:
+    assert any(one <= MOST_GROWTH for one in measured(PythonCall(), "'',\n" * SHORT, "'',\n" * SHORT * FACTOR, first=1))
+
+
+HEAD = Head(id="r", created=0, model="m", fingerprint="", prompt_tokens=1, request_id="q")
+
+
+@dataclass(frozen=True)
+class Held:
+    """What takes a text in pieces, and holds blanks until something else comes."""
+
+    new: Callable[[], Callable[[str], object]]
+
+    def run(self, text: str) -> None:
+        take = self.new()
+        for at in range(0, len(text), 64):
+            take(text[at : at + 64])
+
+
+def parser_takes() -> Callable[[str], object]:
+    return FORMATS["hermes"][0].parser([], "").feed
+
+
+def items_take() -> Callable[[str], object]:
+    items = OutputItems("r", reasoning_is_summary=False)
+    return lambda text: items.add([ContentDelta(text)])
+
+
+def message_takes() -> Callable[[str], object]:
+    writer = MessageWriter(HEAD)
+    return lambda text: writer.events(DeltaEvent(0, (ContentDelta(text),)))
+
+
+@pytest.mark.parametrize("new", [parser_takes, items_take, message_takes])
+def test_blanks_that_are_held_are_not_gone_through_again(new: Callable[[], Callable[[str], object]]) -> None:
+    short, long = (" " * (64 * count) + "x" for count in (1000, 1000 * FACTOR))
+    assert any(one <= MOST_GROWTH for one in measured(Held(new), short, long, first=1))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
+
+_MOST_UNDECODED = 16
+"""A character has four bytes, each a token at most. More are decoded with what they are part of, whatever it is."""
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
@@ -25,7 +29,9 @@ class TextStream:
         self._hidden = hidden
         self._stream = DecodeStream(skip_special_tokens=False)
         self._undecoded: list[int] = []
-        self._stop = stop
+        self._decoded: list[int] = []
+        """The tokens whose text came last."""
+        self._stops = [_StopSearch(text) for text in stop]
         self._held = ""
         self.stopped_by: str | None = None
         """The stop string that is complete."""
@@ -34,18 +40,34 @@ class TextStream:
         """Returns the text that `token` makes final, perhaps "". Sets `stopped_by` when a stop string is complete."""
         if token in self._hidden:
             return ""
-        self._undecoded.append(token)
-        text = self._step(token)
-        if text is None:
-            return ""
-        self._undecoded.clear()
-        return self._release(text)
+        return self._release(self._text_of(token))
 
     def finish(self) -> str:
         """Returns the text that is still held when the reply ends without a stop string."""
-        rest = self._backend.decode(self._undecoded, skip_special_tokens=False) if self._undecoded else ""
+        rest = self._decode(self._undecoded) if self._undecoded else ""
         held, self._held = self._held, ""
         return held + rest
+
+    def _text_of(self, token: int) -> str:
+        """Returns the text up to `token`, "" while a character is incomplete."""
+        self._undecoded.append(token)
+        text = self._step(token)
+        if text is not None:
+            self._decoded, self._undecoded = self._undecoded, []
+            return text
+        return self._broken() if len(self._undecoded) > _MOST_UNDECODED else ""
+
+    def _broken(self) -> str:
+        """Returns the text of bytes that make no character. The last ones may begin one, and stay whole."""
+        ids, self._undecoded = self._undecoded, []
+        pieces = {cut: [self._decode(ids[:cut]), self._decode(ids[cut:])] for cut in range(len(ids) - 3, len(ids))}
+        cut = min(reversed(pieces), key=lambda cut: sum(map(len, pieces[cut])))
+        self._stream = DecodeStream(ids=self._decoded, skip_special_tokens=False)
+        return pieces[cut][0] + "".join(map(self._text_of, ids[cut:]))
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
 
     def _step(self, token: int) -> str | None:
         """Returns the text up to `token`, None while a character is incomplete.
@@ -56,23 +78,55 @@ class TextStream:
         try:
             text: str | None = self._stream.step(self._backend, token)
         except Exception:  # noqa: BLE001 (tokenizers raises nothing narrower)
-            text = self._backend.decode(self._undecoded, skip_special_tokens=False)
+            text = self._decode(self._undecoded)
             self._stream = DecodeStream(ids=list(self._undecoded), skip_special_tokens=False)
         return text
 
     def _release(self, text: str) -> str:
         self._held += text
-        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        found = [(len(self._held) - rest, stop.text) for stop in self._stops if (rest := stop.add(text)) is not None]
         if found:
             at, self.stopped_by = min(found)
             ready, self._held = self._held[:at], ""
             return ready
-        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        keep = max((stop.matched for stop in self._stops), default=0)
         ready = self._held[: len(self._held) - keep]
         self._held = self._held[len(ready) :]
         return ready
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that `stop` begins with."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+class _StopSearch:
+    """Looks for a stop string in a text that grows, by Knuth, Morris and Pratt: a character is looked at about once."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        """The length of the longest end of what was added that `text` begins with."""
+
+    def add(self, text: str) -> int | None:
+        """Returns how long the rest is from where the stop string stands first, None if it is not there."""
+        for at, character in enumerate(text):
+            self.matched = _matched(self.text, self.matched, character)
+            if self.matched == len(self.text):
+                self.matched = 0
+                return len(self.text) + len(text) - at - 1
+        return None
+
+
+@lru_cache(maxsize=64)
+def _ends(text: str) -> list[int]:
+    """Returns for each beginning of `text`, from one character on, the longest of its ends that `text` begins with."""
+    ends = [0]
+    for character in text[1:]:
+        matched = ends[-1]
+        while matched and text[matched] != character:
+            matched = ends[matched - 1]
+        ends.append(matched + (text[matched] == character))
+    return ends
+
+
+def _matched(text: str, matched: int, character: str) -> int:
+    """Returns how much of `text` stands at the end of a text that ended with `matched` characters of it."""
+    while matched and text[matched] != character:
+        matched = _ends(text)[matched - 1]
+    return matched + (text[matched] == character)

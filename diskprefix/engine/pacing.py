@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-LEAST_ROWS = 32
+LEAST_ROWS = 16
 """So that a prompt gets on whatever is measured."""
 _LEAST_SHARE = 0.5
 """Of the time of a step, for prompts: where decoding alone takes long, they would wait for ever."""

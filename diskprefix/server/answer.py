@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -18,10 +19,11 @@ from starlette.responses import Response
 from diskprefix.cache_options import CacheOptions
 from diskprefix.chat.content import holds_media
 from diskprefix.chat.messages import Conversation
-from diskprefix.chat.output.format import OutputFormat, OutputParser
+from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.replay import Replayed
-from diskprefix.engine.request import DoneEvent, GenerateRequest, Stage
+from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams, Stage
+from diskprefix.errors import InvalidRequest
 from diskprefix.prompt import Prompt
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described, events, openai_events
@@ -44,6 +46,9 @@ from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, PatientResponse, first_signs
 
 B = TypeVar("B", bound=RequestBody)
+
+MAX_LOGPROBS = 2**19
+"""Of a reply: all choices, tokens and alternatives. Each takes 200 to 300 bytes until the reply is sent."""
 
 router = APIRouter(tags=["completions"])
 
@@ -199,6 +204,26 @@ def _clamped_to(asked: Asked, prompt: Prompt, max_positions: int) -> int | None:
     return None if max_tokens is None or max_tokens <= room else room
 
 
+def _sampling(asked: Asked, num_room: int) -> SamplingParams:
+    """Returns how the reply is sampled. With log probabilities, which are held until its end, one without a limit ends
+    when they are as many as may be. Raises `InvalidRequest` if a limit is set that allows for more.
+    """
+    sampling = asked.sampling
+    if sampling.logprobs is None:
+        return sampling
+    most = MAX_LOGPROBS // (sampling.n * (1 + sampling.logprobs))
+    if sampling.max_tokens is None:
+        return replace(sampling, max_tokens=most) if most < num_room else sampling
+    if min(sampling.max_tokens, num_room) > most:
+        of_choices = f" of {sampling.n} choices" if sampling.n > 1 else ""
+        raise InvalidRequest(
+            f"{asked.limit_path}: a reply may have {MAX_LOGPROBS} log probabilities; with {sampling.logprobs} "
+            f"alternatives for every token{of_choices}, that is {most} tokens",
+            param=asked.limit_path,
+        )
+    return sampling
+
+
 def _request(
     serving: Serving,
     asked: Asked,
@@ -219,15 +244,13 @@ def _request(
     generate = GenerateRequest(
         id=f"{dialect.id_prefix}{uuid.uuid4().hex}",
         prompt=prompt,
-        sampling=asked.sampling,
+        sampling=_sampling(asked, serving.engine.max_positions - len(prompt.token_ids)),
         cache=cache,
         constraint=constraint_of(asked, output_format, prompt_end, serving.engine.constraints.check),
         shown_special_tokens=output_format.special_tokens,
         reports_progress=asked.return_progress,
         on_stage=on_stage,
     )
-
-    def new_parser() -> OutputParser:
-        return output_format.parser(tools, prompt_end)
-
-    return RememberingReader(new_parser, dialect.call_id_prefix, memory, many_calls=choice.many), generate
+    # Made here, in a thread: many names of tools take long.
+    parsers = [output_format.parser(tools, prompt_end) for _ in range(asked.sampling.n)]
+    return RememberingReader(parsers.pop, dialect.call_id_prefix, memory, many_calls=choice.many), generate

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from diskprefix.engine import detokenize
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from tests.model.tiny import SPECIAL_TOKENS, tokenizer
 
@@ -126,11 +127,79 @@ def test_bytes_that_make_no_character_do_not_end_the_reply(pieces: tuple[str | i
     assert streamed(*pieces) == text
 
 
+@pytest.mark.parametrize("word", ["b", "▁the"])
+@pytest.mark.parametrize("num", [16, 17, 18, 19, 40])
+def test_many_bytes_that_make_no_character_are_shown_before_the_next_one(num: int, word: str) -> None:
+    text = "b" + "�" * num + word.replace("▁", " ")
+    assert streamed("b", *[0xFF] * num, word) == text
+    assert streamed("b", *[0xFF] * num, *_SUN, word).endswith(word.replace("▁", " "))
+
+
+@pytest.mark.parametrize("num", range(1, 30))
+def test_the_character_that_stands_for_broken_bytes_is_shown_as_it_is(num: int) -> None:
+    assert stream("a" + "�" * num + "日b") == ("a" + "�" * num + "日b", None)
+    bytes_of = tuple("�".encode())
+    assert streamed("b", *bytes_of * num, "▁the") == "b" + "�" * num + " the"
+
+
+class CountingBackend:
+    """Counts the tokens that are decoded. A stream of it decodes what it has not shown."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.num_decoded = 0
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.num_decoded += len(ids)
+        text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+def test_broken_bytes_are_not_decoded_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __init__(self, ids: tuple[int, ...] = (), **_: bool) -> None:
+            self.ids = list(ids)
+
+        def step(self, backend: CountingBackend, token: int) -> None:
+            self.ids.append(token)
+            backend.decode(self.ids, skip_special_tokens=False)
+
+    monkeypatch.setattr(detokenize, "DecodeStream", Stream)
+    counts = []
+    for num in (1000, 2000):
+        backend = CountingBackend(_byte_fallback.backend_tokenizer)
+        out = TextStream(SimpleNamespace(backend_tokenizer=backend), (), ())
+        for _ in range(num):
+            out.push(1 + 0xFF)
+        counts.append(backend.num_decoded)
+    assert counts[1] < 3 * counts[0]
+
+
+class CountedText(str):
+    """Counts how often a character of it is looked at, and how much of it is copied."""
+
+    looked_at = 0
+
+    def __getitem__(self, place: Any) -> str:
+        part = super().__getitem__(place)
+        CountedText.looked_at += max(1, len(part))
+        return part
+
+
+def test_a_stop_string_that_is_held_is_not_compared_again_for_each_token() -> None:
+    CountedText.looked_at = 0
+    stops = ("a" * 1000 + "x", *(CountedText("a" * num + "b" + "c" * 900) for num in range(1, 16)))
+    out = TextStream(_tokenizer, stops, ())
+    for token in ids("a" * 500):
+        out.push(token)
+    assert CountedText.looked_at < 500 * len(stops) * 8
+
+
 def test_a_stop_string_is_found_after_broken_bytes() -> None:
     assert streamed(*_SUN, 0xFF, "▁the", stop=(" the",)) == "日�"
 
 
-@given(st.lists(st.one_of(st.sampled_from(_WORDS), st.integers(0, 255)), max_size=20))
+@given(st.lists(st.one_of(st.sampled_from(_WORDS), st.integers(0, 255)), max_size=40))
 def test_whatever_bytes_come_the_words_are_kept(pieces: list[str | int]) -> None:
     text = streamed("b", *pieces)
     at = 0

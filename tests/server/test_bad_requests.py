@@ -209,6 +209,22 @@ def test_the_log_does_not_repeat_wrong_values(client: httpx.Client, caplog: pyte
     assert "secret" not in caplog.text
 
 
+@pytest.mark.parametrize("route", DIALECTS)
+def test_names_of_tools_have_a_largest_length(client: httpx.Client, route: str) -> None:
+    for length, status in ((128, 200), (129, 400)):
+        name = "f" * length
+        tool: dict[str, Any] = {"type": "function", "function": {"name": name}}
+        if route == "/v1/responses":
+            tool = {"type": "function", "name": name}
+        elif route == "/v1/messages":
+            tool = {"name": name, "input_schema": {"type": "object"}}
+        answer = client.post(route, json=ROUTES[route] | {"tools": [tool]})
+        assert answer.status_code == status, answer.text
+    error = error_of(route, answer)
+    assert error["param"] == ("tools.0.function.name" if route == DIALECTS[0] else "tools.0.name")
+    assert "128" in error["message"]
+
+
 def test_the_log_names_few_of_the_tools_that_are_left_out(
     client: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from diskprefix.errors import InvalidRequest
+from diskprefix.server.answer import MAX_LOGPROBS
 from diskprefix.server.protocols.anthropic_messages import Messages
 from diskprefix.server.protocols.dialect import json_text
 from diskprefix.server.protocols.openai_chat import Chat, ChatWriter
@@ -20,7 +21,7 @@ from diskprefix.server.protocols.responses.items import ReferenceItem
 from diskprefix.server.protocols.responses.stored import MAX_CONVERSATION_BYTES, ResponseStore
 from diskprefix.server.protocols.responses.writer import ResponseWriter
 from diskprefix.store.note_record import NoteKind
-from tests.server.scripted import AppServer, scripted_app
+from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
@@ -129,3 +130,45 @@ def test_a_response_is_read_once_for_all_references_to_it_and_each_reference_cou
 @pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True, "é\n"]}, {"a": 10**400}, {"a": -(2**64)}, {}])
 def test_json_text_holds_what_it_was_made_from(value: Any) -> None:
     assert json.loads(json_text(value)) == value
+
+
+LIMITS: list[tuple[str, str, dict[str, Any]]] = [
+    (CHAT, "max_tokens", HELLO | {"logprobs": True, "top_logprobs": 20}),
+    (CHAT, "max_completion_tokens", HELLO | {"logprobs": True, "top_logprobs": 20}),
+    ("/v1/completions", "max_tokens", {"prompt": "hello", "logprobs": 20}),
+    (
+        RESPONSES,
+        "max_output_tokens",
+        {"input": "hello", "include": ["message.output_text.logprobs"], "top_logprobs": 20},
+    ),
+]
+
+
+@pytest.fixture
+def long_engine(chat_model: Path) -> Iterator[tuple[AppServer, ScriptedEngine]]:
+    engine = ScriptedEngine()
+    engine.max_positions = 131_072
+    with scripted_app(chat_model, engine) as running:
+        yield running, engine
+
+
+@pytest.mark.parametrize(("route", "field", "body"), LIMITS)
+def test_a_reply_has_a_largest_number_of_log_probabilities(
+    long_engine: tuple[AppServer, ScriptedEngine], route: str, field: str, body: dict[str, Any]
+) -> None:
+    server, engine = long_engine
+    most = MAX_LOGPROBS // 21
+    with server.client() as client:
+        refused = client.post(route, json=body | {field: most + 1})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == field
+        assert f"{most} tokens" in refused.json()["error"]["message"]
+        for fields in ({field: most}, {}):
+            assert client.post(route, json=body | fields).status_code == 200
+            assert engine.requests[-1].sampling.max_tokens == most
+
+
+def test_what_does_not_fit_the_model_is_not_counted_as_log_probabilities(server: AppServer) -> None:
+    with server.client() as client:
+        body = HELLO | {"logprobs": True, "top_logprobs": 20, "max_tokens": 2**30}
+        assert client.post(CHAT, json=body).status_code == 200

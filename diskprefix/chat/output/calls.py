@@ -20,7 +20,12 @@ _OTHER_KEYS = {"id", "type", "tool_call_id", "call_id", "index"}
 
 def any_of(texts: Iterable[str]) -> regex.Pattern[str]:
     """Returns a pattern of literal texts, the longest first; one that never matches if there are none."""
-    return regex.compile("|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
+    return regex.compile(alternatives(texts))
+
+
+def alternatives(texts: Iterable[str]) -> str:
+    """Returns the source of `any_of`."""
+    return "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)"
 
 
 class Calls:
@@ -40,10 +45,15 @@ class Calls:
         if text:
             self._emit(ToolCallDelta(self.count - 1, text))
 
-    def whole(self, call: Call) -> None:
-        """A call that was read as a whole."""
+    def whole(self, call: Call) -> bool:
+        """A call that was read as a whole. Returns False if its arguments are nested too deeply."""
+        try:
+            arguments = _json(call.arguments)
+        except RecursionError:
+            return False
         self.begin(call.name)
-        self.arguments(_json(call.arguments))
+        self.arguments(arguments)
+        return True
 
 
 class CallReader:
@@ -63,7 +73,7 @@ class CallReader:
     def group(self) -> Step[bool]:
         """Reads the calls behind a tag that opens them, with the tag that ends them, which may be missing.
 
-        Returns False, and has read nothing, if there is no call.
+        Returns False if there is no call.
         """
         start = self._calls.count
         if self._syntax.body == "python":
@@ -86,7 +96,7 @@ class CallReader:
         else:
             done = yield from self.objects(known_only=False)
         if not done:
-            self._reader.at = start
+            self._reader.back_to(start)
         return done
 
     def _behind_head(self, name: str) -> Step[bool]:
@@ -126,15 +136,18 @@ class CallReader:
                 reader.at += 1
             is_object = (yield from reader.peek()) == "{"
             if not is_object or not (yield from self._object(known_only)):
-                reader.at = start
+                reader.back_to(start)
                 break
             found = True
         if found and in_array and (yield from reader.peek()) == "]":
             reader.at += 1
         return found
 
-    def _object(self, known_only: bool) -> Step[bool]:
-        """Reads one call that is an object. Returns whether a call has begun; from then on everything is part of it."""
+    def _object(self, known_only: bool, *, is_inner: bool = False) -> Step[bool]:
+        """Reads one call that is an object. Returns whether a call has begun; from then on everything is part of it.
+
+        `is_inner`: it stands in another one, {"function": {…}}, and no third one in it.
+        """
         reader = self._reader
         name, early, begun = "", "", False
         reader.at += 1
@@ -150,8 +163,8 @@ class CallReader:
             elif self._syntax.name_is_key:
                 begun = yield from self._begin(key)
             elif key in _NAME_KEYS and not name:
-                if (yield from reader.peek()) == "{":
-                    begun = yield from self._object(known_only)
+                if not is_inner and (yield from reader.peek()) == "{":
+                    begun = yield from self._object(known_only, is_inner=True)
                     if not begun:
                         return False
                     continue
@@ -190,7 +203,7 @@ class CallReader:
         reader = self._reader
         reader.forget()
         if (yield from reader.peek()) == "{":
-            yield from reader.json(self._calls.arguments)
+            yield from reader.json(self._calls.arguments, forgets=True)
         else:
             pieces: list[str] = []
             yield from reader.json(pieces.append)
@@ -231,7 +244,12 @@ class CallReader:
         found = yield from self._reader.until(self._argument_end, pieces.append)
         if found is not None:
             self._reader.at = found.end()
-        self._calls.arguments(_json(self._tools.value(name, key, "".join(pieces))))
+        text = "".join(pieces)
+        try:
+            value = _json(self._tools.value(name, key, text))
+        except RecursionError:
+            value = _json(text)
+        self._calls.arguments(value)
         return found is not None
 
     def _braces(self, name: str) -> Step[bool]:
@@ -239,8 +257,7 @@ class CallReader:
         arguments = None if text is None else braces(text, self._syntax.quotes)
         if arguments is None:
             return False
-        self._calls.whole(Call(name, arguments))
-        return True
+        return self._calls.whole(Call(name, arguments))
 
     def _elements(self, name: str) -> Step[bool]:
         text = yield from self._reader.before(self._tail)
@@ -248,8 +265,7 @@ class CallReader:
         arguments = elements(text or "", self._syntax.quotes, schema)
         if not (yield from self._reader.match(self._tail)) or not isinstance(arguments, dict):
             return False
-        self._calls.whole(Call(name, arguments))
-        return True
+        return self._calls.whole(Call(name, arguments))
 
     def _python_call(self, name: str) -> Step[bool]:
         source = yield from self._reader.brackets()

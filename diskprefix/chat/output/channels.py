@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import lru_cache
 from typing import ClassVar
 
 import regex
 
-from diskprefix.chat.output.calls import CallReader, Calls, any_of
+from diskprefix.chat.output.calls import CallReader, Calls, alternatives, any_of
 from diskprefix.chat.output.families import ATEM
 from diskprefix.chat.output.parser import StreamParser
 from diskprefix.chat.output.reader import Step, Take
 from diskprefix.chat.output.tools import Tools
+
+
+@lru_cache(maxsize=4)
+def _compiled(pattern: str) -> regex.Pattern[str]:
+    """Returns a pattern, which may hold the names of tools: a thousand long ones take 30 MiB. The module keeps 500."""
+    return regex.compile(pattern, cache_pattern=False)
 
 
 class ChannelParser(StreamParser):
@@ -25,9 +32,9 @@ class ChannelParser(StreamParser):
         super().__init__()
         self.tools = tools
         self.made = Calls(self.emit)
-        self._header = regex.compile(self.header())
-        self._tag = regex.compile(self.tag())
-        self._end = regex.compile(self.end_of_message())
+        self._header = _compiled(self.header())
+        self._tag = _compiled(self.tag())
+        self._end = _compiled(self.end_of_message())
         # A reply that goes on with a message whose header stands in the prompt.
         self._begun = prompt_end[max(0, prompt_end.rfind("<|start|>")) :]
 
@@ -41,7 +48,7 @@ class ChannelParser(StreamParser):
 
     def tag(self) -> str:
         """Returns a pattern of what no content goes on with."""
-        return any_of(self.tags).pattern
+        return alternatives(self.tags)
 
     @abstractmethod
     def message(self, header: regex.Match[str]) -> Step[None]:
@@ -85,7 +92,7 @@ class ChannelParser(StreamParser):
         first = yield from self.reader.peek()
         is_whole = False
         if first == "{":
-            is_whole = yield from self.reader.json(self.made.arguments)
+            is_whole = yield from self.reader.json(self.made.arguments, forgets=True)
             yield from self.reader.space()
         elif not first or (yield from self.reader.looks_at(self._end)):
             self.made.arguments("{}")
@@ -160,7 +167,7 @@ class FunctionaryParser(ChannelParser):
         return rf"(?:>>>)?(?P<to>{self._recipients()})\n"
 
     def _recipients(self) -> str:
-        return any_of(["all", *self.tools.names]).pattern
+        return alternatives(["all", *self.tools.names])
 
     def end_of_message(self) -> str:
         """See `ChannelParser`."""

@@ -29,8 +29,8 @@ class Call(NamedTuple):
 def python_calls(source: str, tools: Tools) -> list[Call]:
     """Returns the calls in Python source: expressions, or lists of them. Returns none if anything else is in it."""
     try:
-        statements = ast.parse(source.strip()).body
-        return [call for statement in statements for call in _calls_of(_value_of(statement), source.strip(), tools)]
+        statements, lines = ast.parse(source.strip()).body, source.strip().encode().splitlines()
+        return [call for statement in statements for call in _calls_of(_value_of(statement), lines, tools)]
     except _UNREADABLE:
         return []
 
@@ -41,40 +41,44 @@ def _value_of(statement: ast.stmt) -> ast.expr:
     raise ValueError("no expression")
 
 
-def _calls_of(node: ast.expr, source: str, tools: Tools) -> list[Call]:
+def _calls_of(node: ast.expr, lines: list[bytes], tools: Tools) -> list[Call]:
     if isinstance(node, ast.List | ast.Tuple):
-        return [call for element in node.elts for call in _calls_of(element, source, tools)]
+        return [call for element in node.elts for call in _calls_of(element, lines, tools)]
     if not isinstance(node, ast.Call):
         raise ValueError("no call")
     name = ast.unparse(node.func)
     if name in _WRAPPERS and name not in tools:
-        return [call for argument in node.args for call in _calls_of(argument, source, tools)]
+        return [call for argument in node.args for call in _calls_of(argument, lines, tools)]
     # Llama 3.1 calls its own tools with get_weather.call(…).
     name = name.removesuffix(".call") if name not in tools else name
     keys = list(tools.properties(name))
-    arguments = {key: _literal(value, source) for key, value in zip(keys, node.args, strict=False)}
+    arguments = {key: _literal(value, lines) for key, value in zip(keys, node.args, strict=False)}
     if len(arguments) < len(node.args):
         raise ValueError("more arguments than the tool has")
     for keyword in node.keywords:
         if keyword.arg is None:
             raise ValueError("**")
-        arguments[keyword.arg] = _literal(keyword.value, source)
+        arguments[keyword.arg] = _literal(keyword.value, lines)
     return [Call(name, arguments)]
 
 
-def _literal(node: ast.expr, source: str) -> Any:
-    """Returns the value of a literal. A text that is JSON too is read as JSON, whose escapes differ."""
+def _literal(node: ast.expr, lines: list[bytes]) -> Any:
+    """Returns the value of a literal in `lines` of source. A text that is JSON too is read as JSON, whose escapes
+    differ."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if node.end_lineno != node.lineno:
+            return node.value
         try:
-            return json.loads(ast.get_source_segment(source, node) or "")
+            # As `ast.get_source_segment`, which would part the whole source into lines for each text.
+            return json.loads(lines[node.lineno - 1][node.col_offset : node.end_col_offset])
         except ValueError:
             return node.value
     if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
         return _JSON_NAMES[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(element, source) for element in node.elts]
+        return [_literal(element, lines) for element in node.elts]
     if isinstance(node, ast.Dict):
-        return {_key(key): _literal(value, source) for key, value in zip(node.keys, node.values, strict=True)}
+        return {_key(key): _literal(value, lines) for key, value in zip(node.keys, node.values, strict=True)}
     value = ast.literal_eval(node)
     json.dumps(value, allow_nan=False)
     return value
@@ -120,7 +124,10 @@ def elements(text: str, mark: str, schema: JsonObject) -> object:
             open_ones[-1].text = behind
         elif open_ones.pop().key != key or not open_ones:
             return None
-    return open_ones[0].value(schema) if len(open_ones) == 1 and not before.strip() else None
+    try:
+        return open_ones[0].value(schema) if len(open_ones) == 1 and not before.strip() else None
+    except RecursionError:
+        return None
 
 
 def braces(text: str, quote: str) -> JsonObject | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import regex
 
-from diskprefix.chat.output.calls import CallReader, Calls, any_of
+from diskprefix.chat.output.calls import CallReader, Calls, alternatives, any_of
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin
 from diskprefix.chat.output.families import PLAIN
 from diskprefix.chat.output.reader import Reader, Step
@@ -17,6 +17,8 @@ from diskprefix.chat.output.tools import Tools
 Thoughts = Sequence[tuple[str, str]]
 """Pairs of tags around reasoning."""
 
+_PIECE = 2048
+"""Characters of a long text that are read at a time."""
 _INLINE = r'\{(?=\s*"(?:name|type|function|arguments|parameters)"\s*:)'
 _FENCE = r"```\w*"
 _WRAPPERS = (
@@ -33,7 +35,8 @@ class StreamParser(ABC):
     def __init__(self) -> None:
         self.reader = Reader()
         self._out: list[OutputDelta] = []
-        self._space: tuple[Callable[[str], OutputDelta], str] = (ContentDelta, "")
+        self._space: list[str] = []
+        self._space_is: Callable[[str], OutputDelta] = ContentDelta
         self._running = self.reply()
 
     @abstractmethod
@@ -42,12 +45,13 @@ class StreamParser(ABC):
 
     def feed(self, text: str) -> list[OutputDelta]:
         """See `OutputParser`."""
-        self.reader.text += text
-        return self._run()
+        # Each step may look at all that has come.
+        pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
+        return [delta for piece in pieces if self.reader.add(piece) for delta in self._run()]
 
     def finish(self) -> list[OutputDelta]:
         """See `OutputParser`."""
-        self.reader.ended = True
+        self.reader.end()
         return self._run()
 
     def _run(self) -> list[OutputDelta]:
@@ -70,21 +74,21 @@ class StreamParser(ABC):
         self._text(ReasoningDelta, text)
 
     def _text(self, delta: Callable[[str], OutputDelta], text: str) -> None:
-        text = self._space[1] + text
         shown = text.rstrip()
-        self._space = delta, text[len(shown) :]
         if shown:
-            self.emit(delta(shown))
+            self.emit(delta("".join([*self._space, shown])))
+            self._space.clear()
+        self._space.append(text[len(shown) :])
+        self._space_is = delta
 
     def drop_space(self) -> None:
         """Drops the white space that is held."""
-        self._space = ContentDelta, ""
+        self._space.clear()
 
     def end(self) -> None:
         """The reply has ended. White space that is held belongs to it."""
-        delta, space = self._space
-        if space:
-            self.emit(delta(space))
+        if space := "".join(self._space):
+            self.emit(self._space_is(space))
 
 
 class FamilyParser(StreamParser):
@@ -98,25 +102,28 @@ class FamilyParser(StreamParser):
         calls = Calls(self.emit)
         self._calls = CallReader(self.reader, family.calls, tools, calls)
         self._plain = CallReader(self.reader, PLAIN, tools, calls)
-        self._opener = self._openers(family, tools)
+        self._tools = tools
+        self._opener = self._openers(family, is_offered=bool(tools))
         self._begins = self._begins_in_reasoning(family, tools)
 
     @staticmethod
-    def _openers(family: Family, tools: Tools) -> regex.Pattern[str]:
-        """What may begin a call, or is a tag around content. Python's calls have no sign but their names."""
-        kinds = {"drop": any_of(family.dropped).pattern}
-        if tools:
+    def _openers(family: Family, *, is_offered: bool) -> regex.Pattern[str]:
+        """What may begin a call, or is a tag around content. Python's calls have no sign but their names.
+
+        The names of the tools are not a part of it: a thousand long ones take a second to compile.
+        """
+        kinds = [rf"(?P<drop>{alternatives(family.dropped)})"]
+        if is_offered:
             own = {*family.calls.begins, *family.dropped}
-            wrapper = any_of(tag for tag in map("<{}>".format, _WRAPPERS) if tag not in own).pattern
-            names = any_of(tools.names).pattern
-            kinds |= {
-                "call": any_of(family.calls.begins).pattern,
-                "python": rf"^\[\s*(?:{names})\s*\(" if family.calls.body == "python" else r"(?!)",
-                "function": rf"<function(?:=| name=\")(?:{names})\"?>\s*(?=\{{)",
-                "inline": _INLINE if family.is_bare else r"(?!)",
-                "json": rf"^[ \t]{{0,8}}(?:{_FENCE}\s*)?(?:(?:{wrapper})\s*)?(?:\[(?=\s*\{{)|\{{(?=\s*\"))",
-            }
-        return regex.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in kinds.items()), regex.MULTILINE)
+            wrapper = alternatives(tag for tag in map("<{}>".format, _WRAPPERS) if tag not in own)
+            kinds += [
+                rf"(?P<call>{alternatives(family.calls.begins)})",
+                r"^\[\s*(?P<python>[\w.]+)\s*\(" if family.calls.body == "python" else r"(?!)",
+                r"<function(?:=| name=\")(?P<function>[^>\"\n]+)\"?>\s*(?=\{)",
+                rf"(?P<inline>{_INLINE if family.is_bare else r'(?!)'})",
+                rf"(?P<json>^[ \t]{{0,8}}(?:{_FENCE}\s*)?(?:(?:{wrapper})\s*)?(?:\[(?=\s*\{{)|\{{(?=\s*\")))",
+            ]
+        return regex.compile("|".join(kinds), regex.MULTILINE)
 
     @staticmethod
     def _begins_in_reasoning(family: Family, tools: Tools) -> str:
@@ -138,8 +145,10 @@ class FamilyParser(StreamParser):
 
     def _try_calls(self, found: regex.Match[str], otherwise: Callable[[str], None]) -> Step[bool]:
         """Reads the calls that `found` opens. If there are none, `found` is text for `otherwise`."""
-        kind = found.lastgroup
-        if kind in ("json", "inline"):
+        kind, done = found.lastgroup, False
+        if kind in ("python", "function") and found[kind] not in self._tools:
+            self.reader.at = found.end()
+        elif kind in ("json", "inline"):
             self.reader.at = found.end() - 1
             done = yield from self._plain.objects(known_only=True)
             yield from self._wrapper_ends(done)
@@ -154,8 +163,8 @@ class FamilyParser(StreamParser):
         if done:
             yield from self._behind_tag()
         else:
-            self.reader.at = found.end()
-            otherwise(found[0])
+            self.reader.give_up(found.end())
+            otherwise(self.reader.text[found.start() : self.reader.at])
         return done
 
     def _wrapper_ends(self, done: bool) -> Step[None]:
@@ -170,7 +179,7 @@ class FamilyParser(StreamParser):
         self.reader.forget(at_line_start=True)
 
     def _reasoning(self) -> Step[None]:
-        begins = any_of(begin for begin, _ in self._thoughts).pattern
+        begins = alternatives(begin for begin, _ in self._thoughts)
         found = yield from self.reader.match(regex.compile(rf"\s*(?P<begin>{begins})"))
         end = dict(self._thoughts)[found["begin"]] if found else self._opened
         if end is None:

@@ -19,6 +19,10 @@ _STRING = regex.compile(r'"(?:[^"\\]|\\.)*"', regex.DOTALL)
 _SCALAR = re.compile(r"[^\s,;:\[\]{}\"<]*")
 _MARKS = re.compile(r'["\\{}\[\]<`\x00-\x1f]')
 _BRACKETS = re.compile(r"""["'\\()\[\]{}]""")
+_SHORT, _SHARE = 256, 8
+"""A longer text is held until an eighth more of it has come."""
+_LITTLE, _MOST_IN_VAIN = 4096, 2
+"""So many characters, and twice the reply, may be read as calls that are none."""
 
 
 class Reader:
@@ -32,11 +36,53 @@ class Reader:
         """Begins with the character before the unread text. A reply begins like a line."""
         self.at = 1
         self.ended = False
+        self._coming: list[str] = []
+        self._num_coming = 0
+        self._num_read = 0
+        self._num_in_vain = 0
+        self._furthest = 1
+
+    def add(self, text: str) -> bool:
+        """Takes more text. Returns whether to go on reading.
+
+        What is held may be read from its beginning, so a long text is read again only when an eighth more of it has
+        come: all readings together then are as long as a few of the whole.
+        """
+        self._coming.append(text)
+        self._num_coming += len(text)
+        if self._num_coming * _SHARE < len(self.text) - _SHORT:
+            return False
+        self._join()
+        return True
+
+    def end(self) -> None:
+        """No more text comes."""
+        self.ended = True
+        self._join()
+
+    def _join(self) -> None:
+        self._num_read += self._num_coming
+        self.text = "".join([self.text, *self._coming])
+        self._coming.clear()
+        self._num_coming = 0
 
     def forget(self, *, at_line_start: bool = False) -> None:
         """Drops what was read. `at_line_start`: what follows counts as the beginning of a line."""
         self.text = ("\n" if at_line_start else self.text[self.at - 1]) + self.text[self.at :]
-        self.at = 1
+        self.at = self._furthest = 1
+
+    def back_to(self, at: int) -> None:
+        """Goes back to a position: what was read behind it is no call."""
+        self._num_in_vain += max(0, self.at - at)
+        self._furthest = max(self._furthest, self.at)
+        self.at = at
+
+    def give_up(self, at: int) -> None:
+        """Goes back to a position, from where other calls are looked for. If much of the reply was read in vain, it
+        does not: else values inside of values would be read again and again."""
+        self.back_to(at)
+        if self._num_in_vain > _MOST_IN_VAIN * self._num_read + _LITTLE:
+            self.at = max(at, self._furthest)
 
     def more(self) -> Step[bool]:
         """Waits for more text. Returns False if no more comes."""
@@ -71,7 +117,7 @@ class Reader:
             if not found.partial:
                 self.at = found.end()
                 return found
-            yield
+            yield from self.more()
 
     def looks_at(self, pattern: regex.Pattern[str]) -> Step[bool]:
         """Returns whether `pattern` matches here, and reads nothing."""
@@ -112,8 +158,10 @@ class Reader:
         found = yield from self.match(_STRING)
         return None if found is None else found[0]
 
-    def json(self, take: Take) -> Step[bool]:
+    def json(self, take: Take, *, forgets: bool = False) -> Step[bool]:
         """Reads a JSON value and hands its text to `take` as it comes. Returns whether it is complete.
+
+        `forgets`: nobody goes back to a position before it, so its text need not be held.
 
         An object or an array is complete when its brackets are closed; one in which a tag stands is broken. Control
         characters in strings, which JSON forbids and small models write, are escaped.
@@ -124,7 +172,7 @@ class Reader:
             take(self._rest() if text is None else text)
             return text is not None
         if first and first in "{[":
-            return (yield from self._nested(take))
+            return (yield from self._nested(take, forgets))
         return (yield from self._scalar(take))
 
     def _rest(self) -> str:
@@ -140,7 +188,7 @@ class Reader:
                 self.at = found.end()
                 return bool(found[0])
 
-    def _nested(self, take: Take) -> Step[bool]:
+    def _nested(self, take: Take, forgets: bool) -> Step[bool]:
         depth, in_string, escaped = 0, False, 0
         while True:
             skip = self.at + escaped
@@ -174,17 +222,20 @@ class Reader:
             escaped = max(0, skip - len(self.text))
             if self.at < len(self.text):
                 take(self._rest())
+            if forgets:
+                self.forget()
             if not (yield from self.more()):
                 return False
 
     def brackets(self) -> Step[str | None]:
-        """Reads a Python expression in brackets as a whole. Returns None, and reads nothing, if it does not end."""
+        """Reads a Python expression in brackets as a whole. Returns None if it does not end."""
         depth, quote, at = 0, "", self.at
         while True:
             found = _BRACKETS.search(self.text, at)
             if found is None:
                 at = max(at, len(self.text))
                 if not (yield from self.more()):
+                    self._rest()
                     return None
                 continue
             mark, at = found[0], found.end()

@@ -79,7 +79,7 @@ def _typed(text: str, types: set[str]) -> object:
         return bare.lower() == "true"
     try:
         value = json.loads(bare)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     if isinstance(value, bool) or value is None:
         return text
@@ -94,5 +94,5 @@ def _typed(text: str, types: set[str]) -> object:
 def _untyped(text: str) -> object:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

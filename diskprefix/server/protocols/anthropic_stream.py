@@ -40,7 +40,7 @@ class MessageWriter:
         self._num_blocks = 0
         self._open: str | None = None
         """The type of the block that has begun and not ended."""
-        self._blanks = ""
+        self._blanks: list[str] = []
         """Text before a block of text has begun. Blocks of blanks are not sent: clients may not send them back."""
         self._end: EndEvent | None = None
 
@@ -123,10 +123,11 @@ class MessageWriter:
         return self._call(delta)
 
     def _text(self, text: str) -> list[ServerSentEvent]:
-        text, self._blanks = self._blanks + text, ""
         if self._open != "text" and not text.strip():
-            self._blanks = text
+            self._blanks.append(text)
             return []
+        text = "".join([*self._blanks, text])
+        self._blanks.clear()
         return [*self._opened("text", {"text": ""}), *self._added("text_delta", "text", text)]
 
     def _call(self, call: CallBegin) -> list[ServerSentEvent]:
@@ -187,6 +188,6 @@ def _input(call: Call) -> Json:
     """Returns the arguments. What is no JSON object is handed over as Anthropic's documentation says to return it."""
     try:
         arguments = json.loads(call.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     return arguments if isinstance(arguments, dict) else {"INVALID_JSON": call.arguments}

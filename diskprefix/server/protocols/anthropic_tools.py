@@ -12,7 +12,7 @@ from diskprefix.chat.messages import CacheMark, JsonObject
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
 from diskprefix.server.protocols.dialect import ToolChoice, note_left_out
-from diskprefix.server.protocols.fields import Markable
+from diskprefix.server.protocols.fields import Markable, ToolName
 from diskprefix.server.protocols.strict import REFUSED, Body
 
 _RUN_BY_ANTHROPIC = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
@@ -23,7 +23,7 @@ class CustomTool(Markable):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = Field(default=None, description="`custom`, or absent.")
-    name: str = Field(min_length=1, description="Name of the tool.")
+    name: ToolName = Field(description="Name of the tool.")
     description: str | None = Field(default=None, description="What it does, for the model to read.")
     input_schema: JsonObject = Field(description="JSON schema of its arguments.")
 

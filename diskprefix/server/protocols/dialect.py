@@ -107,6 +107,8 @@ class Asked:
     tool_choice: ToolChoice = ToolChoice()
     text_format: TextFormat | None = None
     return_progress: bool = False
+    limit_path: str = "max_tokens"
+    """Where the client said how many tokens a choice has at most."""
 
     @property
     def is_constrained(self) -> bool:

@@ -70,9 +70,12 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 8192, 1024, 1024
 """Most messages or items of a conversation, content parts of a message, and tools. Chat templates write each of them,
 and what each adds is looked for in the prompt."""
+MAX_NAME_CHARS = 128
+"""Most characters of a tool's name. OpenAI and Anthropic take no longer ones, and MCP advises against them."""
 MAX_SALT_CHARS = 256
 MAX_CACHE_KEY_CHARS = 512
 
+ToolName: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 Effort: TypeAlias = Annotated[

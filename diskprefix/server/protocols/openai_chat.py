@@ -133,6 +133,7 @@ class Chat:
             tool_choice=body.choice,
             text_format=body.text_format,
             return_progress=bool(body.return_progress and body.stream),
+            limit_path="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
         )
 
     def writer(self, body: ChatRequest, head: Head) -> OpenAIWriter:

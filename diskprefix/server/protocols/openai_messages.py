@@ -19,7 +19,7 @@ from diskprefix.chat.messages import (
     TextPart,
     ToolCall,
 )
-from diskprefix.server.protocols.fields import MAX_PARTS, CacheControl, Markable, Unmarkable
+from diskprefix.server.protocols.fields import MAX_PARTS, CacheControl, Markable, ToolName, Unmarkable
 from diskprefix.server.protocols.strict import AS_SENT, Body, TextOrObject, by_json_type
 
 
@@ -164,7 +164,7 @@ def _part(part: TextPartBody | ImagePartBody | AudioPartBody | OtherPartBody, pa
 class ToolFunction(Markable, extra="allow"):
     """A function that the model may call. A mark on it counts as a mark on its tool."""
 
-    name: str = Field(min_length=1, description="Name of the function.")
+    name: ToolName = Field(description="Name of the function.")
     description: str | None = Field(default=None, description="What it does, for the model to read.")
     parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
 

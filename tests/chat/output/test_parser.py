@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,3 +94,24 @@ def test_harmony_drops_a_line_end_behind_a_call_and_shows_a_tag_that_begins_no_m
     call = '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Oslo"}\n<|call|>'
     assert read(format_named("harmony"), [call], TOOLS).content == ""
     assert read(format_named("harmony"), ["What is <|channel|> for?"], TOOLS).content == "What is <|channel|> for?"
+
+
+def test_calls_that_stand_in_calls_without_end_are_content() -> None:
+    text = '{"function": ' * 5000
+    assert read(format_named("json"), [text], TOOLS).content == text
+
+
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+def test_the_names_of_tools_are_not_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand long ones take a second."""
+    compiled: list[str] = []
+    compile_one = regex.compile
+
+    def record(pattern: str, flags: int = 0) -> regex.Pattern[str]:
+        compiled.append(pattern)
+        return compile_one(pattern, flags)
+
+    monkeypatch.setattr(regex, "compile", record)
+    format_named(name).parser([tool(f"get_{index}") for index in range(1000)], "").feed("Hello")
+    assert compiled
+    assert max(map(len, compiled)) < 2000

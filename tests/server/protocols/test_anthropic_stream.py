@@ -130,7 +130,7 @@ def test_a_message_has_a_block_for_the_thought_the_text_and_each_call() -> None:
     assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
 
 
-@pytest.mark.parametrize("arguments", ['{"path": "a', "[1]", "null"])
+@pytest.mark.parametrize("arguments", ['{"path": "a', "[1]", "null", '{"a": ' + "[" * 5000 + "]" * 5000 + "}"])
 def test_arguments_that_are_no_object_are_handed_over_as_text(arguments: str) -> None:
     message = whole(reply(READ, ToolCallDelta(0, arguments), reason="length"))
     assert message["content"][0]["input"] == {"INVALID_JSON": arguments}

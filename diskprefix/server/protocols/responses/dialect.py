@@ -57,6 +57,7 @@ class Responses:
             sampling=sampling,
             tool_choice=body.choice,
             text_format=body.text_format,
+            limit_path="max_output_tokens",
         )
 
     def conversation(self, body: ResponseRequest, arrival: Arrival) -> Conversation:

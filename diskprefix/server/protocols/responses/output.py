@@ -38,7 +38,7 @@ class OutputItems:
         self._reasoning_is_summary = reasoning_is_summary
         self.done: list[Json] = []
         self._open: _OpenItem | None = None
-        self._blank = ""
+        self._blanks: list[str] = []
         """White space that may be the beginning of a message, or nothing but what stands between calls."""
         self._tokens: list[TokenLogprob] = []
         """Those whose text has not become part of a message yet."""
@@ -63,21 +63,22 @@ class OutputItems:
     def end(self, status: ItemStatus) -> list[Json]:
         """Closes the last item, and returns its events. A reply without any item is an empty message."""
         begun = [] if self.done or self._open else self._begin_message()
-        if begun and self._blank:
-            begun += self._text(self._blank)
+        if begun and self._blanks:
+            begun += self._text("")
         return [*begun, *self._close(status)]
 
     def _content(self, text: str) -> list[Json]:
         if self._is_open("message"):
             return self._text(text)
-        self._blank += text
-        if not self._blank.strip():
+        if not text.strip():
+            self._blanks.append(text)
             return []
-        return [*self._close(), *self._begin_message(), *self._text(self._blank)]
+        return [*self._close(), *self._begin_message(), *self._text(text)]
 
     def _text(self, text: str) -> list[Json]:
         assert self._open is not None, "a message is open"
-        self._blank = ""
+        text = "".join([*self._blanks, text])
+        self._blanks.clear()
         logprobs = [_logprob(token) | {"top_logprobs": [_logprob(top) for top in token.top]} for token in self._tokens]
         self._tokens.clear()
         self._open.logprobs += logprobs

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from diskprefix.chat.messages import CacheMark, JsonObject
 from diskprefix.printable import shown
 from diskprefix.server.protocols.dialect import ToolChoice, note_left_out
-from diskprefix.server.protocols.fields import CacheControl, Markable
+from diskprefix.server.protocols.fields import CacheControl, Markable, ToolName
 from diskprefix.server.protocols.strict import AS_SENT, REFUSED, Body, by_json_type, by_type
 
 
@@ -19,7 +19,7 @@ class FunctionTool(Markable):
     """A function that the model may call."""
 
     type: Literal["function"] = Field(description="`function`. Tools of other types are skipped.")
-    name: str = Field(min_length=1, description="Name of the function.")
+    name: ToolName = Field(description="Name of the function.")
     description: str | None = Field(default=None, description="What it does, for the model to read.")
     parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
     strict: bool | None = Field(default=None, description="Accepted; calls that must be made follow the schema.")
