@@ -72,7 +72,8 @@ def purge(
     prompts, the notes (stored responses) and the record of the model or tenant, so nothing of it can be found any more.
 
     The file keeps its size; the removed bytes are overwritten in it. A running daemon forgets what it remembers of
-    them within seconds. Backups keep what they have. With --remote-tier, the same is removed from the bucket.
+    them within seconds. Backups keep what they have. With --remote-tier, the same is removed from the bucket,
+    except with --all: others share it (`diskprefix remote purge`).
 
     \b
     diskprefix purge 3fa9 42d1
@@ -109,7 +110,7 @@ def purge(
                 return 1
             with progress("purging", plan.stored_bytes) as advance:
                 purged = erase(store, purge_filter, now, advance)
-        if purged is not None and store.names.namespace:
+        if purged is not None and store.names.namespace and (plan or yes):
             _purge_bucket(purged, purge_filter, remote_tier, namespace_key_file)
     if as_json:
         print_json(_report(plan, chosen, purged))
@@ -124,6 +125,9 @@ def _purge_bucket(
     """Remove the same from the bucket that machines share, and note in `purged` what became of it."""
     if purge_filter.older_than_s is not None:
         purged.remote_error = "what is old is removed there by `diskprefix remote sweep`"
+        return
+    if purge_filter.is_everything:
+        purged.remote_error = "others share it: use `diskprefix remote purge`"
         return
     if remote_tier is None or namespace_key_file is None:
         purged.remote_error = "give it with --remote-tier and --namespace-key-file, or use `diskprefix remote purge`"

@@ -156,11 +156,11 @@ class _Budget:
         try:
             await given
         except asyncio.CancelledError:
-            if given.done() and not given.cancelled():
-                self._take_back(wanted)
-            else:
+            if item in self._waiting:
                 self._waiting.remove(item)
-                self._give_next()
+            if not given.cancelled():
+                self._free += wanted
+            self._give_next()
             raise
         place.memory.callback(self._take_back, wanted)
 
@@ -169,6 +169,7 @@ class _Budget:
         self._give_next()
 
     def _give_next(self) -> None:
+        self._waiting = [one for one in self._waiting if not one[2].cancelled()]
         while self._waiting:
             item = min(self._waiting, key=lambda one: self._given[one[0]])
             caller, wanted, given = item

@@ -28,7 +28,9 @@ _NICE = 10
 def _let_others_first() -> None:
     """Lowers the priority of this thread, which only Linux can."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))
 
 
 class Turns:

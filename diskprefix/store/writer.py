@@ -85,8 +85,10 @@ class Writer:
         either."""
         self._wipes_from = 0.0
         """When it is looked for deletions again, on the clock of `time.monotonic`."""
-        self._wants_wiping = False
-        """Whether somebody waits for the file to be wiped."""
+        self._wipes_wanted = self._wipes_done = 0
+        """How often somebody asked for the file to be wiped, and of these how often it was."""
+        self._num_wiping = 0
+        """Callers who wait for that."""
         self._held_at: float | None = None
         """Since when the writing is held back, on the clock of `time.monotonic`."""
         self._num_waiting = 0
@@ -190,11 +192,15 @@ class Writer:
         """Wait until what was deleted from the store stands nowhere in its file. Returns False if the time runs out
         first."""
         with self._changed:
-            self._wants_wiping, self._wipes_from = True, 0.0
+            self._wipes_wanted += 1
+            self._num_wiping += 1
+            self._wipes_from, wanted = 0.0, self._wipes_wanted
             self._changed.notify_all()
-            is_wiped = self._changed.wait_for(lambda: not self._wants_wiping, timeout_s)
-            self._wants_wiping = False
-            return is_wiped
+            try:
+                # A wipe that has begun before may have passed by what the caller deleted.
+                return self._changed.wait_for(lambda: self._wipes_done >= wanted, timeout_s)
+            finally:
+                self._num_wiping -= 1
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, then stop. Returns False if the time ran out and publications were lost."""
@@ -248,7 +254,7 @@ class Writer:
                 self._attempt(self._maintain)
 
     def _has_work(self) -> bool:
-        wants_wiping = self._wants_wiping and time.monotonic() >= self._wipes_from
+        wants_wiping = self._num_wiping > 0 and time.monotonic() >= self._wipes_from
         return bool(
             self._next() or self._damaged or self._is_told or self._closing or self.notes.is_waiting or wants_wiping
         )
@@ -364,17 +370,21 @@ class Writer:
         started = time.monotonic()
         if self._store.problem is not None or started < self._wipes_from:
             return
-        self._wipes_from = started + (_TOUCH_INTERVAL_S if self._wants_wiping else _WIPE_AGAIN_S)
+        with self._changed:
+            wanted, is_waited_for = self._wipes_wanted, self._num_wiping > 0
+        is_wiped = True
         if self._store.has_deleted:
             forget_hits(self._store)
             self._have_forgotten()
-            if not self._store.wipe():
-                return
+            is_wiped = self._store.wipe()
         now = time.monotonic()
-        self._wipes_from = now + max(_TOUCH_INTERVAL_S, _WIPE_REST * (now - started))
+        least_s = _TOUCH_INTERVAL_S if is_wiped or is_waited_for else _WIPE_AGAIN_S
         with self._changed:
-            self._wants_wiping = False
-            self._changed.notify_all()
+            is_wanted_again = self._wipes_wanted > wanted
+            self._wipes_from = 0.0 if is_wanted_again else now + max(least_s, _WIPE_REST * (now - started))
+            if is_wiped:
+                self._wipes_done = wanted
+                self._changed.notify_all()
 
     def _have_forgotten(self) -> None:
         for forget in self.on_forget:

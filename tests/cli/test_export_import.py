@@ -521,6 +521,7 @@ def test_an_import_for_a_model_needs_no_daemon_ever(
 ) -> None:
     file, cold = served
     key = tmp_path / "key"
+    key.touch(0o600)
     key.write_text("a secret of many bytes")
     planned = import_for(chat_model, tmp_path / "kv", file, "--dry-run")
     assert (planned.exit_code, planned.stderr) == (0, "")

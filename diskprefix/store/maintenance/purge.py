@@ -45,6 +45,11 @@ class PurgeFilter:
     salt: str | None = None
     older_than_s: float | None = None
 
+    @property
+    def is_everything(self) -> bool:
+        """Whether there is no condition."""
+        return self == PurgeFilter()
+
     def is_of(self, model: str, tenant: str) -> bool:
         """Returns whether the model and the tenant of a root meet the conditions on them."""
         return (self.model is None or model == self.model) and (self.salt is None or matches(tenant, self.salt))
