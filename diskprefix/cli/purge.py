@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,6 +30,10 @@ from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, e
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant import matches, short_tenant
+
+if TYPE_CHECKING:
+    from diskprefix.namespace_key import NamespaceKey
+    from diskprefix.tiers.remote.objects import ObjectStore
 
 
 @click.command(short_help="Remove saved prompts, a model, a tenant, or what is old.")
@@ -72,8 +76,8 @@ def purge(
     prompts, the notes (stored responses) and the record of the model or tenant, so nothing of it can be found any more.
 
     The file keeps its size; the removed bytes are overwritten in it. A running daemon forgets what it remembers of
-    them within seconds. Backups keep what they have. With --remote-tier, the same is removed from the bucket,
-    except with --all: others share it (`diskprefix remote purge`).
+    them soon, in a large store within minutes. Backups keep what they have. With --remote-tier, the same is removed
+    from the bucket, except with --all: others share it (`diskprefix remote purge`).
 
     \b
     diskprefix purge 3fa9 42d1
@@ -103,15 +107,17 @@ def purge(
         chosen = [info for info in infos if bytes.fromhex(info.id) in plan.entries]
         if not as_json:
             _show_plan(plan, chosen, "would be removed" if dry_run else "to remove")
-        purged = None
+        purged = bucket = None
         if not dry_run:
-            if plan and not yes and not _confirmed(plan):
+            # Opened first: what is gone here can no longer be named there.
+            bucket = _bucket(purge_filter, remote_tier, namespace_key_file) if store.names.namespace else None
+            if plan and not yes and not _confirmed(plan, remote_tier if bucket else None):
                 click.echo("nothing was purged", err=True)
                 return 1
             with progress("purging", plan.stored_bytes) as advance:
                 purged = erase(store, purge_filter, now, advance)
         if purged is not None and store.names.namespace and (plan or yes):
-            _purge_bucket(purged, purge_filter, remote_tier, namespace_key_file)
+            _purge_bucket(purged, purge_filter, bucket)
     if as_json:
         print_json(_report(plan, chosen, purged))
     elif plan and purged is not None:
@@ -119,9 +125,18 @@ def purge(
     return 1 if purged is not None and purged.left_blocks else 0
 
 
-def _purge_bucket(
-    purged: Purged, purge_filter: PurgeFilter, remote_tier: str | None, namespace_key_file: Path | None
-) -> None:
+def _bucket(
+    purge_filter: PurgeFilter, remote_tier: str | None, namespace_key_file: Path | None
+) -> tuple[ObjectStore, NamespaceKey] | None:
+    """Opens the bucket, if something is to be removed from it."""
+    if purge_filter.older_than_s is not None or purge_filter.is_everything:
+        return None
+    if remote_tier is None or namespace_key_file is None:
+        return None
+    return opened_bucket(remote_tier, namespace_key_file)
+
+
+def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: tuple[ObjectStore, NamespaceKey] | None) -> None:
     """Remove the same from the bucket that machines share, and note in `purged` what became of it."""
     if purge_filter.older_than_s is not None:
         purged.remote_error = "what is old is removed there by `diskprefix remote sweep`"
@@ -129,10 +144,10 @@ def _purge_bucket(
     if purge_filter.is_everything:
         purged.remote_error = "others share it: use `diskprefix remote purge`"
         return
-    if remote_tier is None or namespace_key_file is None:
+    if bucket is None:
         purged.remote_error = "give it with --remote-tier and --namespace-key-file, or use `diskprefix remote purge`"
         return
-    objects, key = opened_bucket(remote_tier, namespace_key_file)
+    objects, key = bucket
     from diskprefix.tiers.remote import upkeep
 
     try:
@@ -145,14 +160,15 @@ def _purge_bucket(
         purged.remote_error = str(error)
 
 
-def _confirmed(plan: PurgePlan) -> bool:
-    """Returns the answer at the terminal. Raises `SettingsError` if there is none."""
+def _confirmed(plan: PurgePlan, bucket: str | None) -> bool:
+    """Returns the answer at the terminal. `bucket`: where the same is removed. Raises `SettingsError` if none comes."""
     if not sys.stdin.isatty():
         raise SettingsError(
             "cannot ask, because standard input is no terminal; add --yes, or --dry-run to change nothing"
         )
     amounts = _amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)
-    return click.confirm(f"Purge {amounts}?", default=False, err=True)
+    there = f", and the same in {bucket}" if bucket else ""
+    return click.confirm(f"Purge {amounts}{there}?", default=False, err=True)
 
 
 def _require_known(snapshot: Snapshot, model: str | None, salt: str | None) -> None:

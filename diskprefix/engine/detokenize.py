@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import lru_cache
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -100,21 +99,30 @@ class _StopSearch:
 
     def __init__(self, text: str) -> None:
         self.text = text
+        self._ends: list[int] = []
+        """See `_ends_of`; made when it is needed first."""
         self.matched = 0
         """The length of the longest end of what was added that `text` begins with."""
 
     def add(self, text: str) -> int | None:
         """Returns how long the rest is from where the stop string stands first, None if it is not there."""
         for at, character in enumerate(text):
-            self.matched = _matched(self.text, self.matched, character)
+            self.matched = self._extended(character)
             if self.matched == len(self.text):
                 self.matched = 0
                 return len(self.text) + len(text) - at - 1
         return None
 
+    def _extended(self, character: str) -> int:
+        """Returns how much of the stop string stands at the end of what was added and this character."""
+        matched, text = self.matched, self.text
+        while matched and text[matched] != character:
+            self._ends = self._ends or _ends_of(text)
+            matched = self._ends[matched - 1]
+        return matched + (text[matched] == character)
 
-@lru_cache(maxsize=64)
-def _ends(text: str) -> list[int]:
+
+def _ends_of(text: str) -> list[int]:
     """Returns for each beginning of `text`, from one character on, the longest of its ends that `text` begins with."""
     ends = [0]
     for character in text[1:]:
@@ -123,10 +131,3 @@ def _ends(text: str) -> list[int]:
             matched = ends[matched - 1]
         ends.append(matched + (text[matched] == character))
     return ends
-
-
-def _matched(text: str, matched: int, character: str) -> int:
-    """Returns how much of `text` stands at the end of a text that ended with `matched` characters of it."""
-    while matched and text[matched] != character:
-        matched = _ends(text)[matched - 1]
-    return matched + (text[matched] == character)

@@ -34,7 +34,8 @@ def send_tokenizer(control: socket.socket, text: str, num_tokens: int, eos: list
 def serve(control_fd: int) -> None:
     """Forks for each socket that comes, until the other side is gone."""
     # The engine goes first: see `server.threads`.
-    os.nice(5)
+    with suppress(OSError):
+        os.nice(5)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Nobody waits for a trial's exit code.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

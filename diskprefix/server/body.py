@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections import Counter
-from collections.abc import Awaitable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -72,8 +74,9 @@ class Bodies:
             if len(body) > _SMALL_BYTES:
                 await self._memory.take(await self._threads.run(kind, _memory_of, body), place)
             # In a thread, because a large body would block the event loop.
-            parsing = self._threads.run(kind, parse_json, body, model)
-            return await (self._pacing.run(parsing) if place.is_large else parsing)
+            if place.is_large:
+                return await self._pacing.run(self._threads, partial(parse_json, body, model))
+            return await self._threads.run("parsing", parse_json, body, model)
 
     async def _read(self, request: Request, arriving: ExitStack, caller: Tenant) -> bytes:
         too_large = HTTPException(
@@ -125,15 +128,23 @@ class _HalfTime:
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
-    async def run(self, work: Awaitable[Model]) -> Model:
-        """Returns what `work` returns, which begins when its turn comes: it is a coroutine."""
+    async def run(self, threads: Threads, work: Callable[[], Model]) -> Model:
+        """Returns what `work` returns, in a thread."""
+        took_s = 0.0
+
+        def timed() -> Model:
+            nonlocal took_s
+            began = time.perf_counter()
+            try:
+                return work()
+            finally:
+                took_s = time.perf_counter() - began
+
         await self._turn.acquire()
-        loop = asyncio.get_running_loop()
-        began = loop.time()
         try:
-            return await work
+            return await threads.run("large", timed)
         finally:
-            loop.call_later(loop.time() - began, self._turn.release)
+            asyncio.get_running_loop().call_later(took_s, self._turn.release)
 
 
 class _Budget:

@@ -33,8 +33,8 @@ class Place:
 
     def close(self) -> None:
         """Gives back what was not given back yet."""
-        self.memory.close()
-        self.taken.close()
+        with self.taken:
+            self.memory.close()
 
     def pop_all(self) -> Place:
         """Returns a place to which everything belongs that belonged to this one."""

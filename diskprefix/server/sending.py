@@ -67,7 +67,7 @@ class Sending:
                 context.error = logged(refusal)
                 if head is None:
                     # It has begun. Without an end, it is a failure of the connection.
-                    raise TooSlow
+                    raise TooSlow("other large replies to this caller are not read yet")
                 await error_response(scope, refusal)(scope, receive, send)
                 return
             self._sending[caller] += len(body)
@@ -81,8 +81,8 @@ class Sending:
 
         try:
             await self._app(scope, receive, send_large)
-        except TooSlow:
-            log.warning("[server] %s: a large reply was not read in time", context.request_id)
+        except TooSlow as error:
+            log.warning("[server] %s: a large reply was not sent: %s", context.request_id, error)
 
 
 async def _send_in_time(body: bytes, send: Send) -> None:
@@ -96,7 +96,7 @@ async def _send_in_time(body: bytes, send: Send) -> None:
                 await send({"type": "http.response.body", "body": piece, "more_body": num_sent < len(body)})
                 limit.reschedule(started + _PATIENCE_S + num_sent / _LEAST_BYTES_PER_S)
     except TimeoutError as error:
-        raise TooSlow from error
+        raise TooSlow("it was not read in time") from error
 
 
 def _pieces(body: bytes) -> Iterator[bytes]:

@@ -137,6 +137,8 @@ class Environment:
                 return False
             if self._closed:
                 raise StoreUnavailable(f"{self.path}: the store was closed meanwhile")
+            # Processes that were killed while they read would hold pages for ever.
+            self._env.reader_check()
             if self.is_in_place():
                 map_bytes = self._env.info()["map_size"]
                 self._env.close()

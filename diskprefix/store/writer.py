@@ -368,7 +368,10 @@ class Writer:
     def _wipe(self) -> None:
         """Have what was deleted forgotten and overwritten, at intervals, or at once if somebody waits for it."""
         started = time.monotonic()
-        if self._store.problem is not None or started < self._wipes_from:
+        if started < self._wipes_from:
+            return
+        if self._store.problem is not None:
+            self._wipes_from = started + _WIPE_AGAIN_S
             return
         with self._changed:
             wanted, is_waited_for = self._wipes_wanted, self._num_wiping > 0

@@ -101,3 +101,15 @@ def test_wrong_usage_is_one_line(args: tuple[str, ...], message: str, run: Run, 
     assert (ended.exit_code, ended.stdout) == (2, "")
     assert message in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+def roots_in_the_bucket(run: Run, flags: list[str]) -> list[str]:
+    return [root["tenant"] for root in json.loads(run("remote", "ls", "--json", *flags).stdout)["roots"]]
+
+
+def test_a_purge_of_everything_here_leaves_the_bucket(run: Run, flags: list[str], tmp_path: Path) -> None:
+    before = roots_in_the_bucket(run, flags)
+    ended = run("purge", "--all", "--yes", "--json", "--kv-cache-dir", str(tmp_path / "kv"), *flags)
+    assert ended.exit_code == 0
+    assert "remote purge" in json.loads(ended.stdout)["remote_error"]
+    assert roots_in_the_bucket(run, flags) == before == ["", ALICE]

@@ -96,4 +96,4 @@ def test_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch, ca
         assert later.body == LARGE
 
     asyncio.run(scenario())
-    assert "was not read in time" in caplog.text
+    assert "was not sent: it was not read in time" in caplog.text

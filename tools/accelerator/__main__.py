@@ -137,13 +137,12 @@ def rows_of(task: Task, limit_s: float) -> Iterator[Row]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Asks the process and its children to end, and then makes them."""
+    """Asks the process and its children to end, and then makes them: one of the children may not have listened."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-            return
 
 
 def _text(path: Path) -> str:

@@ -48,7 +48,8 @@ class Responses:
         if (num_bytes := sum(len(bytes(value)) for value in self._echo.values())) > MAX_STORED_BYTES:
             limit = format_size(MAX_STORED_BYTES)
             said = f"the response repeats them, and would have {format_size(num_bytes)}; send {limit} at most"
-            raise InvalidRequest(f"tools: {said}", param="tools")
+            largest = max(self._echo, key=lambda name: len(bytes(self._echo[name])))
+            raise InvalidRequest(f"{largest}: {said}", param=largest)
         sampling = sampling_params(
             body, arrival.serving.renderer.vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs
         )
