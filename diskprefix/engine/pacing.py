@@ -12,14 +12,13 @@ are not paced.
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 
 LEAST_ROWS = 16
 """So that a prompt gets on whatever is measured."""
 _LEAST_SHARE = 0.5
 """Of the time of a step, for prompts: where decoding alone takes long, they would wait for ever."""
-_KEPT = 3
-"""Steps of each kind, of which the median counts."""
+_KEPT = 6
+"""Steps of each kind, of which the shortest counts: what disturbs a step only adds to it."""
 _STEPS_BETWEEN = 6
 """Steps with prompts and replies between two that only decode."""
 
@@ -43,7 +42,7 @@ class Pace:
             return None
         if self._num_mixed >= _STEPS_BETWEEN:
             return 0
-        decoding_s, row_s = self._usual_decoding_s, median(self._row_s)
+        decoding_s, row_s = self._least_decoding_s, min(self._row_s)
         for_prompts_s = max(self._target_s - decoding_s, decoding_s * _LEAST_SHARE / (1 - _LEAST_SHARE))
         return None if row_s <= 0 else max(LEAST_ROWS, int(for_prompts_s / row_s))
 
@@ -54,11 +53,11 @@ class Pace:
             self._num_mixed = 0
         elif num_prompt_rows >= LEAST_ROWS or not self._row_s:
             # Of fewer, what all steps differ by is more than the rows add.
-            decoding_s = self._usual_decoding_s if num_decoding else 0.0
+            decoding_s = self._least_decoding_s if num_decoding else 0.0
             self._row_s.append(max(0.0, seconds - decoding_s) / num_prompt_rows)
         if num_prompt_rows and num_decoding:
             self._num_mixed += 1
 
     @property
-    def _usual_decoding_s(self) -> float:
-        return median(self._decoding_s) if self._decoding_s else 0.0
+    def _least_decoding_s(self) -> float:
+        return min(self._decoding_s) if self._decoding_s else 0.0
