@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_SWITCH_S = 0.0005
-
 GRACE_S = 5.0
 """Time in seconds for a running request to finish after SIGTERM."""
 
@@ -76,9 +74,6 @@ def run(
         settings, listeners = open_listeners(settings)
     address = _address_of(listeners[0], settings.host)
     log.info("listening on %s; /health tells when the model is loaded", address)
-    # The engine's thread asks for the interpreter's lock many times in a step. While another thread computes in Python,
-    # it would wait for this long each time, usually 5 ms.
-    sys.setswitchinterval(_SWITCH_S)
     # What is imported and loaded stays. To look through it for garbage takes a fifth of the time to ready.
     gc.disable()
 
