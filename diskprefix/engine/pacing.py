@@ -15,8 +15,6 @@ from collections import deque
 
 LEAST_ROWS = 16
 """So that a prompt gets on whatever is measured."""
-_LEAST_SHARE = 0.5
-"""Of the time of a step, for prompts: where decoding alone takes long, they would wait for ever."""
 _KEPT = 6
 """Steps of each kind, of which the shortest counts: what disturbs a step only adds to it."""
 _STEPS_BETWEEN = 6
@@ -43,7 +41,8 @@ class Pace:
         if self._num_mixed >= _STEPS_BETWEEN:
             return 0
         decoding_s, row_s = self._least_decoding_s, min(self._row_s)
-        for_prompts_s = max(self._target_s - decoding_s, decoding_s * _LEAST_SHARE / (1 - _LEAST_SHARE))
+        # At least half of the time: where decoding alone takes long, prompts would wait for ever.
+        for_prompts_s = max(self._target_s - decoding_s, decoding_s)
         return None if row_s <= 0 else max(LEAST_ROWS, int(for_prompts_s / row_s))
 
     def note(self, num_decoding: int, num_prompt_rows: int, seconds: float) -> None:

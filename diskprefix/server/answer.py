@@ -29,7 +29,6 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described, events, openai_events
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import log_context
-from diskprefix.server.place import Place
 from diskprefix.server.protocols.anthropic_messages import Messages
 from diskprefix.server.protocols.anthropic_replies import AnthropicErrorBody, AnthropicEvent, AnthropicMessage
 from diskprefix.server.protocols.constraint import constraint_of
@@ -41,6 +40,7 @@ from diskprefix.server.protocols.openai_replies import ChatCompletion, ChatCompl
 from diskprefix.server.protocols.params import cache_options
 from diskprefix.server.protocols.responses.dialect import Responses
 from diskprefix.server.protocols.responses.replies import ModelResponse, ResponseStreamEvent
+from diskprefix.server.queue_place import QueuePlace
 from diskprefix.server.remembering import RememberingReader, reply_memory, stored_encodings, stored_turns
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, PatientResponse, first_signs
@@ -107,19 +107,19 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     return await first_signs(preparing, is_stream=bool(body.stream))
 
 
-async def _submitted(request: Request, dialect: Dialect[B], body: B, place: Place) -> Response:
+async def _submitted(request: Request, dialect: Dialect[B], body: B, place: QueuePlace) -> Response:
     """Submits a request when the model is there. `place` is given back when the request has its place in the queue."""
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
-    async with AsyncExitStack() as turn:
-        turn.enter_context(place)
+    async with AsyncExitStack() as held:
+        held.enter_context(place)
         serving = await daemon.ready()
         serving.require_model(body.model)
         serving.engine.give_way()
         cache = cache_options_of(body, request)
         if body.reads_more:
             # What is read may be a hundred times the body: one such request a caller at a time.
-            await turn.enter_async_context(daemon.turns.of(place.caller))
+            await held.enter_async_context(daemon.turns.of(place.caller))
         arrival = Arrival(serving=serving, tenant=cache.tenant)
         asked = await daemon.threads.run(place.rendering, dialect.read, body, arrival)
         began, trace = time.perf_counter(), context.trace
@@ -178,7 +178,7 @@ def cache_options_of(body: CacheFields, request: Request) -> CacheOptions:
 
 
 async def prompt_of(
-    wanted: Conversation | str | list[int], daemon: Daemon, serving: Serving, cache: CacheOptions, place: Place
+    wanted: Conversation | str | list[int], daemon: Daemon, serving: Serving, cache: CacheOptions, place: QueuePlace
 ) -> Replayed:
     """Renders the prompt in a thread, and waits until the tenant's stored prompts are known."""
     has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)

@@ -20,8 +20,8 @@ from starlette.requests import Request
 from diskprefix.errors import GOT, InvalidRequest, QueueFull
 from diskprefix.json_values import count_values
 from diskprefix.printable import shown
-from diskprefix.server.place import Place
 from diskprefix.server.protocols.strict import REFUSED
+from diskprefix.server.queue_place import QueuePlace
 from diskprefix.server.threads import Kind, Threads
 from diskprefix.settings import format_size
 from diskprefix.tenant import Tenant
@@ -60,7 +60,7 @@ class Bodies:
         self._read_until = 0.0
         """When the last large bodies that arrived may have, on the loop's clock."""
 
-    async def read_json(self, request: Request, model: type[Model], place: Place) -> Model:
+    async def read_json(self, request: Request, model: type[Model], place: QueuePlace) -> Model:
         """Returns the body as `model`. Its memory counts until `place.memory` is closed.
 
         A large body waits until there is memory for it. Raises `InvalidRequest`, `HTTPException` with status 408, 413
@@ -157,7 +157,7 @@ class _Budget:
         self._given: Counter[Tenant] = Counter()
         """Bytes, to those who wait and those who waited beside them."""
 
-    async def take(self, num_bytes: int, place: Place) -> None:
+    async def take(self, num_bytes: int, place: QueuePlace) -> None:
         """Waits for memory, and takes it until `place.memory` is closed. What is more than all gets all."""
         wanted = min(num_bytes, self._num_bytes)
         given = asyncio.get_running_loop().create_future()

@@ -20,11 +20,11 @@ from diskprefix.policy.scope import parse_scope
 from diskprefix.server.body import Bodies
 from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.notify import notify
-from diskprefix.server.place import Place
 from diskprefix.server.prefix_breaks import PrefixBreaks
+from diskprefix.server.queue_place import QueuePlace
 from diskprefix.server.recent import RecentRequests
 from diskprefix.server.serving import Serving
-from diskprefix.server.threads import Threads, Turns
+from diskprefix.server.threads import CallerTurns, Threads
 from diskprefix.server.tracing import Tracing
 from diskprefix.settings import Settings
 from diskprefix.tenant import Tenant
@@ -76,7 +76,7 @@ class Daemon:
         """The callers of the requests that are being read, one item for each request."""
         self._thread: threading.Thread | None = None
         self.threads = Threads()
-        self.turns = Turns()
+        self.turns = CallerTurns()
         """Of the callers whose requests read what is stored."""
         self.bodies = Bodies(settings.max_body_bytes, self.threads)
 
@@ -124,7 +124,7 @@ class Daemon:
         await self._is_decided.wait()
         return self.require_serving()
 
-    def arriving(self, caller: Tenant) -> Place:
+    def arriving(self, caller: Tenant) -> QueuePlace:
         """A context in which a request is read, waits for the model, and is rendered, before it is queued.
 
         Raises `NotReady` when the daemon stops and after a failure, `QueueFull` if the requests that arrived before
@@ -133,7 +133,7 @@ class Daemon:
         if self._is_decided.is_set():
             self.require_serving()
         self._inbox.require_room(self._arriving, caller)
-        place = Place(caller)
+        place = QueuePlace(caller)
         self._arriving.append(caller)
         place.taken.callback(self._arriving.remove, caller)
         return place

@@ -33,7 +33,7 @@ def _let_others_first() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))
 
 
-class Turns:
+class CallerTurns:
     """A lock for each caller. For the event loop."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Threads:
             kind: ThreadPoolExecutor(number, kind, initializer=_let_others_first if kind in _BEHIND else None)
             for kind, number in _NUM_THREADS.items()
         }
-        self._turns = Turns()
+        self._turns = CallerTurns()
         self._begun: set[Future[Any]] = set()
 
     @property

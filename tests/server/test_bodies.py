@@ -13,9 +13,9 @@ from starlette.requests import Request
 from diskprefix.errors import InvalidRequest, QueueFull
 from diskprefix.json_values import MOST_PARTS, MOST_VALUES
 from diskprefix.server.body import Bodies
-from diskprefix.server.place import Place
 from diskprefix.server.protocols.fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from diskprefix.server.protocols.strict import Body
+from diskprefix.server.queue_place import QueuePlace
 from diskprefix.server.threads import Threads
 from diskprefix.tenant import SHARED, Tenant
 from tests.server.scripted import AppServer, scripted_app
@@ -45,13 +45,18 @@ def body_of(text: str, size: int) -> bytes:
     return b'{"a": "' + text.encode() * ((size - 9) // len(text)) + b'"}'
 
 
-async def read(bodies: Bodies, body: bytes, place: Place) -> Anything:
+async def read(bodies: Bodies, body: bytes, place: QueuePlace) -> Anything:
     return await bodies.read_json(request_of(body), Anything, place)
 
 
 def test_a_large_body_waits_until_the_one_before_is_rendered_and_a_small_one_does_not() -> None:
     async def scenario() -> None:
-        bodies, first, second, small = Bodies(2 * MIB, Threads()), Place(SHARED), Place(SHARED), Place(SHARED)
+        bodies, first, second, small = (
+            Bodies(2 * MIB, Threads()),
+            QueuePlace(SHARED),
+            QueuePlace(SHARED),
+            QueuePlace(SHARED),
+        )
         await read(bodies, body_of("x", 2 * MIB), first)
         waiting = asyncio.create_task(read(bodies, body_of("x", 2 * MIB), second))
         assert (await read(bodies, b'{"a": 1}', small)).a == 1
@@ -65,9 +70,9 @@ def test_a_large_body_waits_until_the_one_before_is_rendered_and_a_small_one_doe
 
 def test_what_waits_for_memory_and_is_cancelled_takes_none() -> None:
     async def scenario() -> None:
-        bodies, first, second = Bodies(2 * MIB, Threads()), Place(SHARED), Place(SHARED)
+        bodies, first, second = Bodies(2 * MIB, Threads()), QueuePlace(SHARED), QueuePlace(SHARED)
         await read(bodies, body_of("x", 2 * MIB), first)
-        waiting = asyncio.create_task(read(bodies, body_of("x", 2 * MIB), Place(SHARED)))
+        waiting = asyncio.create_task(read(bodies, body_of("x", 2 * MIB), QueuePlace(SHARED)))
         while not bodies._memory._waiting:
             await asyncio.sleep(0)
         waiting.cancel()
@@ -83,11 +88,11 @@ def test_many_large_bodies_of_one_caller_delay_that_of_another_by_one() -> None:
         bodies, done = Bodies(2 * MIB, Threads()), list[str]()
 
         async def one(caller: Tenant, name: str) -> None:
-            with Place(caller) as place:
+            with QueuePlace(caller) as place:
                 await read(bodies, body_of("x", 2 * MIB), place)
                 done.append(name)
 
-        first = Place(SHARED)
+        first = QueuePlace(SHARED)
         await read(bodies, body_of("x", 2 * MIB), first)
         tasks = [asyncio.create_task(one(SHARED, "a")) for _ in range(4)]
         while len(bodies._memory._waiting) < 4:
@@ -106,19 +111,19 @@ def test_bodies_that_arrive_slowly_leave_room_for_small_ones() -> None:
     async def scenario() -> None:
         bodies = Bodies(MIB, Threads())
         slow = [
-            asyncio.create_task(bodies.read_json(request_of(b"x" * (MIB - 1), more=True), Anything, Place(SHARED)))
+            asyncio.create_task(bodies.read_json(request_of(b"x" * (MIB - 1), more=True), Anything, QueuePlace(SHARED)))
             for _ in range(4)
         ]
         while bodies._arriving_bytes.total() < 4 * (MIB - 1):
             await asyncio.sleep(0)
         with pytest.raises(QueueFull):
-            await read(bodies, body_of("x", MIB // 2), Place(SHARED))
-        assert (await read(bodies, b'{"a": 1}', Place(SHARED))).a == 1
+            await read(bodies, body_of("x", MIB // 2), QueuePlace(SHARED))
+        assert (await read(bodies, b'{"a": 1}', QueuePlace(SHARED))).a == 1
         for task in slow:
             task.cancel()
         await asyncio.wait(slow)
         assert not bodies._arriving_bytes
-        await read(bodies, body_of("x", MIB // 2), Place(SHARED))
+        await read(bodies, body_of("x", MIB // 2), QueuePlace(SHARED))
 
     asyncio.run(scenario())
 
@@ -127,21 +132,21 @@ def test_bodies_that_arrive_slowly_leave_room_for_small_ones() -> None:
 def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(value: str) -> None:
     body = f'{{"a": [{",".join([value] * MOST_PARTS)}]}}'.encode()
     with pytest.raises(InvalidRequest, match=f"at most {MOST_PARTS} are read"):
-        asyncio.run(read(Bodies(32 * MIB, Threads()), body, Place(SHARED)))
+        asyncio.run(read(Bodies(32 * MIB, Threads()), body, QueuePlace(SHARED)))
 
 
 def test_a_body_of_too_many_numbers_is_refused_and_one_of_many_tokens_is_not() -> None:
     bodies = Bodies(32 * MIB, Threads())
     with pytest.raises(InvalidRequest, match=f"at most {MOST_VALUES} are read"):
-        asyncio.run(read(bodies, json.dumps({"a": [1] * (MOST_VALUES + 1)}).encode(), Place(SHARED)))
-    assert len(asyncio.run(read(bodies, json.dumps({"a": [1] * MIB}).encode(), Place(SHARED))).a) == MIB
+        asyncio.run(read(bodies, json.dumps({"a": [1] * (MOST_VALUES + 1)}).encode(), QueuePlace(SHARED)))
+    assert len(asyncio.run(read(bodies, json.dumps({"a": [1] * MIB}).encode(), QueuePlace(SHARED))).a) == MIB
 
 
 @pytest.mark.parametrize("text", ["[],{}", '"[', "\\", '\\"', 'a\\\\"b,c: ["d"]'])
 def test_what_stands_in_a_text_is_no_value(text: str) -> None:
     value = text * MOST_PARTS
     found = asyncio.run(
-        read(Bodies(32 * MIB, Threads()), json.dumps({"a": [value, [value[:100]]]}).encode(), Place(SHARED))
+        read(Bodies(32 * MIB, Threads()), json.dumps({"a": [value, [value[:100]]]}).encode(), QueuePlace(SHARED))
     )
     assert found.a == [value, [value[:100]]]
 

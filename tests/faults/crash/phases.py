@@ -83,13 +83,15 @@ class Worker:
 
 
 class StorePhase:
-    """Kills of one kind. All kills use the same store unless `_prepare` creates a new one."""
+    """Kills of one kind."""
 
     deed = ""
     awaited = "publish"
     """The deed after whose begin the random time before the kill starts."""
     times = 1
     """How often it is done, where its length decides over which time the kills are spread."""
+    _same_store = 0
+    """How many kills use one store; 0 for all."""
     budget_bytes = 1 << 30
     may_evict = False
 
@@ -131,6 +133,9 @@ class StorePhase:
 
     def _prepare(self, index: int) -> None:
         """Before kill number `index`."""
+        if self._same_store and index % self._same_store == 0:
+            shutil.rmtree(self._store, ignore_errors=True)
+            self._ledger.unlink(missing_ok=True)
 
     def _awaits(self, _index: int) -> tuple[str, float]:
         """The deed after whose beginning kill number `index` comes, and how many seconds after it at most."""
@@ -200,11 +205,6 @@ class SavePhase(StorePhase):
 
     deed = "save"
     _same_store = 10
-
-    def _prepare(self, index: int) -> None:
-        if index % self._same_store == 0:
-            shutil.rmtree(self._store, ignore_errors=True)
-            self._ledger.unlink(missing_ok=True)
 
     def _awaits(self, index: int) -> tuple[str, float]:
         """The first kill of each store comes during its creation."""
@@ -277,11 +277,6 @@ class DeletePhase(StorePhase):
     awaited = "delete"
     times = 3
     _same_store = 10
-
-    def _prepare(self, index: int) -> None:
-        if index % self._same_store == 0:
-            shutil.rmtree(self._store, ignore_errors=True)
-            self._ledger.unlink(missing_ok=True)
 
     def _awaits(self, index: int) -> tuple[str, float]:
         return ("wipe" if index % 2 else self.awaited), self._span_s

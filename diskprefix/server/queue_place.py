@@ -10,7 +10,7 @@ from diskprefix.tenant import Tenant
 
 
 @dataclass
-class Place:
+class QueuePlace:
     """A context, at whose end all is given back. `memory` may be closed before: when the prompt is rendered."""
 
     caller: Tenant
@@ -25,7 +25,7 @@ class Place:
         """The threads in which the prompt is rendered."""
         return "large" if self.is_large else "rendering"
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> QueuePlace:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,6 +36,6 @@ class Place:
         with self.taken:
             self.memory.close()
 
-    def pop_all(self) -> Place:
+    def pop_all(self) -> QueuePlace:
         """Returns a place to which everything belongs that belonged to this one."""
         return replace(self, taken=self.taken.pop_all(), memory=self.memory.pop_all())
