@@ -35,7 +35,7 @@ def serve(control_fd: int) -> None:
     """Forks for each socket that comes, until the other side is gone."""
     # The engine goes first: see `server.threads`.
     with suppress(OSError):
-        os.nice(5)
+        os.nice(10)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Nobody waits for a trial's exit code.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -37,8 +37,10 @@ time is limited because the request has a place in the queue meanwhile."""
 _SMALL_BYTES, _LARGE_BYTES = 64 * 1024, 1 << 20
 """Of a body. The memory of smaller ones is bounded by the length of the queue, and they never wait for others. Larger
 ones than those of agents let all others go first."""
-_LARGE_BYTES_PER_S = 64 << 20
-"""At which large bodies are read, all together: reading them takes the event loop's time."""
+_LARGE_BYTES_PER_S, _BESIDE_BYTES_PER_S = 64 << 20, 8 << 20
+"""At which large bodies are read, all together, and while the engine computes: reading takes the event loop's time."""
+_PAUSE, _PAUSE_BESIDE = 1, 7
+"""After a large body is parsed, for so many times as long as that took, none is: and while the engine computes."""
 _BODIES_ARRIVING, _BODIES_OF_ONE, _BODIES_IN_MEMORY = 8, 4, 8
 """Bodies of the largest size that may be arriving or wait for memory, those of one caller, and the memory of those that
 are parsed and rendered: 256, 128 and 256 MiB, if a body may have 32."""
@@ -50,13 +52,14 @@ with the bodies that take most."""
 class Bodies:
     """Reads the bodies of requests, and bounds the memory of those that are read, parsed and rendered at one time."""
 
-    def __init__(self, max_bytes: int, threads: Threads) -> None:
-        """`max_bytes` is the largest size of a body."""
+    def __init__(self, max_bytes: int, threads: Threads, is_computing: Callable[[], bool] = lambda: False) -> None:
+        """`max_bytes` is the largest size of a body. `is_computing` tells whether the engine has requests."""
         self._max_bytes = max_bytes
         self._threads = threads
+        self._is_computing = is_computing
         self._arriving_bytes: Counter[Tenant] = Counter()
         self._memory = _Budget(_BODIES_IN_MEMORY * max_bytes)
-        self._pacing = _HalfTime()
+        self._pacing = _PartTime(lambda: _PAUSE_BESIDE if is_computing() else _PAUSE)
         self._read_until = 0.0
         """When the last large bodies that arrived may have, on the loop's clock."""
 
@@ -108,7 +111,8 @@ class Bodies:
     async def _pause(self, num_bytes: int) -> None:
         """Waits until large bodies may have so many bytes more. The client waits too: the socket is not read."""
         now = asyncio.get_running_loop().time()
-        self._read_until = max(now, self._read_until) + num_bytes / _LARGE_BYTES_PER_S
+        rate = _BESIDE_BYTES_PER_S if self._is_computing() else _LARGE_BYTES_PER_S
+        self._read_until = max(now, self._read_until) + num_bytes / rate
         await asyncio.sleep(max(0.0, self._read_until - now))
 
     def _require_room(self, caller: Tenant) -> None:
@@ -121,11 +125,13 @@ class Bodies:
         self._arriving_bytes -= Counter({caller: num_bytes})
 
 
-class _HalfTime:
-    """Runs one piece of work after the other, with a pause behind each that is as long as it took: the rest of the time
-    is left to the engine, and to the requests of others."""
+class _PartTime:
+    """Runs one piece of work after the other, with a pause behind each: the rest of the time is left to the engine, and
+    to the requests of others."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause: Callable[[], int]) -> None:
+        """`pause` tells how many times as long as the work a pause is."""
+        self._pause = pause
         self._turn = asyncio.Lock()
 
     async def run(self, threads: Threads, work: Callable[[], Model]) -> Model:
@@ -144,7 +150,7 @@ class _HalfTime:
         try:
             return await threads.run("large", timed)
         finally:
-            asyncio.get_running_loop().call_later(took_s, self._turn.release)
+            asyncio.get_running_loop().call_later(self._pause() * took_s, self._turn.release)
 
 
 class _Budget:

@@ -78,7 +78,7 @@ class Daemon:
         self.threads = Threads()
         self.turns = CallerTurns()
         """Of the callers whose requests read what is stored."""
-        self.bodies = Bodies(settings.max_body_bytes, self.threads)
+        self.bodies = Bodies(settings.max_body_bytes, self.threads, lambda: self._inbox.num_running > 0)
 
     @property
     def status(self) -> Status:

@@ -128,6 +128,15 @@ def test_bodies_that_arrive_slowly_leave_room_for_small_ones() -> None:
     asyncio.run(scenario())
 
 
+def test_a_large_body_is_read_more_slowly_while_the_engine_computes() -> None:
+    async def room_after() -> float:
+        bodies, started = Bodies(4 * MIB, Threads(), lambda: True), asyncio.get_running_loop().time()
+        await read(bodies, body_of("x", 2 * MIB), QueuePlace(SHARED))
+        return bodies._read_until - started
+
+    assert asyncio.run(room_after()) >= 0.9 * 2 / 8
+
+
 @pytest.mark.parametrize("value", ["[]", "{}", '""', '{"x":0}', "[[]]"])
 def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(value: str) -> None:
     body = f'{{"a": [{",".join([value] * MOST_PARTS)}]}}'.encode()
